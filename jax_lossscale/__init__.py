@@ -1,0 +1,45 @@
+"""Loss scaling for float16 training in JAX and optax."""
+
+from jax_lossscale._finite import all_finite
+from jax_lossscale._gradients import scaled_grad, value_and_scaled_grad
+from jax_lossscale._loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    NoOpLossScale,
+    get,
+    get_loss_scale,
+    loss_scale_for,
+    serialize,
+)
+from jax_lossscale._transform import (
+    LossScaledState,
+    LossScaledTransformation,
+    loss_scaled,
+    metrics,
+    raise_if_stuck,
+)
+from jax_lossscale._tree import cast_floating, select_tree
+from jax_lossscale._version import __version__
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScale",
+    "LossScaledState",
+    "LossScaledTransformation",
+    "NoOpLossScale",
+    "__version__",
+    "all_finite",
+    "cast_floating",
+    "get",
+    "get_loss_scale",
+    "loss_scale_for",
+    "loss_scaled",
+    "metrics",
+    "raise_if_stuck",
+    "scaled_grad",
+    "select_tree",
+    "serialize",
+    "value_and_scaled_grad",
+]

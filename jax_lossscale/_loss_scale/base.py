@@ -1,0 +1,162 @@
+"""What a loss scale is: the interface of every kind, and the pytree that each of them is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale._finite import AxisName, all_finite
+
+_T = TypeVar("_T", bound=type)
+
+
+class LossScale(abc.ABC):
+    """A number that the loss is multiplied by, and the rule that moves it: an immutable value, a pytree.
+
+    Configuration is static, state is array leaves, and every method is a pure function, so a loss scale goes through
+    `jax.jit`, `jax.lax.scan`, `jax.vmap`, donation and checkpoints like any other value. Use it in this order::
+
+        value, scaled_grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(params, batch)
+        grads = loss_scale.unscale(scaled_grads)
+        loss_scale, should_apply = loss_scale.update(grads)
+
+    To write your own kind, subclass with a frozen dataclass that is registered as a pytree (with
+    `jax.tree_util.register_dataclass`, say) and give it `__call__`, `adjust` and `get_config`. Everything in this
+    library then takes it. The class attributes below are the rest of what a kind can say about itself.
+
+    References:
+      ``tf.compat.v1.mixed_precision.LossScale``, whose interface this is, with state returned instead of assigned.
+      Micikevicius et al., Mixed Precision Training, ICLR 2018.
+    """
+
+    checks_gradients: ClassVar[bool] = True
+    """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
+
+    skip_nonfinite: bool = True
+    """Whether a step whose gradients are not finite is skipped."""
+
+    min_loss_scale: float = 0.0
+    """The scale is never below this. From 1 up, finite scaled gradients stay finite when they are unscaled."""
+
+    max_loss_scale: float | None = None
+    """The scale is never above this; ``None``: only the range of float32 bounds it."""
+
+    @abc.abstractmethod
+    def __call__(self) -> jax.Array:
+        """The current scale (linear, not its logarithm): ``float32[]``."""
+
+    @abc.abstractmethod
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """The loss scale after a step, from what is already known of its gradients.
+
+        Args:
+          grads_finite: ``bool[]``, such as `all_finite` gives, agreed over devices.
+
+        Returns:
+          The new loss scale, of the same tree structure, shapes and dtypes.
+        """
+
+    @abc.abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments as values that JSON can hold; never the current state."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """A fresh loss scale from what `get_config` returned."""
+        return cls(**config)
+
+    def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """Multiply the inexact leaves of a tree by the scale.
+
+        To scale a loss, prefer `value_and_scaled_grad`: it does not touch the loss, which therefore cannot overflow.
+
+        Args:
+          tree: any pytree.
+
+        Returns:
+          A tree of the same structure, shapes and dtypes. A float16 leaf overflows where the product passes 65504.
+        """
+        return _tree.scale(tree, self())
+
+    def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """Divide the inexact leaves of a tree by the scale, in float32.
+
+        Exact when the scale is a power of two and the result a normal number, at every scale up to the largest
+        finite float32; otherwise within two units in the last place.
+
+        Args:
+          tree: scaled gradients, any pytree.
+
+        Returns:
+          A tree of the same structure and shapes. Floating leaves narrower than float32 become float32; float64 and
+          complex leaves keep their dtype; other leaves are the same objects.
+        """
+        return _tree.unscale(tree, self())
+
+    def update(self, grads: chex.ArrayTree, *, axis_name: AxisName = None) -> tuple[Self, jax.Array]:
+        """Move the scale after a step, and say whether the step may be applied.
+
+        Args:
+          grads: **unscaled** gradients, any pytree, as `unscale` returns them. ``None`` leaves are ignored.
+          axis_name: as in `all_finite`: where the verdict is to be agreed over devices.
+
+        Returns:
+          ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. Where it is false, keep parameters,
+          optimizer state and everything else that this step has changed (`select_tree`).
+        """
+        if not self.checks_gradients:
+            return self, jnp.array(True)
+        return _update(self, _tree.inexact_leaves(grads), axis_name)
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _update(loss_scale: LossScale, grads: list[ArrayLike], axis_name: AxisName) -> tuple[LossScale, jax.Array]:
+    grads_finite = all_finite(grads, axis_name=axis_name)
+    should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
+    return loss_scale.adjust(grads_finite), should_apply
+
+
+def static_field(**kwargs: Any) -> Any:
+    """A dataclass field that is configuration: part of the tree's structure, not a leaf."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def register(cls: _T) -> _T:
+    """Register a frozen dataclass as a pytree: static fields are structure, the others are children.
+
+    `jax.tree_util.register_dataclass` would call the constructor to unflatten, and so fill in defaults and validate
+    where a library has put strings, ``None`` or shapes in the place of arrays. Here unflatten only puts the leaves
+    back: construction is for users.
+    """
+    fields = dataclasses.fields(cls)
+    config_names = tuple(field.name for field in fields if field.metadata.get("static"))
+    leaf_names = tuple(field.name for field in fields if not field.metadata.get("static"))
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaf_names)
+
+    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (
+            tuple(getattr(node, name) for name in leaf_names),
+            tuple(getattr(node, name) for name in config_names),
+        )
+
+    def flatten_with_keys(node: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        leaves, config = flatten(node)
+        return tuple(zip(keys, leaves, strict=True)), config
+
+    def unflatten(config: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        node: Any = object.__new__(cls)
+        for name, value in zip(config_names + leaf_names, (*config, *leaves), strict=True):
+            object.__setattr__(node, name, value)
+        return node
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls

@@ -1,0 +1,210 @@
+"""The scale that looks for its own size: down when gradients overflow, up after a run of good steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_lossscale._loss_scale._arguments import (
+    finite_number,
+    positive_integer,
+    positive_normal_number,
+)
+from jax_lossscale._loss_scale.base import LossScale, register, static_field
+
+HysteresisRefill = Literal["growth", "finite"]
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """A loss scale that backs off when gradients overflow and grows while they do not.
+
+    The rule, with ``N = increment_period`` and the state ``(scale, n)``::
+
+        finite:      n + 1 <  N:  scale' = scale                                n' = n + 1
+                     n + 1 >= N:  scale' = min(scale * multiplier, ceiling)     n' = 0
+        not finite:               scale' = max(scale * backoff_factor, floor)   n' = 0,  and the step is skipped
+
+    Growth comes exactly on the N-th finite step in a row. Without a ceiling, a product that float32 cannot hold is
+    not taken, and the count starts again all the same.
+
+    Args:
+      initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry.
+      increment_period: how many finite steps in a row let the scale grow.
+      multiplier: what it grows by, more than 1. Powers of two scale without rounding.
+      backoff_factor: what it is multiplied by on a bad step, between 0 and 1; by default ``1 / multiplier``.
+      min_loss_scale: the floor, positive. Below 1, gradients are checked after unscaling, since that can overflow.
+      max_loss_scale: the ceiling; by default the largest finite float32.
+      hysteresis: the scale goes down only from this many bad steps on; every one of them is skipped all the same.
+      hysteresis_refill: what makes the count of bad steps start again: ``"growth"``, the N-th finite step in a row,
+        or ``"finite"``, any finite step, so that only consecutive bad steps count.
+      current_loss_scale: the state to start with instead of a fresh one. Not configuration: use it with
+        `dataclasses.replace` to set the scale by hand.
+      num_good_steps: likewise.
+      hysteresis_left: likewise.
+
+    Attributes:
+      current_loss_scale: ``float32[]``, a leaf.
+      num_good_steps: ``int32[]``, a leaf: finite steps since the last growth or bad step.
+      hysteresis_left: ``int32[]``, a leaf: how many bad steps from now the scale goes down, itself included; ``None``,
+        and no leaf, where ``hysteresis`` is 1.
+
+    Raises:
+      ValueError: if an argument is not a finite number or out of its range, if the period is not an integer, or if
+        the initial scale is not between floor and ceiling.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> loss_scale = jls.DynamicLossScale(initial_loss_scale=8, increment_period=2)
+      >>> update = jax.jit(jls.DynamicLossScale.update)
+      >>> for grads in [1.0, 1.0, jnp.nan]:
+      ...     loss_scale, should_apply = update(loss_scale, grads)
+      ...     print(float(loss_scale()), bool(should_apply))
+      8.0 True
+      16.0 True
+      8.0 False
+
+    References:
+      ``tf.compat.v1.mixed_precision.DynamicLossScale``, which this is step for step with the first three arguments.
+      That one has the floor 1 and no ceiling, validates nothing (a period of 2.9 becomes 2, a multiplier of 0 is
+      taken), and an initial scale below 1 *rises* to 1 on an overflow; here that initial scale is refused.
+      ``hysteresis`` with refill ``"growth"`` is Megatron-LM's ``DynamicGradScaler``; ``"finite"`` is DeepSpeed's
+      ``consecutive_hysteresis``.
+    """
+
+    initial_loss_scale: float = static_field(default=2.0**15)
+    increment_period: int = static_field(default=2000)
+    multiplier: float = static_field(default=2.0)
+    backoff_factor: float | None = static_field(default=None, kw_only=True)
+    min_loss_scale: float = static_field(default=1.0, kw_only=True)
+    max_loss_scale: float | None = static_field(default=None, kw_only=True)
+    hysteresis: int = static_field(default=1, kw_only=True)
+    hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
+
+    # The state. Only the constructor fills in the defaults; unflatten does not pass there (see `register`).
+    current_loss_scale: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # float32[]
+    num_good_steps: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # int32[]
+    hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None where hysteresis is 1
+
+    def __post_init__(self) -> None:
+        for name, value in self._validated_config().items():
+            object.__setattr__(self, name, value)
+        for name, dtype, fresh in (
+            ("current_loss_scale", jnp.float32, self.initial_loss_scale),
+            ("num_good_steps", jnp.int32, 0),
+            ("hysteresis_left", jnp.int32, self.hysteresis if self.hysteresis > 1 else None),
+        ):
+            given = getattr(self, name)
+            value = fresh if given is None else given
+            object.__setattr__(self, name, None if fresh is None else jnp.asarray(value, dtype))
+
+    def __call__(self) -> jax.Array:
+        """The current scale: ``float32[]``."""
+        return self.current_loss_scale
+
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """The loss scale after a step, from whether its gradients were finite: ``bool[]``."""
+        grads_finite = jnp.asarray(grads_finite)
+        scale = self.current_loss_scale
+        num_good_steps = self.num_good_steps + 1
+        # `>=`, not `==`: a counter restored from a run with a longer period must not overshoot for ever.
+        period_ends = num_good_steps >= self.increment_period
+
+        grown = scale * self.multiplier
+        if self.max_loss_scale is None:
+            grown = jnp.where(jnp.isfinite(grown), grown, scale)
+        else:
+            grown = jnp.minimum(grown, self.max_loss_scale)
+        # A scale that was set below the floor by hand does not rise on an overflow.
+        floor = jnp.minimum(scale, self.min_loss_scale)
+        lowered = jnp.maximum(scale * self._backoff(), floor)
+
+        hysteresis_left = self.hysteresis_left
+        if hysteresis_left is not None:
+            spent = jnp.maximum(hysteresis_left - 1, 0)
+            lowered = jnp.where(spent == 0, lowered, scale)
+            refills = period_ends if self.hysteresis_refill == "growth" else True
+            kept = jnp.where(refills, self.hysteresis, hysteresis_left)
+            hysteresis_left = jnp.where(grads_finite, kept, spent)
+
+        return dataclasses.replace(
+            self,
+            current_loss_scale=jnp.where(grads_finite, jnp.where(period_ends, grown, scale), lowered),
+            num_good_steps=jnp.where(grads_finite & ~period_ends, num_good_steps, 0),
+            hysteresis_left=hysteresis_left,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, without the state."""
+        return {
+            argument.name: getattr(self, argument.name)
+            for argument in dataclasses.fields(self)
+            if argument.metadata.get("static")
+        }
+
+    def _backoff(self) -> float:
+        return 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
+
+    def _validated_config(self) -> dict[str, Any]:
+        def name(argument: str) -> str:
+            return f"DynamicLossScale({argument}=...)"
+
+        initial = finite_number(self.initial_loss_scale, name("initial_loss_scale"))
+        multiplier = finite_number(self.multiplier, name("multiplier"))
+        if not np.float32(multiplier) > 1:
+            raise ValueError(
+                f"`{name('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. To keep the scale "
+                "fixed, use `FixedLossScale`."
+            )
+        backoff = self.backoff_factor
+        if backoff is not None:
+            backoff = finite_number(backoff, name("backoff_factor"))
+            if not 0 < np.float32(backoff) < 1:
+                raise ValueError(
+                    f"`{name('backoff_factor')}` must be between 0 and 1, both excluded, got "
+                    f"{self.backoff_factor!r}. For `1 / multiplier`, use None."
+                )
+        floor = positive_normal_number(self.min_loss_scale, name("min_loss_scale"))
+        ceiling = self.max_loss_scale
+        if ceiling is not None:
+            ceiling = finite_number(ceiling, name("max_loss_scale"))
+        if initial < floor:
+            raise ValueError(
+                f"`{name('initial_loss_scale')}` must not be below `min_loss_scale` = {floor!r}, got "
+                f"{self.initial_loss_scale!r}. Lower `min_loss_scale`."
+            )
+        if ceiling is not None and initial > ceiling:
+            raise ValueError(
+                f"`{name('initial_loss_scale')}` must not be above `max_loss_scale` = {ceiling!r}, got "
+                f"{self.initial_loss_scale!r}. Start lower, or raise `max_loss_scale`."
+            )
+        if self.hysteresis_refill not in ("growth", "finite"):
+            raise ValueError(
+                f"`{name('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
+            )
+        return {
+            "initial_loss_scale": initial,
+            "increment_period": positive_integer(
+                self.increment_period,
+                name("increment_period"),
+                "To keep the scale fixed, use `FixedLossScale`.",
+            ),
+            "multiplier": multiplier,
+            "backoff_factor": backoff,
+            "min_loss_scale": floor,
+            "max_loss_scale": ceiling,
+            "hysteresis": positive_integer(
+                self.hysteresis,
+                name("hysteresis"),
+                "With 1, every bad step lowers the scale.",
+            ),
+            "hysteresis_refill": self.hysteresis_refill,
+        }

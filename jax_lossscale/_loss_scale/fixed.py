@@ -1,0 +1,141 @@
+"""The two kinds that never move: a fixed scale, and none at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_lossscale._loss_scale._arguments import finite_number
+from jax_lossscale._loss_scale.base import LossScale, register, static_field
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+    """A loss scale that stays as it is.
+
+    By default `update` always says to apply the step, also when the gradients are not finite: nothing would come of
+    skipping, since the scale does not react. Say ``skip_nonfinite=True`` to skip such steps all the same.
+
+    Args:
+      loss_scale_value: a number, at least 1; Python, NumPy and JAX scalars. A tracer or an array is taken as it is,
+        so ``jax.vmap(FixedLossScale)(scales)`` makes a batch of them. Powers of two scale without rounding.
+      skip_nonfinite: whether `update` refuses steps whose gradients are not finite.
+
+    Attributes:
+      loss_scale_value: ``float32[]``, a leaf: a new value does not recompile.
+
+    Raises:
+      ValueError: if ``loss_scale_value`` is not a number, a bool, NaN, infinite, or less than 1; if
+        ``skip_nonfinite`` is not a bool.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> loss_scale = jls.FixedLossScale(1024)
+      >>> loss_scale()
+      Array(1024., dtype=float32)
+      >>> loss_scale.get_config()
+      {'loss_scale_value': 1024.0, 'skip_nonfinite': False}
+
+    References:
+      ``tf.compat.v1.mixed_precision.FixedLossScale``. That one takes bools, NaN and infinity for numbers, and has no
+      ``skip_nonfinite``, which comes from MindSpore's ``FixedLossScaleManager(drop_overflow_update=True)``.
+    """
+
+    loss_scale_value: jax.Array  # float32[]
+    skip_nonfinite: bool = static_field(default=False)
+
+    min_loss_scale: ClassVar[float] = 1.0  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        value: Any = self.loss_scale_value
+        is_array = isinstance(value, (np.ndarray, jax.Array))
+        if isinstance(value, jax.core.Tracer) or (is_array and value.ndim > 0):
+            if not (jnp.issubdtype(value.dtype, jnp.floating) or _is_integer(value.dtype)):
+                raise ValueError(f"`FixedLossScale(loss_scale_value=...)` must be real, got {value.dtype.name}.")
+        else:
+            value = finite_number(value, "FixedLossScale(loss_scale_value=...)")
+            if value < 1:
+                raise ValueError(
+                    f"`FixedLossScale(loss_scale_value=...)` must be at least 1, got {value!r}. For no scaling at "
+                    "all, use `NoOpLossScale`."
+                )
+        if not isinstance(self.skip_nonfinite, bool):
+            raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")
+        object.__setattr__(self, "loss_scale_value", jnp.asarray(value, jnp.float32))
+
+    @property
+    def max_loss_scale(self) -> Any:  # type: ignore[override]
+        """The scale itself: it goes no higher."""
+        return self.loss_scale_value
+
+    def __call__(self) -> jax.Array:
+        """The scale: ``float32[]``."""
+        return self.loss_scale_value
+
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """The same loss scale."""
+        del grads_finite
+        return self
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "loss_scale_value": float(self.loss_scale_value),
+            "skip_nonfinite": self.skip_nonfinite,
+        }
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """No loss scale, behind the same interface: for float32 and bfloat16.
+
+    The compiled program is that of the step without this library: nothing is multiplied, nothing is checked, nothing
+    is cast, nothing is skipped, and there are no leaves. `scale` and `unscale` return what they are given, also in
+    bfloat16. To have float32 gradients checked and bad steps skipped, use ``FixedLossScale(1, skip_nonfinite=True)``.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> jls.NoOpLossScale()()
+      Array(1., dtype=float32)
+
+    References:
+      ``jmp.NoOpLossScale``.
+    """
+
+    checks_gradients: ClassVar[bool] = False
+    skip_nonfinite: ClassVar[bool] = False  # type: ignore[misc]
+    min_loss_scale: ClassVar[float] = 1.0  # type: ignore[misc]
+    max_loss_scale: ClassVar[float | None] = 1.0  # type: ignore[misc]
+
+    def __call__(self) -> jax.Array:
+        """One: ``float32[]``."""
+        return jnp.ones([], jnp.float32)
+
+    def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """The same tree."""
+        return tree
+
+    def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """The same tree."""
+        return tree
+
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """The same loss scale."""
+        del grads_finite
+        return self
+
+    def get_config(self) -> dict[str, Any]:
+        """No arguments."""
+        return {}
+
+
+def _is_integer(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.integer))

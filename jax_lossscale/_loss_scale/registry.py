@@ -1,0 +1,186 @@
+"""From what a user writes to a loss scale, and back; and finding one in a tree."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_lossscale._loss_scale.base import LossScale
+from jax_lossscale._loss_scale.dynamic import DynamicLossScale
+from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
+
+_ACCEPTED = (
+    "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), None (`NoOpLossScale`), a `LossScale`, or the "
+    "dictionary that `serialize` returns"
+)
+
+
+def get(identifier: Any) -> LossScale:
+    """Make a loss scale from an identifier.
+
+    Args:
+      identifier: a number, or a scalar array, for a `FixedLossScale`; ``"dynamic"`` for a `DynamicLossScale` with its
+        defaults; ``None`` for a `NoOpLossScale`; a `LossScale`, which is returned as it is; or a dictionary
+        ``{"class_name": ..., "config": ...}`` as `serialize` makes it, for any kind, a user's own included.
+
+    Returns:
+      The loss scale.
+
+    Raises:
+      ValueError: for anything else, bools included; the message lists what is accepted.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> jls.get(8)()
+      Array(8., dtype=float32)
+      >>> jls.get("dynamic").increment_period
+      2000
+
+    References:
+      ``tensorflow.python.training.experimental.loss_scale.get``, which takes bools for numbers, refuses NumPy
+      scalars, and gives ``None`` for ``None``.
+    """
+    if isinstance(identifier, LossScale):
+        return identifier
+    if identifier is None:
+        return NoOpLossScale()
+    if isinstance(identifier, str) and identifier == "dynamic":
+        return DynamicLossScale()
+    if isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}:
+        return _from_dict(identifier["class_name"], identifier["config"])
+    if is_number(identifier):
+        return FixedLossScale(identifier)
+    raise ValueError(f"Could not make a loss scale of {identifier!r}. Accepted: {_ACCEPTED}.")
+
+
+def serialize(loss_scale: LossScale) -> dict[str, Any]:
+    """The dictionary that `get` rebuilds a loss scale from: its class and configuration, never its state.
+
+    Args:
+      loss_scale: any kind.
+
+    Returns:
+      ``{"class_name": ..., "config": ...}``, of values that JSON can hold.
+
+    Raises:
+      ValueError: if it is not a `LossScale`.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> jls.serialize(jls.FixedLossScale(8))
+      {'class_name': 'FixedLossScale', 'config': {'loss_scale_value': 8.0, 'skip_nonfinite': False}}
+    """
+    if not isinstance(loss_scale, LossScale):
+        raise ValueError(f"`serialize(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}.")
+    return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
+
+
+def loss_scale_for(dtype: DTypeLike) -> LossScale:
+    """The loss scale that training in a compute dtype needs.
+
+    Args:
+      dtype: what the forward and backward pass compute in.
+
+    Returns:
+      `DynamicLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
+      float64, whose exponents reach below 1e-37.
+
+    Raises:
+      ValueError: for any other dtype. Float8 needs a scale for each tensor, which a loss scale is not.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> jls.loss_scale_for(jnp.bfloat16)
+      NoOpLossScale()
+    """
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"`loss_scale_for(dtype=...)` got {dtype!r}, which is no dtype.") from error
+    if dtype == jnp.float16:
+        return DynamicLossScale()
+    if dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
+        return NoOpLossScale()
+    raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")
+
+
+def get_loss_scale(opt_state: chex.ArrayTree) -> LossScale:
+    """Find the loss scale in an optimizer state, however deeply chains and wrappers nest it.
+
+    Args:
+      opt_state: any pytree that holds one `LossScale`.
+
+    Returns:
+      The loss scale, with its current state.
+
+    Raises:
+      ValueError: if there is none, or more than one; the message gives their paths.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> tx = optax.chain(jls.loss_scaled(optax.adam(1e-3), 1024.0), optax.identity())
+      >>> jls.get_loss_scale(tx.init({"kernel": jnp.ones(2)}))()
+      Array(1024., dtype=float32)
+    """
+    _, loss_scale = find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)")
+    return loss_scale
+
+
+def find_one(tree: chex.ArrayTree, kind: type, name: str) -> tuple[str, Any]:
+    """The path and value of the one instance of ``kind`` in a tree; ``name`` names the argument in the error."""
+    found = [
+        (jax.tree_util.keystr(path), node)
+        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+        if isinstance(node, kind)
+    ]
+    if not found:
+        raise ValueError(
+            f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, got "
+            f"{jax.tree.structure(tree)}."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"`{name}` holds {len(found)} of `{kind.__name__}`, at {', '.join(path for path, _ in found)}. "
+            "Pass the part of the state that holds the one you mean."
+        )
+    return found[0]
+
+
+def is_number(value: Any) -> bool:
+    """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    if isinstance(value, (np.ndarray, jax.Array)):
+        is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        return value.shape == () and bool(is_real)
+    return isinstance(value, numbers.Real)
+
+
+def _from_dict(class_name: Any, config: Any) -> LossScale:
+    # The class defined last wins, so that a notebook cell can be run again.
+    kinds = {kind.__name__: kind for kind in _concrete_kinds(LossScale)}  # type: ignore[type-abstract]
+    if class_name not in kinds:
+        raise ValueError(
+            f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
+        )
+    try:
+        return kinds[class_name].from_config(config)
+    except TypeError as error:
+        raise ValueError(f"Could not make a `{class_name}` of the config {config!r}: {error}.") from error
+
+
+def _concrete_kinds(kind: type[LossScale]) -> Iterator[type[LossScale]]:
+    for subclass in kind.__subclasses__():
+        if not inspect.isabstract(subclass):
+            yield subclass
+        yield from _concrete_kinds(subclass)

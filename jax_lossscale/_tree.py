@@ -1,0 +1,233 @@
+"""The leaf rule, and the tree functions that follow from it.
+
+A tree of gradients holds more than gradients: ``None`` for frozen parameters, integers and their float0
+cotangents, booleans, random keys, sometimes functions or strings. One rule decides about all of them, and
+`is_inexact` is that rule: inexact leaves (floating or complex, of any width) are scaled, unscaled, checked and
+cast; every other leaf passes through as the same object.
+
+Everything here is compiled: called eagerly, each function is one dispatch for a tree of any size; called under
+a user's `jax.jit`, it leaves no trace of a call behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+# What XLA flushes to zero cannot be recovered: a reciprocal must stay a normal number. 1 / 2**64 and
+# 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
+_LARGE_SCALE = 2.0**64
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether the leaf rule touches ``leaf``: a Python, NumPy or JAX value of floating or complex dtype."""
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
+    """The leaves that the leaf rule touches, in the order of `jax.tree.leaves`."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+
+
+def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """The same tree with ``None`` for every leaf that the leaf rule does not touch."""
+    return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
+
+
+def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Replace the inexact leaves by ``function`` of their list; every other leaf stays the same object."""
+    leaves, structure = jax.tree.flatten(tree)
+    positions = [position for position, leaf in enumerate(leaves) if is_inexact(leaf)]
+    replacements = function([leaves[position] for position in positions])
+    for position, replacement in zip(positions, replacements, strict=True):
+        leaves[position] = replacement
+    return jax.tree.unflatten(structure, leaves)
+
+
+def scale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
+    """Inexact leaves times ``loss_scale``; each leaf keeps its dtype."""
+    return map_inexact(lambda leaves: _scale(leaves, loss_scale), tree)
+
+
+def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
+    """Inexact leaves divided by ``loss_scale``, in float32 or their own wider dtype."""
+    return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
+
+
+def widen(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """The float32 view: floating leaves narrower than float32 become float32, others stay as they are."""
+    return map_inexact(_widen, tree)
+
+
+def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
+    """Cast the floating leaves of a tree.
+
+    For the compute copy of float32 master weights: differentiate through the cast, and the gradients of the
+    master weights come back in float32.
+
+    Args:
+      tree: any pytree. Complex, integer, boolean, float0 and random-key leaves, and ``None``, stay as they are.
+      dtype: a real floating dtype, such as ``jnp.float16``.
+
+    Returns:
+      A tree of the same structure and shapes, its floating leaves of ``dtype``.
+
+    Raises:
+      ValueError: if ``dtype`` is not a real floating dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> compute = jls.cast_floating({"kernel": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)
+      >>> compute["kernel"].dtype, compute["step"].dtype
+      (dtype('float16'), dtype('int32'))
+    """
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"`cast_floating(dtype=...)` got {dtype!r}, which is no dtype.") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`cast_floating(dtype=...)` must be a real floating dtype, got {dtype.name}. To cast other "
+            "leaves, use `jax.tree.map`."
+        )
+    return map_inexact(lambda leaves: _cast_floating(leaves, dtype), tree)
+
+
+def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
+    """Choose one of two trees, leaf by leaf, without a branch.
+
+    For whatever must roll back with a skipped step: batch statistics, moving averages, random keys.
+
+    Args:
+      pred: ``bool[]``.
+      on_true: any pytree. Leaves may be arrays of any dtype, float0 and random keys included.
+      on_false: a tree of the same structure and the same shapes and dtypes. Leaves that are not arrays
+        (strings, functions) must be equal in both.
+
+    Returns:
+      ``on_true`` where ``pred`` is true, else ``on_false``; never a mixture. NaN in the tree that was not chosen
+      does not leak into the result.
+
+    Raises:
+      ValueError: if ``pred`` is not a boolean scalar; if two leaves differ in shape or dtype, or are not arrays and
+        differ.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> old, new = {"mean": jnp.float32(1.0)}, {"mean": jnp.float32(jnp.nan)}
+      >>> jls.select_tree(jnp.array(False), new, old)
+      {'mean': Array(1., dtype=float32)}
+    """
+    check_bool_scalar(pred, "select_tree(pred=...)")
+    chosen_leaves: list[Any] = []
+    positions, pairs = [], []
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
+    other = jax.tree.structure(on_false)
+    if structure != other:  # type: ignore[operator]
+        raise ValueError(
+            f"`select_tree` needs two trees of the same structure, got on_true: {structure} and on_false: {other}."
+        )
+    for position, ((path, a), b) in enumerate(zip(with_paths, jax.tree.leaves(on_false), strict=True)):
+        chosen_leaves.append(a)
+        if not _is_selectable(a):
+            if a is not b and a != b:
+                raise ValueError(
+                    f"`select_tree` cannot choose between {a!r} and {b!r} at {jax.tree_util.keystr(path)}: "
+                    "leaves that are not arrays must be equal in both trees."
+                )
+        elif jnp.shape(a) != jnp.shape(b) or jax.typeof(a).dtype != jax.typeof(b).dtype:
+            raise ValueError(
+                f"`select_tree` needs equal shapes and dtypes, got {jax.typeof(a)} in on_true and "
+                f"{jax.typeof(b)} in on_false at {jax.tree_util.keystr(path)}."
+            )
+        elif jax.typeof(a).dtype != jax.dtypes.float0:  # a float0 holds nothing to choose
+            positions.append(position)
+            pairs.append((a, b))
+    for position, leaf in zip(positions, _select(pred, pairs), strict=True):
+        chosen_leaves[position] = leaf
+    return jax.tree.unflatten(structure, chosen_leaves)
+
+
+def check_bool_scalar(value: Any, name: str) -> None:
+    """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
+    if jnp.shape(value) != () or jnp.result_type(value) != jnp.bool_:
+        raise ValueError(
+            f"`{name}` must be a boolean scalar, got {jax.typeof(jnp.asarray(value))}. Reduce it with "
+            "`jnp.all` or `jnp.any`."
+        )
+
+
+def _is_selectable(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+
+
+def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Float32 for narrower floats; complex and wider floats stay."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _multiply(leaf: jax.Array, *factors: jax.Array) -> jax.Array:
+    """``leaf`` times real scalars; a complex leaf by its parts: inf * (s + 0j) would make a NaN of the other part."""
+    if jnp.iscomplexobj(leaf):
+        return jax.lax.complex(_multiply(leaf.real, *factors), _multiply(leaf.imag, *factors))
+    for factor in factors:
+        leaf = leaf * factor
+    return leaf
+
+
+def _real_dtype(dtype: DTypeLike) -> jnp.dtype:
+    return jnp.finfo(dtype).dtype
+
+
+@partial(jax.jit, inline=True)
+def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
+    def scale_leaf(leaf: jax.Array) -> jax.Array:
+        # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
+        wide = leaf.astype(_wide_dtype(leaf.dtype))
+        return _multiply(wide, jnp.asarray(loss_scale, _real_dtype(wide.dtype))).astype(leaf.dtype)
+
+    return [scale_leaf(jnp.asarray(leaf)) for leaf in leaves]
+
+
+@partial(jax.jit, inline=True)
+def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
+    def unscale_leaf(leaf: jax.Array) -> jax.Array:
+        wide = leaf.astype(_wide_dtype(leaf.dtype))
+        # XLA turns the division by a scalar into a product with its reciprocal, and flushes that to zero where
+        # it is subnormal: above 2**126. Two factors keep each of them normal.
+        divisor = jnp.asarray(loss_scale, _real_dtype(wide.dtype))
+        is_large = divisor > _LARGE_SCALE
+        first = jnp.where(is_large, 1 / _LARGE_SCALE, 1.0).astype(divisor.dtype)
+        second = jnp.where(is_large, _LARGE_SCALE, 1.0).astype(divisor.dtype) / divisor
+        return _multiply(wide, first, second)
+
+    return [unscale_leaf(jnp.asarray(leaf)) for leaf in leaves]
+
+
+@partial(jax.jit, inline=True)
+def _widen(leaves: list[ArrayLike]) -> list[jax.Array]:
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    return [array.astype(_wide_dtype(array.dtype)) for array in arrays]
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def _cast_floating(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]:
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    return [a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in arrays]
+
+
+@partial(jax.jit, inline=True)
+def _select(pred: ArrayLike, pairs: list[tuple[ArrayLike, ArrayLike]]) -> list[jax.Array]:
+    return [jnp.where(pred, a, b) for a, b in pairs]

@@ -1,0 +1,1 @@
+"""To and from other libraries: one peer a file, each imported only by whoever uses it."""

@@ -1,0 +1,59 @@
+"""Flax's own serialization (``to_state_dict``, ``to_bytes``) of our loss scales.
+
+Flax knows the types that were registered with it. Importing this module registers every kind in this library;
+`register` does it for a kind of your own.
+
+Examples:
+  >>> import flax.serialization, jax_lossscale as jls
+  >>> import jax_lossscale.interop.flax
+  >>> flax.serialization.to_state_dict(jls.FixedLossScale(8))
+  {'loss_scale_value': Array(8., dtype=float32)}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
+
+try:
+    from flax import serialization
+except ImportError as error:
+    raise ImportError("`jax_lossscale.interop.flax` needs flax: `pip install flax`.") from error
+
+
+def register(kind: type[LossScale]) -> type[LossScale]:
+    """Register a loss scale with flax: its leaves by name, its configuration from the target.
+
+    Args:
+      kind: a class whose children in the pytree are its attributes.
+
+    Returns:
+      The same class, so that this serves as a decorator.
+    """
+
+    def to_state_dict(loss_scale: LossScale) -> dict[str, Any]:
+        with_paths, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
+        return {path[0].name: serialization.to_state_dict(leaf) for path, leaf in with_paths}
+
+    def from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
+        with_paths, structure = jax.tree_util.tree_flatten_with_path(target)
+        names = [path[0].name for path, _ in with_paths]
+        if set(names) != set(state):
+            raise ValueError(
+                f"The state of a `{kind.__name__}` has {sorted(state)}, but the target holds {sorted(names)}. Restore "
+                "onto a loss scale of the same configuration."
+            )
+        leaves = [
+            serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    serialization.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)
+    return kind
+
+
+for _kind in (FixedLossScale, NoOpLossScale, DynamicLossScale):
+    register(_kind)
