@@ -389,7 +389,7 @@ def _varying_alike(
 
     def note_axes(*branches: chex.ArrayTree) -> None:
         leaves = zip(*(jax.tree.leaves(branch) for branch in branches), strict=True)
-        axes.extend(frozenset().union(*(jax.typeof(leaf).vma for leaf in same)) for same in leaves)
+        axes.extend(frozenset().union(*map(_axes_varied_over, same)) for same in leaves)
 
     jax.eval_shape(lambda: note_axes(run(), leave()))
 
@@ -404,8 +404,14 @@ def _varying_alike(
 
 
 def _vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - jax.typeof(leaf).vma))
+    missing = tuple(sorted(axes - _axes_varied_over(leaf)))
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+
+def _axes_varied_over(leaf: jax.Array) -> frozenset[str]:
+    aval = jax.typeof(leaf)
+    # The name changed in jax 0.10.
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
 def _next_state(state: LossScaledState, verdict: _Verdict, inner_state: optax.OptState) -> LossScaledState:

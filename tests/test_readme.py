@@ -1,0 +1,36 @@
+"""The README's snippets run, top to bottom, in one namespace, as a reader would try them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_every_python_snippet_runs():
+    namespace = {"__name__": "readme"}
+    for number, source in enumerate(blocks("python"), start=1):
+        exec(compile(source, f"README.md, python block {number}", "exec"), namespace)
+    assert namespace["loss"] > 0
+
+
+def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
+    main_job, tests = blocks("bash")[:2]
+    for block in main_job, tests:
+        assert block.startswith("python3 -m venv .venv && . .venv/bin/activate\n")
+    assert main_job.splitlines()[-1].startswith("python -m jax_lossscale")
+    assert tests.splitlines()[-1].startswith("python -m pytest")
+
+
+def test_links_and_pictures_exist():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert targets
+    assert [target for target in targets if not (ROOT / target).is_file()] == []
+
+
+def test_continuous_integration_runs_the_readme_test_command():
+    assert "block == 2" in (ROOT / ".ci" / "run").read_text()
