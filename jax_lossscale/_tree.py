@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-# What XLA flushes to zero cannot be recovered: a reciprocal must stay a normal number. 1 / 2**64 and
-# 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
+# 1 / 2**64 and 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
 _LARGE_SCALE = 2.0**64
 
 
@@ -203,17 +202,23 @@ def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
 
 @partial(jax.jit, inline=True)
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
-    def unscale_leaf(leaf: jax.Array) -> jax.Array:
-        wide = leaf.astype(_wide_dtype(leaf.dtype))
-        # XLA turns the division by a scalar into a product with its reciprocal, and flushes that to zero where
-        # it is subnormal: above 2**126. Two factors keep each of them normal.
-        divisor = jnp.asarray(loss_scale, _real_dtype(wide.dtype))
-        is_large = divisor > _LARGE_SCALE
-        first = jnp.where(is_large, 1 / _LARGE_SCALE, 1.0).astype(divisor.dtype)
-        second = jnp.where(is_large, _LARGE_SCALE, 1.0).astype(divisor.dtype) / divisor
-        return _multiply(wide, first, second)
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    wides = [array.astype(_wide_dtype(array.dtype)) for array in arrays]
+    factors = {dtype: _reciprocal(loss_scale, dtype) for dtype in {_real_dtype(wide.dtype) for wide in wides}}
+    return [_multiply(wide, *factors[_real_dtype(wide.dtype)]) for wide in wides]
 
-    return [unscale_leaf(jnp.asarray(leaf)) for leaf in leaves]
+
+def _reciprocal(scale: ArrayLike, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Two factors whose product is ``1 / scale``.
+
+    XLA makes the division by a scalar a product with its reciprocal, and flushes that to zero where it is subnormal:
+    above 2**126. Of two factors each is a normal number.
+    """
+    divisor = jnp.asarray(scale, dtype)
+    is_large = divisor > _LARGE_SCALE
+    first = jnp.where(is_large, 1 / _LARGE_SCALE, 1.0).astype(dtype)
+    second = jnp.where(is_large, _LARGE_SCALE, 1.0).astype(dtype) / divisor
+    return first, second
 
 
 @partial(jax.jit, inline=True)
