@@ -16,8 +16,6 @@ import numpy as np
 from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale, get_loss_scale
 from jax_lossscale._loss_scale.registry import is_number
 
-_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-
 
 def value_and_scaled_grad(
     fun: Callable[..., Any],
@@ -58,7 +56,7 @@ def value_and_scaled_grad(
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
       >>> jls.value_and_scaled_grad(lambda x: x**2, 1024.0)(3.0)
-      (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32, weak_type=True))
+      (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, where the loss itself is multiplied.
@@ -76,10 +74,10 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        if not has_aux:
-            value, aux = fun(*args, **kwargs), None
-        else:
-            value, aux = fun(*args, **kwargs)
+        result = fun(*args, **kwargs)
+        if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
+            return result  # jax.grad refuses it in its own words
+        value, aux = result if has_aux else (result, None)
         warn_once(value)
         value = _with_cotangent_times(value, loss_scale())
         return (value, aux) if has_aux else value
@@ -114,7 +112,7 @@ def scaled_grad(
     Examples:
       >>> import jax_lossscale as jls
       >>> jls.scaled_grad(lambda x: x**2, 1024.0)(3.0)
-      Array(6144., dtype=float32, weak_type=True)
+      Array(6144., dtype=float32)
     """
     value_and_grads = value_and_scaled_grad(fun, loss_scale, argnums, has_aux, holomorphic, allow_int)
 
@@ -172,10 +170,10 @@ def _warner(loss_scale: LossScale) -> Callable[[chex.ArrayTree], None]:
         if warned or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return
         largest = float(jnp.finfo(dtype).max)
-        bound = loss_scale.max_loss_scale
-        if largest >= _FLOAT32_MAX or isinstance(bound, jax.core.Tracer):
-            return
         largest_power = 2.0 ** (math.frexp(largest)[1] - 1)
+        bound = loss_scale.max_loss_scale
+        if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
+            return
         if bound is not None and np.all(np.asarray(bound) <= largest_power):
             return
         warned = True

@@ -18,6 +18,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 # 1 / 2**64 and 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
@@ -91,6 +92,8 @@ def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
       (dtype('float16'), dtype('int32'))
     """
     try:
+        if dtype is None:  # which NumPy takes for float64
+            raise TypeError
         dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise ValueError(f"`cast_floating(dtype=...)` got {dtype!r}, which is no dtype.") from error
@@ -139,8 +142,8 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
         )
     for position, ((path, a), b) in enumerate(zip(with_paths, jax.tree.leaves(on_false), strict=True)):
         chosen_leaves.append(a)
-        if not _is_selectable(a):
-            if a is not b and a != b:
+        if not (_is_selectable(a) and _is_selectable(b)):
+            if _is_selectable(a) or _is_selectable(b) or (a is not b and a != b):
                 raise ValueError(
                     f"`select_tree` cannot choose between {a!r} and {b!r} at {jax.tree_util.keystr(path)}: "
                     "leaves that are not arrays must be equal in both trees."
@@ -160,11 +163,13 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
 
 def check_bool_scalar(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
-    if jnp.shape(value) != () or jnp.result_type(value) != jnp.bool_:
-        raise ValueError(
-            f"`{name}` must be a boolean scalar, got {jax.typeof(jnp.asarray(value))}. Reduce it with "
-            "`jnp.all` or `jnp.any`."
-        )
+    is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
+    if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
+        return
+    raise ValueError(
+        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else repr(value)}. Reduce it with "
+        "`jnp.all` or `jnp.any`."
+    )
 
 
 def _is_selectable(leaf: Any) -> bool:
@@ -204,7 +209,8 @@ def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     wides = [array.astype(_wide_dtype(array.dtype)) for array in arrays]
-    factors = {dtype: _reciprocal(loss_scale, dtype) for dtype in {_real_dtype(wide.dtype) for wide in wides}}
+    dtypes = dict.fromkeys(_real_dtype(wide.dtype) for wide in wides)
+    factors = {dtype: _reciprocal(loss_scale, dtype) for dtype in dtypes}
     return [_multiply(wide, *factors[_real_dtype(wide.dtype)]) for wide in wides]
 
 
@@ -214,10 +220,12 @@ def _reciprocal(scale: ArrayLike, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arra
     XLA makes the division by a scalar a product with its reciprocal, and flushes that to zero where it is subnormal:
     above 2**126. Of two factors each is a normal number.
     """
-    divisor = jnp.asarray(scale, dtype)
+    # Without the barrier the compiler would fold the two factors of a scale that it knows into that reciprocal.
+    divisor = jax.lax.optimization_barrier(jnp.asarray(scale, dtype))
     is_large = divisor > _LARGE_SCALE
-    first = jnp.where(is_large, 1 / _LARGE_SCALE, 1.0).astype(dtype)
-    second = jnp.where(is_large, _LARGE_SCALE, 1.0).astype(dtype) / divisor
+    one, large = jnp.ones_like(divisor), jnp.full_like(divisor, _LARGE_SCALE)
+    first = jax.lax.select(is_large, 1 / large, one)
+    second = jax.lax.select(is_large, large, one) / divisor
     return first, second
 
 
@@ -235,4 +243,5 @@ def _cast_floating(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]
 
 @partial(jax.jit, inline=True)
 def _select(pred: ArrayLike, pairs: list[tuple[ArrayLike, ArrayLike]]) -> list[jax.Array]:
-    return [jnp.where(pred, a, b) for a, b in pairs]
+    pred = jnp.asarray(pred)
+    return [jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b)) for a, b in pairs]

@@ -1,0 +1,245 @@
+"""What imports what, what importing costs, and what the public names are and say."""
+
+import ast
+import dataclasses
+import doctest
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_lossscale as jls
+
+PACKAGE = Path(jls.__file__).parent
+MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+
+# Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
+CORE = {"_tree", "_finite", "_loss_scale"}
+MIDDLE = CORE | {"_gradients", "_transform", "optax", "_version"}
+LAYERS = {
+    "_version": set(),
+    "_tree": set(),
+    "_finite": {"_tree"},
+    "_loss_scale": {"_tree", "_finite"},
+    "_gradients": CORE,
+    "_transform": CORE | {"optax"},
+    "diagnostics": MIDDLE,
+    "interop": MIDDLE,
+    "plotting": MIDDLE | {"diagnostics"},
+    "demo": MIDDLE | {"diagnostics", "plotting", ""},
+    "__main__": {"demo", ""},
+    "": CORE | {"_gradients", "_transform", "_version"},  # the package's own __init__
+}
+# What every policy, each in a file of its own, may import of its siblings.
+POLICY_BASE = {"base", "_arguments"}
+NO_POLICIES = POLICY_BASE | {"registry", "__init__"}
+
+
+def layer_of(module):
+    """The part after the package's name: "" for the package, "_tree" for `jax_lossscale._tree`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
+
+
+def imported_names(path):
+    """The absolute dotted names that a file imports, anywhere in it; ``from a import b`` gives ``a`` and ``a.b``."""
+    package = list(path.relative_to(PACKAGE.parent).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join(base + ([node.module] if node.module else []))
+            for alias in node.names:
+                name = f"{origin}.{alias.name}"
+                yield name if is_module(name) else origin
+
+
+def is_module(name):
+    parts = name.split(".")
+    file = PACKAGE.parent.joinpath(*parts)
+    return parts[0] == PACKAGE.name and (file.with_suffix(".py").exists() or (file / "__init__.py").exists())
+
+
+def known_layers(path):
+    """The layers, and optax, that a file imports."""
+    for name in imported_names(path):
+        if name.split(".")[0] == PACKAGE.name:
+            yield layer_of(name)
+        elif name.split(".")[0] == "optax":
+            yield "optax"
+
+
+@pytest.mark.parametrize("path", sorted(MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    layer = layer_of(MODULES[path])
+    assert set(known_layers(path)) <= LAYERS[layer] | ({layer} - {""})
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "_loss_scale").glob("*.py")), ids=lambda path: path.name)
+def test_policies_do_not_know_one_another(path):
+    siblings = {name.split(".")[2] for name in imported_names(path) if name.startswith("jax_lossscale._loss_scale.")}
+    if path.stem in POLICY_BASE:
+        assert siblings <= POLICY_BASE - {path.stem}
+    elif path.stem not in NO_POLICIES:
+        assert siblings <= POLICY_BASE
+
+
+# In a fresh interpreter.
+
+EXTRAS = ("flax", "jmp", "matplotlib", "orbax", "rich", "sklearn", "torch", "tqdm")
+DESCRIBE = """
+import json
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules if sys.modules[name] is not None})))
+"""
+
+
+def run_python(code, *options, **environment):
+    """The standard output of a fresh interpreter, from whose path the package can be imported."""
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    completed = subprocess.run(
+        [sys.executable, *options, "-c", "import sys\n" + code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def test_importing_brings_nothing_but_the_dependencies_and_what_they_bring():
+    dependencies = "import jax, jaxlib, optax, chex, numpy\n"
+    before, after = (set(json.loads(run_python(code + DESCRIBE))) for code in (dependencies, "import jax_lossscale\n"))
+    assert after - before - sys.stdlib_module_names == {"jax_lossscale"}
+
+
+def test_importing_without_the_extras_is_silent_and_touches_no_device():
+    without_extras = f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
+    # A platform that does not exist: whatever looks for a device fails, as the last lines make sure of.
+    probe = "try: jax.devices()\nexcept RuntimeError: print('no device')\n"
+    code = without_extras + "import jax, jax_lossscale\n" + probe
+    assert run_python(code, "-W", "error", JAX_PLATFORMS="no_such_platform") == "no device\n"
+
+
+def test_the_core_works_without_the_extras():
+    code = f"""
+sys.modules.update(dict.fromkeys({EXTRAS!r}))
+import jax, jax.numpy as jnp, optax
+import jax_lossscale as jls
+tx = jls.loss_scaled(optax.adam(0.1))
+params = {{"w": jnp.ones(3)}}
+state = tx.init(params)
+loss, grads = jls.value_and_scaled_grad(lambda p: jnp.sum(p["w"] ** 2), state)(params)
+params, state = jax.jit(tx.update_and_apply)(grads, state, params, value=loss)
+print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state)))() == state.loss_scale())
+"""
+    assert run_python(code, JAX_PLATFORMS="cpu") == "1 True\n"
+
+
+# The public names.
+
+CONTRACT = {
+    "LossScale FixedLossScale NoOpLossScale DynamicLossScale get serialize loss_scale_for",
+    "value_and_scaled_grad scaled_grad",
+    "loss_scaled LossScaledState LossScaledTransformation get_loss_scale metrics raise_if_stuck",
+    "all_finite select_tree cast_floating",
+    "__version__",
+}
+CONTRACT = {name for names in CONTRACT for name in names.split()}
+LATER = {"ToleranceLossScale", "LogMaxLossScale", "HistogramLossScale"}
+SUBMODULES = {module.name for module in pkgutil.iter_modules([str(PACKAGE)])}
+
+
+def test_the_public_names_are_those_of_the_contract():
+    assert set(jls.__all__) - LATER - SUBMODULES == CONTRACT
+    assert len(jls.__all__) == len(set(jls.__all__))
+    public = {name for name in vars(jls) if not name.startswith("_")}
+    assert public - SUBMODULES == {name for name in jls.__all__ if not name.startswith("_")} - SUBMODULES
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+def public_modules():
+    for info in pkgutil.walk_packages([str(PACKAGE)], "jax_lossscale."):
+        if not any(part.startswith("_") for part in info.name.split(".")[1:]):
+            yield info.name
+
+
+def import_or_skip(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def documented(module):
+    """The functions and classes that a module makes public, and the public methods of those classes."""
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    for name in names:
+        thing = getattr(module, name)
+        is_ours = getattr(thing, "__module__", "").startswith(PACKAGE.name)
+        if not is_ours or not (inspect.isfunction(thing) or inspect.isclass(thing)):
+            continue
+        if module is not jls and thing.__module__ != module.__name__:
+            continue
+        yield name, thing
+        if inspect.isclass(thing):
+            for attribute, member in vars(thing).items():
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if not attribute.startswith("_") and inspect.isfunction(function):
+                    yield f"{name}.{attribute}", function
+
+
+def parameters(thing):
+    """What a docstring must explain: parameters of a function, fields of a data class or a named tuple."""
+    if dataclasses.is_dataclass(thing):
+        return [field.name for field in dataclasses.fields(thing)]
+    if inspect.isclass(thing):
+        return list(vars(thing).get("_fields", ()))
+    return [name for name in inspect.signature(thing).parameters if name not in ("self", "cls")]
+
+
+def section(docstring, *headings):
+    """The text of the sections of a docstring under any of the headings."""
+    sections = re.split(r"^(\w+):\n", inspect.cleandoc(docstring), flags=re.MULTILINE)
+    return "\n".join(text for heading, text in zip(sections[1::2], sections[2::2], strict=True) if heading in headings)
+
+
+@pytest.mark.parametrize("module", ["jax_lossscale", *public_modules()])
+def test_everything_public_is_documented(module):
+    flaws = []
+    for name, thing in documented(import_or_skip(module)):
+        docstring = thing.__doc__ or ""
+        if not docstring.strip():
+            flaws.append(f"{name}: no docstring")
+        if "." in name and "\n" not in docstring.strip():
+            continue  # a method that one line describes
+        explained = re.findall(r"^  (?:``)?\*{0,2}(\w+)", section(docstring, "Args", "Attributes"), re.MULTILINE)
+        flaws += [f"{name}: {parameter} unexplained" for parameter in parameters(thing) if parameter not in explained]
+        if inspect.isfunction(thing):
+            returns = inspect.signature(thing).return_annotation not in (None, "None", inspect.Signature.empty)
+            if returns and not section(docstring, "Returns", "Yields"):
+                flaws.append(f"{name}: no Returns")
+    assert flaws == []
+
+
+@pytest.mark.parametrize("path", [path for path in sorted(MODULES) if path.stem != "__main__"], ids=MODULES.get)
+def test_the_examples_run(path):
+    module = import_or_skip(MODULES[path].removesuffix(".__init__"))
+    assert doctest.testmod(module).failed == 0
+
+
+def test_every_public_function_and_loss_scale_has_an_example():
+    names = [name for name, thing in documented(jls) if inspect.isfunction(thing) or issubclass(thing, jls.LossScale)]
+    without = [name for name in names if "." not in name and ">>>" not in getattr(jls, name).__doc__]
+    assert without == ["LossScale"]  # abstract

@@ -1,0 +1,434 @@
+"""`value_and_scaled_grad` is `jax.value_and_grad` with the gradients times the scale, and the true value."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+
+SCALE = 1024.0
+X, Y = jnp.array([0.3, -1.7, 2.9]), jnp.array([1.1, 0.7, -0.2])
+
+
+def loss(x, y):
+    return jnp.sum(jnp.tanh(x) * y**3) / 7
+
+
+def tree_loss(params, batch, *, weight=1.0):
+    kernel, bias = params["dense"]["kernel"], params["dense"]["bias"]
+    return weight * jnp.mean((jnp.sin(batch @ kernel) + bias) ** 2)
+
+
+PARAMS = {"dense": {"kernel": jnp.array([[0.1, -0.4], [0.5, 0.3], [1.0, 2.0]]), "bias": jnp.array([[0.5, -0.25]])}}
+BATCH = jnp.array([[1.0, 2.0, 3.0], [0.5, -0.5, 0.25]])
+
+
+@jax.custom_vjp
+def reversed_gradient(x):
+    return x
+
+
+reversed_gradient.defvjp(lambda x: (x, None), lambda _, cotangent: (-cotangent,))
+
+
+class Case(NamedTuple):
+    fun: Callable
+    args: tuple = (X, Y)
+    kwargs: Mapping = MappingProxyType({})
+    options: Mapping = MappingProxyType({})
+
+
+CASES = {
+    "vector": Case(loss),
+    "scalar argument": Case(lambda x: x**3, (jnp.float32(0.7),)),
+    "python argument": Case(lambda x: x**3, (0.7,)),
+    "constant": Case(lambda x: jnp.float32(3.0), (X,)),
+    "identity": Case(lambda x: x, (jnp.float32(0.7),)),
+    "pytree": Case(tree_loss, (PARAMS, BATCH)),
+    "keyword": Case(tree_loss, (PARAMS, BATCH), {"weight": 0.3}),
+    "keyword array": Case(tree_loss, (PARAMS,), {"batch": BATCH}),
+    "argnums=1": Case(loss, options={"argnums": 1}),
+    "argnums=-1": Case(loss, options={"argnums": -1}),
+    "argnums=(0, 1)": Case(loss, options={"argnums": (0, 1)}),
+    "argnums=(1, -2)": Case(loss, options={"argnums": (1, -2)}),
+    "argnums=[1]": Case(loss, options={"argnums": [1]}),
+    "has_aux": Case(lambda x, y: (loss(x, y), {"x": x * 2, "step": 3, "none": None}), options={"has_aux": True}),
+    "holomorphic": Case(lambda z: jnp.sin(z) * (1 + 2j), (jnp.complex64(0.3 - 0.8j),), options={"holomorphic": True}),
+    "complex argument": Case(lambda z: jnp.abs(z) ** 2, (jnp.complex64(0.3 - 0.8j),)),
+    "allow_int": Case(
+        lambda tree: tree["w"] * tree["n"], ({"w": 0.7, "n": jnp.int32(3)},), options={"allow_int": True}
+    ),
+    "float16 gradients": Case(lambda w: jnp.sum(w * w).astype(jnp.float32), (X.astype(jnp.float16),)),
+    "bfloat16 gradients": Case(lambda w: jnp.sum(w * w).astype(jnp.float32), (X.astype(jnp.bfloat16),)),
+    "float32 master weights": Case(lambda w: jnp.sum(jls.cast_floating(w, "float16") ** 2).astype(jnp.float32), (X,)),
+    "checkpoint": Case(jax.checkpoint(loss)),
+    "jitted": Case(jax.jit(loss)),
+    "custom_vjp": Case(lambda x, y: loss(reversed_gradient(x), y)),
+    "None and empty": Case(lambda tree: loss(tree[0], Y), ([X, None, jnp.zeros((0, 2))],)),
+}
+
+
+def times(scale, grads):
+    def multiply(leaf):
+        return leaf if leaf.dtype == jax.dtypes.float0 else leaf * jnp.asarray(scale, leaf.dtype)
+
+    return jax.tree.map(multiply, grads)
+
+
+def assert_identical(actual, expected):
+    """Bit for bit, dtypes and structure included."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_jax_with_the_gradients_times_the_scale(name, jit):
+    fun, args, kwargs, options = CASES[name]
+    value, grads = jit(jax.value_and_grad(fun, **options))(*args, **kwargs)
+    actual_value, actual_grads = jit(jls.value_and_scaled_grad(fun, SCALE, **options))(*args, **kwargs)
+    assert_identical(actual_value, value)
+    assert_identical(actual_grads, times(SCALE, grads))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scaled_grad_is_as_jax_grad(name):
+    fun, args, kwargs, options = CASES[name]
+    expected = jax.grad(fun, **options)(*args, **kwargs)
+    actual = jls.scaled_grad(fun, SCALE, **options)(*args, **kwargs)
+    if options.get("has_aux"):
+        (actual, actual_aux), (expected, aux) = actual, expected
+        assert_identical(actual_aux, aux)
+    assert_identical(actual, times(SCALE, expected))
+
+
+def test_options_may_be_positional_and_auxiliary_data_need_not_be_arrays():
+    (value, aux), grads = jls.value_and_scaled_grad(lambda x, y: (loss(x, y), "aux"), SCALE, (1,), True)(X, Y)
+    assert_identical((value, grads), (loss(X, Y), times(SCALE, jax.grad(loss, (1,))(X, Y))))
+    assert aux == "aux"
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 15, 24, 100])
+def test_powers_of_two_are_exact(exponent):
+    grads = jls.scaled_grad(loss, 2.0**exponent)(X, Y)
+    assert_identical(grads, jax.grad(loss)(X, Y) * 2.0**exponent)
+
+
+def test_float64_gradients_are_float64():
+    with jax.enable_x64(True):
+        x = jnp.array([0.3, -1.7, 2.9], jnp.float64)
+        value, grads = jls.value_and_scaled_grad(loss, SCALE)(x, x)
+        assert_identical((value, grads), (loss(x, x), jax.grad(loss)(x, x) * SCALE))
+        assert value.dtype == grads.dtype == jnp.float64
+
+
+def test_the_gradients_overflow_and_the_value_is_still_the_true_one():
+    weights = jnp.array([1.0, 2.0, 3.0], jnp.float16)
+
+    def half_precision_loss(w):
+        return jnp.mean(w * w).astype(jnp.float32)
+
+    for jit in (lambda function: function, jax.jit):
+        value, grads = jit(jls.value_and_scaled_grad(half_precision_loss, 2.0**24))(weights)
+        assert_identical(value, jit(half_precision_loss)(weights))
+        assert not np.isfinite(grads).any()
+
+
+# Whatever carries the scale 8.
+
+TX = jls.loss_scaled(optax.sgd(0.1), 8)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Halved(jls.LossScale):
+    """A user's own kind."""
+
+    twice: jax.Array
+
+    def __call__(self):
+        return self.twice / 2
+
+    def adjust(self, grads_finite):
+        return self
+
+    def get_config(self):
+        return {}
+
+
+HOLDERS = {
+    "fixed": lambda: jls.FixedLossScale(8),
+    "dynamic": lambda: jls.DynamicLossScale(8),
+    "a user's own": lambda: Halved(jnp.float32(16)),
+    "int": lambda: 8,
+    "float": lambda: 8.0,
+    "numpy scalar": lambda: np.float64(8),
+    "numpy int": lambda: np.int32(8),
+    "numpy array": lambda: np.array(8.0),
+    "jax scalar": lambda: jnp.float32(8),
+    "jax int": lambda: jnp.int32(8),
+    "jax float16": lambda: jnp.float16(8),
+    "state": lambda: TX.init(X),
+    "chain": lambda: optax.chain(TX, optax.scale(0.5)).init(X),
+    "MultiSteps": lambda: optax.MultiSteps(TX, 2).init(X),
+    "masked": lambda: optax.masked(TX, True).init(X),
+    "train state": lambda: {"params": X, "opt_state": (TX.init(X), None), "step": 0},
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_carries_a_loss_scale(name):
+    expected = times(8, jax.grad(loss)(X, Y))
+    assert_identical(jls.scaled_grad(loss, HOLDERS[name]())(X, Y), expected)
+    traced = jax.jit(lambda holder: jls.scaled_grad(loss, holder)(X, Y))
+    np.testing.assert_allclose(traced(HOLDERS[name]()), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        None,
+        "dynamic",
+        "8",
+        True,
+        False,
+        np.True_,
+        jnp.array(True),
+        8j,
+        0.5,
+        0,
+        float("nan"),
+        float("inf"),
+        jnp.ones(2),
+        np.ones(1),
+        [],
+        object(),
+        jls.DynamicLossScale,
+        optax.adam(1e-3).init(X),
+        (TX.init(X), TX.init(X)),
+    ],
+    ids=lambda loss_scale: type(loss_scale).__name__,
+)
+@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
+def test_what_carries_none(function, loss_scale):
+    with pytest.raises(ValueError):
+        function(loss, loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("fun", "argument", "options"),
+    [
+        (lambda x: x * jnp.ones(2), 2.0, {}),
+        (lambda x: {"loss": x}, 2.0, {}),
+        (lambda x: (x, x), 2.0, {}),
+        (lambda x: None, 2.0, {}),
+        (lambda x: jnp.int32(3), 2.0, {}),
+        (lambda x: 3, 2.0, {}),
+        (lambda x: x > 1, 2.0, {}),
+        (lambda x: x * 1j, 2.0, {}),
+        (lambda x: x * 1.0, 2, {}),
+        (lambda x: x * 1.0, 2.0, {"holomorphic": True}),
+        (lambda x: x, 2.0, {"argnums": 1}),
+        (lambda x: x, 2.0, {"argnums": "x"}),
+        (lambda x: x, 2.0, {"has_aux": True}),
+        (lambda x: (x, 1, 2), 2.0, {"has_aux": True}),
+        (lambda x: (x * jnp.ones(2), 1), 2.0, {"has_aux": True}),
+    ],
+    ids=[
+        "vector value",
+        "dictionary",
+        "tuple",
+        "None",
+        "integer",
+        "python integer",
+        "boolean",
+        "complex value",
+        "integer argument",
+        "not holomorphic",
+        "argnums out of range",
+        "argnums of no type",
+        "has_aux without aux",
+        "has_aux with two",
+        "has_aux with a vector",
+    ],
+)
+def test_wrong_calls_fail_in_the_words_of_jax(fun, argument, options):
+    def error(value_and_grad):
+        with pytest.raises((TypeError, ValueError, AssertionError)) as info:
+            value_and_grad(fun, **options)(argument)
+        return info.type, str(info.value).split(" with value ")[0]  # what follows is the repr of a tracer
+
+    assert error(lambda fun, **options: jls.value_and_scaled_grad(fun, SCALE, **options)) == error(jax.value_and_grad)
+
+
+# Within other transformations.
+
+
+def test_vmap_gives_each_of_an_ensemble_its_own_scale():
+    scales = jnp.array([1.0, 4.0, 1024.0])
+    xs = jnp.stack([X, 2 * X, -X])
+    values, grads = jax.vmap(lambda loss_scale, x: jls.value_and_scaled_grad(loss, loss_scale)(x, Y))(
+        jax.vmap(jls.FixedLossScale)(scales), xs
+    )
+    true_values, true_grads = jax.vmap(jax.value_and_grad(loss), in_axes=(0, None))(xs, Y)
+    assert_identical(values, true_values)
+    assert_identical(grads, true_grads * scales[:, None])
+
+
+def test_scan_over_micro_batches():
+    def accumulate(loss_scale):
+        def add(total, y):
+            value, grads = jls.value_and_scaled_grad(loss, loss_scale)(X, y)
+            return total + grads, value
+
+        return jax.lax.scan(add, jnp.zeros_like(X), jnp.stack([Y, 2 * Y]))
+
+    (total, values), (true_total, true_values) = (accumulate(jls.DynamicLossScale(s)) for s in (SCALE, 1))
+    assert_identical(values, true_values)
+    assert_identical(total, true_total * SCALE)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    mesh = jax.make_mesh((8,), ("data",))
+    batch = jax.device_put(jnp.linspace(-1, 1, 24).reshape(8, 3), NamedSharding(mesh, P("data")))
+
+    def mean_loss(x, y):
+        return jax.lax.pmean(loss(x[None], y), "data")
+
+    def sharded(value_and_grad):
+        return jax.shard_map(value_and_grad, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+
+    value, grads = jax.jit(sharded(jls.value_and_scaled_grad(mean_loss, SCALE)))(X, batch)
+    true_value, true_grads = jax.jit(sharded(jax.value_and_grad(mean_loss)))(X, batch)
+    assert_identical(value, true_value)
+    assert_identical(grads, true_grads * SCALE)
+
+
+def total_grad(grad):
+    return lambda x: jnp.sum(grad(x, Y) * jnp.array([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize(
+    ("situation", "derivative"),
+    [
+        ("grad of grad", lambda grad: jax.grad(total_grad(grad))(X)),
+        ("Hessian-vector product, forward over reverse", lambda grad: jax.jvp(lambda x: grad(x, Y), (X,), (Y,))[1]),
+        ("Hessian-vector product, reverse over reverse", lambda grad: jax.vjp(lambda x: grad(x, Y), X)[1](Y)[0]),
+        ("Hessian", lambda grad: jax.jacfwd(lambda x: grad(x, Y))(X)),
+        ("linearize", lambda grad: jax.linearize(lambda x: grad(x, Y), X)[1](Y)),
+        ("third derivative", lambda grad: jax.grad(lambda x: jnp.sum(jax.grad(total_grad(grad))(x)))(X)),
+    ],
+)
+def test_higher_derivatives_are_scaled_once(situation, derivative):
+    expected = derivative(jax.grad(loss)) * SCALE
+    np.testing.assert_allclose(derivative(jls.scaled_grad(loss, SCALE)), expected, rtol=1e-5, err_msg=situation)
+
+
+def test_a_scaled_gradient_within_a_scaled_gradient_is_scaled_twice():
+    actual = jls.scaled_grad(total_grad(jls.scaled_grad(loss, 8)), 4)(X)
+    np.testing.assert_allclose(actual, 32 * jax.grad(total_grad(jax.grad(loss)))(X), rtol=1e-6)
+
+
+def test_without_a_loss_scale_the_program_is_the_same():
+    def program(value_and_grad, **options):
+        return str(jax.make_jaxpr(value_and_grad(tree_loss, **options))(PARAMS, BATCH))
+
+    unscaled = partial(jls.value_and_scaled_grad, loss_scale=jls.NoOpLossScale())
+    assert program(unscaled) == program(jax.value_and_grad)
+    assert program(partial(jls.scaled_grad, loss_scale=jls.NoOpLossScale())) == program(jax.grad)
+    assert program(partial(jls.value_and_scaled_grad, loss_scale=8.0)) != program(jax.value_and_grad)
+
+
+def test_the_forward_pass_is_not_multiplied():
+    scaled = jax.make_jaxpr(lambda x: jls.value_and_scaled_grad(lambda x: x, 8.0)(x)[0])(jnp.float32(1))
+    (value,) = jax.core.eval_jaxpr(scaled.jaxpr, scaled.consts, jnp.float32(3e38))
+    assert value == jnp.float32(3e38)
+
+
+# A loss too narrow for its scale.
+
+
+def warnings_of(function):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [warning for warning in caught if "loss" in str(warning.message).lower()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_scale", "warns"),
+    [
+        ("float16", jls.DynamicLossScale(), True),
+        ("float16", jls.DynamicLossScale(max_loss_scale=2.0**15), False),
+        ("float16", jls.DynamicLossScale(max_loss_scale=2.0**16), True),
+        ("float16", jls.DynamicLossScale(8, max_loss_scale=2.0**16), True),
+        ("float16", jls.FixedLossScale(2.0**15), False),
+        ("float16", jls.FixedLossScale(2.0**16), True),
+        ("float16", jls.NoOpLossScale(), False),
+        ("float16", 2.0**15, False),
+        ("float16", 2.0**16, True),
+        ("bfloat16", jls.DynamicLossScale(), False),
+        ("bfloat16", 2.0**24, False),
+        ("float32", jls.DynamicLossScale(), False),
+        ("float32", 2.0**24, False),
+        ("float64", jls.DynamicLossScale(), False),
+    ],
+    ids=lambda value: str(value)[:16],
+)
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
+def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(jit, dtype, loss_scale, warns):
+    with jax.enable_x64(True):
+        step = jit(jls.value_and_scaled_grad(lambda x: jnp.sum(x * x).astype(dtype), loss_scale))
+        caught = warnings_of(lambda: [step(X.astype(jnp.float32)) for _ in range(3)])
+    assert len(caught) == warns
+    for warning in caught:
+        assert issubclass(warning.category, UserWarning)
+        assert "float32" in str(warning.message)
+        assert "max_loss_scale=32768.0" in str(warning.message)
+
+
+def float16_step(tx):
+    @jax.jit
+    def step(params, state):
+        value, grads = jls.value_and_scaled_grad(lambda w: jnp.sum(w * w), state)(params)
+        params, state = tx.update_and_apply(grads, state, params, value=value)
+        return params, state, value
+
+    return step
+
+
+@pytest.mark.parametrize(("max_loss_scale", "expected"), [(None, 1), (2.0**15, 0)])
+def test_a_training_step_warns_once_at_trace_time(max_loss_scale, expected):
+    tx = jls.loss_scaled(optax.sgd(0.01), jls.DynamicLossScale(max_loss_scale=max_loss_scale))
+    params, step = jnp.ones(2, jnp.float16), float16_step(tx)
+
+    def train():
+        nonlocal params
+        state = tx.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state)
+
+    assert len(warnings_of(train)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The loss is float16:UserWarning")
+def test_the_default_first_step_with_a_float16_loss_is_applied():
+    tx = jls.loss_scaled(optax.sgd(0.25))
+    params = jnp.array([0.5, -0.25], jnp.float16)
+    new_params, state, value = float16_step(tx)(params, tx.init(params))
+    assert (int(state.applied_steps), int(state.skipped_steps)) == (1, 0)
+    assert_identical(value, jnp.sum(params * params))
+    assert_identical(new_params, params / 2)

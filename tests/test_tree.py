@@ -1,0 +1,402 @@
+"""The leaf rule, and the tree functions that follow from it."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.experimental import sparse
+
+import jax_lossscale as jls
+from jax_lossscale import _tree
+
+FLOAT8S = (
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+# A leaf, made with x64 enabled; and the dtype in which it is unscaled, None where it is left untouched.
+LEAVES = {
+    "python float": (lambda: 1.0, "float64"),
+    "python complex": (lambda: 1 + 0j, "complex128"),
+    "numpy float16": (lambda: np.ones(2, np.float16), "float32"),
+    "numpy float32 scalar": (lambda: np.float32(1), "float32"),
+    "numpy float64": (lambda: np.ones(2), "float64"),
+    **{name: (partial(jnp.ones, 2, name), "float32") for name in FLOAT8S},
+    "float16": (lambda: jnp.ones((2, 3), jnp.float16), "float32"),
+    "bfloat16": (lambda: jnp.ones(2, jnp.bfloat16), "float32"),
+    "float32": (lambda: jnp.ones((), jnp.float32), "float32"),
+    "float64": (lambda: jnp.ones(2, jnp.float64), "float64"),
+    "complex64": (lambda: jnp.ones(2, jnp.complex64), "complex64"),
+    "complex128": (lambda: jnp.ones(2, jnp.complex128), "complex128"),
+    "empty float16": (lambda: jnp.ones((0, 3), jnp.float16), "float32"),
+    "None": (lambda: None, None),
+    "python int": (lambda: 3, None),
+    "python bool": (lambda: True, None),
+    "string": (lambda: "adam", None),
+    "function": (lambda: len, None),
+    "numpy int64": (lambda: np.int64(3), None),
+    "int8": (lambda: jnp.ones(2, jnp.int8), None),
+    "uint32": (lambda: jnp.ones(2, jnp.uint32), None),
+    "bool": (lambda: jnp.ones(2, bool), None),
+    "float0": (lambda: np.zeros(2, jax.dtypes.float0), None),
+    "random key": (lambda: jax.random.key(0), None),
+    "numpy strings": (lambda: np.array(["a"]), None),
+}
+TOUCHED = [name for name, (_, dtype) in LEAVES.items() if dtype is not None]
+UNTOUCHED = [name for name in LEAVES if name not in TOUCHED]
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+@pytest.mark.parametrize("function", ["scale", "unscale", "cast_floating", "widen"])
+def test_untouched_leaves_are_the_same_objects(name, function):
+    functions = {
+        "scale": jls.FixedLossScale(2).scale,
+        "unscale": jls.FixedLossScale(2).unscale,
+        "cast_floating": lambda tree: jls.cast_floating(tree, jnp.float16),
+        "widen": _tree.widen,
+    }
+    with jax.enable_x64(True):
+        leaf = LEAVES[name][0]()
+        result = functions[function]({"leaf": leaf, "other": 1.0})
+    assert result["leaf"] is leaf
+    assert not _tree.is_inexact(leaf)
+
+
+@pytest.mark.parametrize("name", TOUCHED)
+def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(name):
+    make, wide_dtype = LEAVES[name]
+    with jax.enable_x64(True):
+        leaf = make()
+        scaled, unscaled = jls.FixedLossScale(2).scale([leaf])[0], jls.FixedLossScale(2).unscale([leaf])[0]
+        widened = _tree.widen([leaf])[0]
+        assert _tree.is_inexact(leaf)
+        assert scaled.dtype == jnp.asarray(leaf).dtype
+        assert unscaled.dtype == widened.dtype == wide_dtype
+        assert scaled.shape == unscaled.shape == widened.shape == jnp.shape(leaf)
+        for result, expected in ((scaled, 2.0), (unscaled, 0.5), (widened, 1.0)):
+            assert np.all(np.asarray(result).astype(np.complex128) == expected)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [(1.0, "float32"), (np.float64(1), "float32"), (np.ones(2), "float32"), (1j, "complex64")],
+    ids=["python float", "numpy float64 scalar", "numpy float64", "python complex"],
+)
+def test_without_x64_double_precision_becomes_single(leaf, dtype):
+    assert jls.FixedLossScale(2).unscale(leaf).dtype == dtype
+
+
+def test_of_a_sparse_matrix_only_the_data_are_touched():
+    matrix = sparse.BCOO((jnp.ones(2, jnp.float16), jnp.array([[0, 1], [2, 0]])), shape=(3, 3))
+    unscaled = jls.FixedLossScale(4).unscale({"embedding": matrix})["embedding"]
+    assert unscaled.indices is matrix.indices
+    np.testing.assert_array_equal(unscaled.data, np.float32([0.25, 0.25]), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "leaf", "scale", "expected"),
+    [
+        ("float16", 0.0, 2.0**16, 0.0),  # a float16 scale of 2**16 would be inf, and 0 * inf NaN
+        ("float16", -0.0, 2.0**16, -0.0),
+        ("float16", 2.0**-10, 2.0**16, 2.0**6),
+        ("float16", 2.0**-24, 2.0**24, 1.0),
+        ("float16", 1.0, 2.0**16, np.inf),
+        ("float16", -np.inf, 2.0, -np.inf),
+        ("float16", np.nan, 2.0, np.nan),
+        ("bfloat16", 1.0, 2.0**127, 2.0**127),
+        ("float8_e5m2", 1.0, 2.0**16, np.inf),
+        ("float8_e5m2", 0.0, 2.0**127, 0.0),
+        ("float8_e4m3fn", 0.0, 2.0**127, 0.0),
+        ("float32", 1.0, FLOAT32_MAX, FLOAT32_MAX),
+        ("complex64", complex(np.inf, 1), 4.0, complex(np.inf, 4)),
+        ("complex64", complex(1, -np.inf), 4.0, complex(4, -np.inf)),
+        ("complex64", complex(np.nan, 1), 4.0, complex(np.nan, 4)),
+    ],
+)
+def test_scale(dtype, leaf, scale, expected):
+    result = np.asarray(jls.FixedLossScale(scale).scale(jnp.array(leaf, dtype)))
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.astype(np.complex128), np.complex128(expected))
+    assert np.signbit(result.real.astype(np.float64)) == np.signbit(np.real(expected))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "expected"),
+    [
+        (complex(np.inf, 1), complex(np.inf, 0.25)),
+        (complex(1, -np.inf), complex(0.25, -np.inf)),
+        (np.inf, np.inf),
+        (-np.inf, -np.inf),
+        (np.nan, np.nan),
+    ],
+)
+def test_unscale_keeps_what_is_not_finite_and_nothing_more(leaf, expected):
+    np.testing.assert_array_equal(jls.FixedLossScale(4).unscale(leaf), expected)
+
+
+def unscale_eagerly(leaf, scale):
+    """Through the public interface, at any positive scale, with one compilation for all of them."""
+    anywhere = jls.DynamicLossScale(min_loss_scale=2.0**-126)
+    return dataclasses.replace(anywhere, current_loss_scale=jnp.float32(scale)).unscale(leaf)
+
+
+def unscale_by_a_constant(leaf, scale):
+    """The scale is known to the compiler, which may fold it."""
+    return jax.jit(lambda leaf: unscale_eagerly(leaf, scale))(leaf)
+
+
+def unscale_by_a_constant_argument(leaf, scale):
+    """Likewise, in a function of the user's own that is compiled within another."""
+    return jax.jit(lambda leaf: jax.jit(unscale_eagerly)(leaf, jnp.float32(scale)))(leaf)
+
+
+UNSCALE = {
+    "eager": unscale_eagerly,
+    "jit": jax.jit(unscale_eagerly),
+    "constant": unscale_by_a_constant,
+    "constant argument": unscale_by_a_constant_argument,
+}
+MODES = pytest.mark.parametrize("unscale", UNSCALE.values(), ids=UNSCALE)
+
+
+def assert_quotient(unscale, leaf, scale, max_ulp=0):
+    """``leaf / scale`` as NumPy has it, wherever that is zero or normal: subnormals are flushed by XLA on the CPU."""
+    leaf, scale = np.asarray(leaf), np.float32(scale)
+    magnitude = np.abs(leaf.astype(np.float64)) / np.float64(scale)
+    comparable = (magnitude == 0) | (magnitude >= FLOAT32_TINY)
+    if max_ulp:  # a distance from infinity is none
+        comparable &= magnitude <= FLOAT32_MAX / 2
+    with np.errstate(over="ignore", under="ignore"):
+        expected = (leaf.astype(np.float32) / scale)[comparable]
+    actual = np.asarray(unscale(leaf, scale))[comparable]
+    assert actual.dtype == np.float32
+    if max_ulp:
+        np.testing.assert_array_max_ulp(actual, expected, max_ulp)
+    else:
+        np.testing.assert_array_equal(actual, expected)
+
+
+EXPONENTS = np.arange(-126, 128)
+GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), EXPONENTS[::7]).ravel()  # normal, over all of float32
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_unscale_is_exact_at_every_power_of_two(mode):
+    for exponent in EXPONENTS:
+        assert_quotient(UNSCALE[mode], GRID, 2.0**exponent)
+
+
+@pytest.mark.parametrize("exponent", [-126, -64, -1, 0, 1, 15, 63, 64, 65, 100, 125, 126, 127])
+@pytest.mark.parametrize("mode", ["constant", "constant argument"])
+def test_unscale_is_exact_where_the_compiler_knows_the_scale(mode, exponent):
+    assert_quotient(UNSCALE[mode], GRID, 2.0**exponent)
+
+
+@MODES
+@pytest.mark.parametrize("scale", [FLOAT32_MAX, 3e38, 1e20, 3.0, 65504.0, 1.1])
+def test_unscale_is_within_two_ulp_elsewhere_up_to_the_largest_float32(unscale, scale):
+    assert_quotient(unscale, GRID, scale, max_ulp=2)
+
+
+normal_float32s = hnp.arrays(
+    np.float32, 8, elements=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+)
+float16s = hnp.arrays(np.float16, 8, elements=st.floats(width=16, allow_nan=False, allow_infinity=False))
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+@given(leaf=normal_float32s | float16s, exponent=st.integers(-126, 127), other=st.floats(2.0**-126, FLOAT32_MAX))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_unscale_of_random_values(mode, leaf, exponent, other):
+    assert_quotient(UNSCALE[mode], leaf, 2.0**exponent)
+    assert_quotient(UNSCALE[mode], leaf, other, max_ulp=2)
+
+
+@MODES
+def test_unscale_of_every_subnormal_float16(unscale):
+    subnormals = np.arange(1, 2**10, dtype=np.uint16).view(np.float16)
+    for scale in (1.0, 2.0**15, 2.0**100):
+        assert_quotient(unscale, subnormals, scale)
+
+
+@MODES
+@pytest.mark.parametrize("scale", [1024.0, 2.0**127, FLOAT32_MAX, 3.0])
+def test_unscale_keeps_the_precision_of_float64(unscale, scale):
+    with jax.enable_x64(True):
+        leaf = np.array([1 + 2.0**-52, -(2.0**900) / 3, 1e-200])
+        actual = np.asarray(unscale(leaf, scale))
+        np.testing.assert_array_max_ulp(
+            actual, leaf / np.float64(np.float32(scale)), 0 if scale in (1024, 2**127) else 2
+        )
+
+
+@MODES
+@pytest.mark.parametrize("exponent", [0, 15, 64, 127])
+def test_unscale_of_complex_values_is_exact(unscale, exponent):
+    leaf = np.complex64([3 + 5j, -1.5 + 0j]) * np.float32(2.0**100)
+    np.testing.assert_array_equal(np.asarray(unscale(leaf, 2.0**exponent)), leaf / np.float32(2.0**exponent))
+
+
+# What is compiled: a function of a tree, with the scale and the predicate already on the device.
+COMPILED = {
+    "scale": jls.FixedLossScale(2).scale,
+    "unscale": jls.FixedLossScale(2).unscale,
+    "update": jls.DynamicLossScale().update,
+    "all_finite": jls.all_finite,
+    "cast_floating": lambda tree: jls.cast_floating(tree, jnp.bfloat16),
+    "select_tree": lambda tree: jls.select_tree(np.True_, tree, tree),
+}
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows by one entry with every program compiled."""
+    programs = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            programs.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield programs
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_eager_call_is_one_program_compiled_once(name, compilations):
+    # Shapes that occur nowhere else, so that anything run on its own would have to be compiled.
+    tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
+    COMPILED[name](tree)
+    assert len(compilations) == 1
+    COMPILED[name](tree)
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_within_a_users_jit_everything_is_inlined(name):
+    tree = [jnp.ones(3), jnp.ones((2, 2), jnp.float16), jnp.ones(2, jnp.complex64), jnp.arange(3)]
+    equations = jax.make_jaxpr(COMPILED[name])(tree).jaxpr.eqns
+    calls = [
+        equation for equation in equations if str(equation.primitive) in {"jit", "pjit", "closed_call", "core_call"}
+    ]
+    assert {call.params["name"] for call in calls} <= {"_where"}  # of `jnp.where` itself
+
+
+FLOAT0 = np.zeros(2, jax.dtypes.float0)
+SELECTIONS = {
+    "float16": (jnp.ones(2, jnp.float16), jnp.zeros(2, jnp.float16)),
+    "numpy": (np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)),
+    "numpy and jax": (np.float32([1]), jnp.zeros(1)),
+    "python float": (1.5, 2.5),
+    "python int": (1, 2),
+    "python bool": (True, False),
+    "complex": (jnp.array([1 + 2j]), jnp.array([complex(np.inf, np.nan)])),
+    "int8": (jnp.int8([1, 2]), jnp.int8([3, 4])),
+    "bool": (jnp.array([True, False]), jnp.array([True, True])),
+    "NaN": (jnp.array([jnp.nan, 1.0]), jnp.array([1.0, jnp.inf])),
+    "random key": (jax.random.key(1), jax.random.key(2)),
+    "random keys": (jax.random.split(jax.random.key(1), 3), jax.random.split(jax.random.key(2), 3)),
+    "float0": (FLOAT0, FLOAT0),
+    "None": (None, None),
+    "equal strings": ("adam", "adam"),
+    "the same function": (len, len),
+    "empty": (jnp.ones((0, 2)), jnp.zeros((0, 2))),
+}
+
+
+def assert_same_leaf(actual, expected):
+    if expected is None or expected is FLOAT0 or isinstance(expected, str) or callable(expected):
+        assert actual is expected
+        return
+    if jnp.issubdtype(jax.typeof(expected).dtype, jax.dtypes.prng_key):
+        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+    np.testing.assert_array_equal(actual, jnp.asarray(expected), strict=True)
+
+
+@pytest.mark.parametrize("pred", [True, np.False_, jnp.array(True), jnp.array(False)], ids=repr)
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_select_tree(name, pred):
+    on_true, on_false = SELECTIONS[name]
+    selected = jls.select_tree(pred, {"leaf": [on_true]}, {"leaf": [on_false]})
+    assert_same_leaf(selected["leaf"][0], on_true if pred else on_false)
+
+
+def test_select_tree_under_jit_and_vmap():
+    on_true, on_false = {"mean": jnp.arange(3.0)}, {"mean": jnp.full(3, jnp.nan)}
+    expected = [[0, 1, 2], [np.nan] * 3]
+    select = jax.vmap(jls.select_tree, in_axes=(0, None, None))
+    for function in (select, jax.jit(select)):
+        selected = function(jnp.array([True, False]), on_true, on_false)
+        np.testing.assert_array_equal(selected["mean"], np.float32(expected))
+
+
+@pytest.mark.parametrize(
+    ("on_true", "on_false"),
+    [
+        ("adam", "sgd"),
+        (len, max),
+        ("adam", 1.0),
+        (1.0, "adam"),
+        (1.0, 1),
+        (jnp.ones(2), jnp.ones(3)),
+        (jnp.ones(2), jnp.ones((1, 2))),
+        (jnp.ones(2, jnp.float16), jnp.ones(2, jnp.float32)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        (jax.random.key(0), jnp.uint32(0)),
+        (FLOAT0, np.zeros(3, jax.dtypes.float0)),
+    ],
+    ids=lambda leaf: repr(leaf)[:20],
+)
+def test_select_tree_names_the_path_of_leaves_it_cannot_choose_between(on_true, on_false):
+    with pytest.raises(ValueError, match=r"\['stats'\]\[1\]"):
+        jls.select_tree(True, {"stats": [0.0, on_true]}, {"stats": [0.0, on_false]})
+
+
+@pytest.mark.parametrize(
+    ("on_true", "on_false"),
+    [({"mean": 1.0}, {"var": 1.0}), ([1.0], (1.0,)), ([1.0], [1.0, 2.0]), ([None], [1.0])],
+)
+def test_select_tree_refuses_two_structures(on_true, on_false):
+    with pytest.raises(ValueError, match="structure"):
+        jls.select_tree(True, on_true, on_false)
+
+
+@pytest.mark.parametrize("pred", [1, 1.0, None, "yes", [True], jnp.ones(2, bool), np.ones(1, bool), jnp.int32(1)])
+def test_select_tree_refuses_a_predicate_that_is_no_boolean_scalar(pred):
+    with pytest.raises(ValueError, match=r"pred"):
+        jls.select_tree(pred, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16", np.float32, np.dtype(np.float16), jnp.float8_e4m3fn])
+@pytest.mark.parametrize("name", TOUCHED)
+def test_cast_floating(name, dtype):
+    with jax.enable_x64(True):
+        leaf = jnp.asarray(LEAVES[name][0]())
+        cast = jls.cast_floating({"leaf": leaf}, dtype)["leaf"]
+        is_complex = jnp.iscomplexobj(leaf)
+        assert cast.dtype == (leaf.dtype if is_complex else jnp.dtype(dtype))
+        np.testing.assert_array_equal(np.asarray(cast).astype(np.complex128), np.ones(leaf.shape))
+
+
+def test_the_gradient_of_a_cast_is_that_of_the_master_weights():
+    grads = jax.grad(lambda w: jls.cast_floating(w, jnp.float16).sum().astype(jnp.float32))(jnp.ones(3))
+    np.testing.assert_array_equal(grads, np.ones(3, np.float32), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, complex, jnp.complex64, "nonsense", "key<fry>", 3, None])
+def test_cast_floating_refuses_what_is_no_floating_dtype(dtype):
+    with pytest.raises(ValueError, match="cast_floating"):
+        jls.cast_floating({"leaf": 1.0}, dtype)
