@@ -53,8 +53,8 @@ class DynamicLossScale(LossScale):
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
       num_good_steps: ``int32[]``, a leaf: finite steps since the last growth or bad step.
-      hysteresis_left: ``int32[]``, a leaf: how many bad steps from now the scale goes down, itself included; ``None``,
-        and no leaf, where ``hysteresis`` is 1.
+      hysteresis_left: ``int32[]``, a leaf: the scale goes down with this bad step from now on, counting the next one as
+        1; 0 once it has, until refilled. ``None``, and no leaf, where ``hysteresis`` is 1.
 
     Raises:
       ValueError: if an argument is not a finite number or out of its range, if the period is not an integer, or if

@@ -169,7 +169,7 @@ def is_number(value: Any) -> bool:
 def _from_dict(class_name: Any, config: Any) -> LossScale:
     # The class defined last wins, so that a notebook cell can be run again.
     kinds = {kind.__name__: kind for kind in _concrete_kinds(LossScale)}  # type: ignore[type-abstract]
-    if class_name not in kinds:
+    if not isinstance(class_name, str) or class_name not in kinds:
         raise ValueError(
             f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
         )

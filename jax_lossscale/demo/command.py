@@ -1,0 +1,179 @@
+"""``python -m jax_lossscale``: options, progress, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+from jax_lossscale.demo import job, report
+
+_INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and report.
+
+    Args:
+      argv: the options; by default those of the command line.
+
+    Returns:
+      The exit status: 0, or 130 if interrupted.
+
+    Raises:
+      SystemExit: with code 2 and one line on stderr, before any training, if an option is wrong or a package missing;
+        with code 1, if a file could not be written after all.
+    """
+    parser = _make_parser()
+    try:
+        options = parser.parse_args(argv)
+        _require(parser, "demo", "sklearn", "PIL", "rich")
+        if options.plot:
+            _require(parser, "plot", "matplotlib")
+            _check_picture_format(parser, options.plot)
+        if options.plot and options.plot == options.json:
+            parser.error("--json and --plot name the same file")
+        results = run(steps=options.steps, seed=options.seed)
+        report.print_table(results)
+        if options.json:
+            text = report.as_json(results, steps=options.steps, seed=options.seed)
+            _write_whole(parser, options.json, lambda file: file.write(text.encode()))
+        if options.plot:
+            _write_whole(parser, options.plot, lambda file: report.draw(results, file, _picture_format(options.plot)))
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+def run(*, steps: int, seed: int) -> dict[str, job.Result]:
+    """Train the four arms, one after the other, under one progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    patches = job.load_patches()
+    arms = job.arms()
+    results = {}
+    label = TextColumn("{task.description:<15}")
+    with Progress(label, BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn()) as progress:
+        task = progress.add_task("", total=len(arms) * steps)
+        advance = functools.partial(progress.advance, task)
+        for name, (dtype, loss_scale) in arms.items():
+            progress.update(task, description=name)
+            results[name] = job.train(patches, dtype, loss_scale, steps=steps, seed=seed, advance=advance)
+        progress.update(task, description="done")
+    return results
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage before it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m jax_lossscale",
+        description="Train a neural network on a photograph four times: in float32, and in float16 without a loss "
+        "scale, with a fixed one, and with a dynamic one. Takes less than a minute on two cores.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--steps",
+        type=_integer_up_to(1, 1_000_000),
+        default=job.STEPS,
+        metavar="N",
+        help="training steps of each arm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_integer_up_to(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="of the initial parameters (default: %(default)s); the same seed gives the same numbers",
+    )
+    parser.add_argument("--json", type=_writable_file, metavar="PATH", help="write the results to this file")
+    parser.add_argument(
+        "--plot", type=_writable_file, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
+    )
+    return parser
+
+
+def _integer_up_to(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
+        return value
+
+    return parse
+
+
+def _writable_file(text: str) -> Path:
+    """The path, links resolved; nothing need be there yet, but it must be possible to write it."""
+    try:
+        path = Path(os.path.realpath(text))
+        if not text:
+            problem = "the path is empty"
+        elif path.is_dir():
+            problem = "it is a directory"
+        elif not path.parent.is_dir():
+            problem = "its directory does not exist"
+        elif path.exists() and not path.is_file():
+            problem = "it is not a regular file"
+        elif path.exists() and not os.access(path, os.W_OK):
+            problem = "it is read-only"
+        else:
+            _unfinished(path).touch(exist_ok=False)
+            _unfinished(path).unlink()
+            return path
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    raise argparse.ArgumentTypeError(f"cannot write {text!r}: {problem}")
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+
+
+def _require(parser: _Parser, extra: str, *modules: str) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            parser.error(f'this needs the package {module}; install it with: pip install "jax_lossscale[{extra}]"')
+
+
+def _picture_format(path: Path) -> str:
+    return path.suffix[1:].lower()
+
+
+def _check_picture_format(parser: _Parser, path: Path) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"})  # that one needs LaTeX
+    if _picture_format(path) not in formats:
+        parser.error(f"argument --plot: {path.name!r} must end in one of {', '.join('.' + name for name in formats)}")
+
+
+def _write_whole(parser: _Parser, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file beside its place, then move it there: at any time ``path`` is as it was, or whole."""
+    unfinished = _unfinished(path)
+    try:
+        with open(unfinished, "xb") as file:
+            write(file)
+        if path.exists():
+            unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
+        os.replace(unfinished, path)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: cannot write {str(path)!r}: {error.strerror or error}\n")
+    finally:
+        unfinished.unlink(missing_ok=True)

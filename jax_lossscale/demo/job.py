@@ -1,0 +1,196 @@
+"""A neural network in float16, with and without loss scaling, beside float32.
+
+A photograph (``china.jpg`` of scikit-learn) is cut into 4 x 4 patches. Each patch gets a code of 32 numbers, and one
+small network decodes every code into the 48 values of its patch; codes and network are learned together, by gradient
+descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The network is smooth and sees all patches at each
+step, so nothing happens by chance: arms that compute alike end alike.
+
+The mean over 814,080 values makes the gradient of each one 2.5e-6 times its error, and float16 knows nothing below
+2**-25 = 3e-8. So the better a patch is decoded, the fewer of its gradients exist: float16 alone gets stuck. Large
+batches, long contexts and dense prediction do the same to larger networks.
+
+References:
+  Park et al., DeepSDF: Learning Continuous Signed Distance Functions for Shape Representation, CVPR 2019.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+import jax_lossscale as jls
+
+STEPS = 700
+STEPS_PER_CHUNK = 20  # between two movements of the progress bar
+PATCH_SIZE = 4
+CODE_SIZE = 32
+HIDDEN_SIZE = 64
+CODE_LEARNING_RATE = 4e-2
+DECODER_LEARNING_RATE = 1e-2
+
+Params = dict[str, Any]
+
+
+class Trace(NamedTuple):
+    """What happened at each step.
+
+    Attributes:
+      loss: the loss before the step.
+      zero_fraction: the share of gradient values that are exactly zero, as the backward pass delivered them: in the
+        arm's dtype, before they are unscaled. Over all values of all parameters.
+      loss_scale: the loss scale that the step used.
+      skipped_steps: how many steps were skipped so far, this one included.
+    """
+
+    loss: Any  # shape=(steps,), dtype=float32
+    zero_fraction: Any  # shape=(steps,), dtype=float32
+    loss_scale: Any  # shape=(steps,), dtype=float32
+    skipped_steps: Any  # shape=(steps,), dtype=int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of one arm.
+
+    Attributes:
+      final_loss: the mean squared error of the trained float32 parameters, computed in float32 whatever the arm.
+      zero_gradient_fraction: `Trace.zero_fraction`, averaged over all steps.
+      skipped_steps: how many steps did not change the parameters.
+      final_loss_scale: the loss scale after the last step; 1 where there is none.
+      seconds: wall-clock time, compilation included.
+      trace: what happened at each step.
+    """
+
+    final_loss: float
+    zero_gradient_fraction: float
+    skipped_steps: int
+    final_loss_scale: float
+    seconds: float
+    trace: Trace
+
+
+def arms() -> dict[str, tuple[DTypeLike, Any]]:
+    """The four trainings: for each name, the dtype to compute in, and the loss scale."""
+    return {
+        "float32": (jnp.float32, None),
+        "float16": (jnp.float16, None),
+        "float16_fixed": (jnp.float16, 2.0**15),
+        # Far too high to begin with, and eager to grow: it must find its place.
+        "float16_dynamic": (jnp.float16, jls.DynamicLossScale(2.0**32, increment_period=50)),
+    }
+
+
+def load_patches() -> jax.Array:
+    """The photograph as ``float32[patches, values]``, in [-0.5, 0.5]."""
+    from sklearn.datasets import load_sample_image
+
+    photograph = load_sample_image("china.jpg")
+    height, width, channels = photograph.shape
+    rows, columns = height // PATCH_SIZE, width // PATCH_SIZE
+    photograph = photograph[: rows * PATCH_SIZE, : columns * PATCH_SIZE]
+    patches = photograph.reshape(rows, PATCH_SIZE, columns, PATCH_SIZE, channels).swapaxes(1, 2)
+    return jnp.asarray(patches.reshape(rows * columns, -1), jnp.float32) / 255 - 0.5
+
+
+def init_params(key: jax.Array, patches: jax.Array) -> Params:
+    """Small random codes, and a decoder of two hidden layers."""
+    count, patch_values = patches.shape
+    sizes = [CODE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, patch_values]
+    codes_key, *keys = jax.random.split(key, len(sizes))
+    decoder = [
+        {"weights": jax.random.normal(k, (fan_in, fan_out)) / math.sqrt(fan_in), "bias": jnp.zeros((1, fan_out))}
+        for k, fan_in, fan_out in zip(keys, sizes[:-1], sizes[1:], strict=True)
+    ]
+    return {"codes": 0.1 * jax.random.normal(codes_key, (count, CODE_SIZE)), "decoder": decoder}
+
+
+def loss_fn(params: Params, patches: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Mean squared error of the decoded patches: float32 in, float32 out, and ``dtype`` in between."""
+    params = jls.cast_floating(params, dtype)
+    *hidden_layers, last_layer = params["decoder"]
+    activations = params["codes"]
+    for layer in hidden_layers:
+        activations = jax.nn.silu(activations @ layer["weights"] + layer["bias"])
+    decoded = activations @ last_layer["weights"] + last_layer["bias"]
+    return jnp.mean(jnp.square(decoded.astype(jnp.float32) - patches))
+
+
+def make_optimizer(steps: int) -> optax.GradientTransformation:
+    """Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder."""
+
+    def adam(learning_rate: float) -> optax.GradientTransformation:
+        return optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
+
+    transforms = {"codes": adam(CODE_LEARNING_RATE), "decoder": adam(DECODER_LEARNING_RATE)}
+    return optax.partition(transforms, {"codes": "codes", "decoder": "decoder"})
+
+
+def train(
+    patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, advance: Callable[[int], None]
+) -> Result:
+    """Train one arm.
+
+    Args:
+      patches: as `load_patches` gives them.
+      dtype: what the forward and the backward pass compute in. The parameters themselves are float32.
+      loss_scale: whatever `jls.get` accepts.
+      steps: how many steps to train, at least 1.
+      seed: of the initial parameters.
+      advance: called with the number of steps done since the last call.
+
+    Returns:
+      The outcome.
+    """
+    tx = jls.loss_scaled(make_optimizer(steps), loss_scale)
+
+    def train_step(carry: tuple[Params, Any], patches: jax.Array) -> tuple[tuple[Params, Any], Trace]:
+        params, opt_state = carry
+        scale = jls.metrics(opt_state)["loss_scale"]
+        loss, grads = jls.value_and_scaled_grad(loss_fn, opt_state)(params, patches, dtype)
+        params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
+        trace = Trace(loss, zero_fraction(grads), scale, jls.metrics(opt_state)["skipped_steps"])
+        return (params, opt_state), trace
+
+    @functools.partial(jax.jit, static_argnames="length", donate_argnames="carry")
+    def train_chunk(carry: tuple[Params, Any], patches: jax.Array, *, length: int) -> tuple[tuple[Params, Any], Trace]:
+        return jax.lax.scan(lambda carry, _: train_step(carry, patches), carry, length=length)
+
+    start = time.perf_counter()
+    params = init_params(jax.random.key(seed), patches)
+    carry = params, tx.init(params)
+    chunks = []
+    for done in range(0, steps, STEPS_PER_CHUNK):
+        length = min(STEPS_PER_CHUNK, steps - done)
+        carry, chunk = train_chunk(carry, patches, length=length)
+        chunks.append(jax.device_get(chunk))
+        advance(length)
+    params, opt_state = carry
+    final = jax.device_get((loss_fn(params, patches, jnp.float32), jls.metrics(opt_state)))
+    seconds = time.perf_counter() - start
+
+    trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
+    final_loss, metrics = final
+    return Result(
+        final_loss=float(final_loss),
+        zero_gradient_fraction=float(np.mean(trace.zero_fraction, dtype=np.float64)),
+        skipped_steps=int(metrics["skipped_steps"]),
+        final_loss_scale=float(metrics["loss_scale"]),
+        seconds=seconds,
+        trace=trace,
+    )
+
+
+def zero_fraction(grads: Any) -> jax.Array:
+    """The share of values in a tree that are exactly zero: ``float32[]``."""
+    leaves = jax.tree.leaves(grads)
+    return jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum() / sum(leaf.size for leaf in leaves)

@@ -1,0 +1,141 @@
+"""What came of the main job: a table and a sentence, JSON, a picture."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+from typing import IO, Any
+
+import numpy as np
+
+import jax_lossscale as jls
+from jax_lossscale.demo.job import Result
+
+# Wong, Points of view: Color blindness, Nature Methods 2011; told apart by width and dashes as well.
+_LINES: dict[str, dict[str, Any]] = {
+    "float32": {"color": "#b5b5b5", "linewidth": 6.0, "solid_capstyle": "butt"},
+    "float16": {"color": "#d55e00", "linewidth": 2.0},
+    "float16_fixed": {"color": "#009e73", "linewidth": 3.0},
+    "float16_dynamic": {"color": "#0072b2", "linewidth": 1.6, "linestyle": (0, (4, 2))},
+}
+
+
+def print_table(results: dict[str, Result]) -> None:
+    """Print a line for each arm, then the conclusion."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("arm", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("final\nloss", "PSNR", "zero\ngradients", "skipped\nsteps", "final\nscale", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, result in results.items():
+        table.add_row(
+            name,
+            f"{result.final_loss:.2e}",
+            f"{psnr(result.final_loss):.1f} dB",
+            _percent(result.zero_gradient_fraction),
+            str(result.skipped_steps),
+            f"2^{math.log2(result.final_loss_scale):g}" if result.final_loss_scale > 1 else "1",
+            f"{result.seconds:.1f}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(conclusion(results))
+
+
+def psnr(loss: float) -> float:
+    """Peak signal-to-noise ratio in dB, where the signal is between 0 and 1 and the loss its mean squared error."""
+    return -10 * float(np.log10(loss))
+
+
+def conclusion(results: dict[str, Result]) -> str:
+    """What the numbers say, in one sentence."""
+    alone, scaled = results["float16"], results["float16_dynamic"]
+    return (
+        f"Without loss scaling {_percent(alone.zero_gradient_fraction)} of the float16 gradient values were zero, and "
+        f"training ended {_beside_float32(alone, results)}; with a dynamic loss scale "
+        f"{_percent(scaled.zero_gradient_fraction)} were, and it ended {_beside_float32(scaled, results)}."
+    )
+
+
+def _beside_float32(result: Result, results: dict[str, Result]) -> str:
+    reference = results["float32"].final_loss
+    if not (math.isfinite(result.final_loss) and math.isfinite(reference)):
+        return f"at a loss of {result.final_loss:.2e}, where float32 ended at {reference:.2e}"
+    change = result.final_loss / reference - 1
+    if abs(change) < 5e-5:
+        return "at the loss of float32"
+    return f"at a loss {_percent(abs(change))} {'above' if change > 0 else 'below'} that of float32"
+
+
+def _percent(share: float) -> str:
+    digits = 0 if share >= 0.1 else 2 if share >= 5e-5 else 0
+    return f"{100 * share:.{digits}f} %"
+
+
+def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
+    """The results as strict JSON, where a loss that is not finite is null."""
+    fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
+    arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
+    for arm in arms.values():
+        if not math.isfinite(arm["final_loss"]):
+            arm["final_loss"] = None
+    versions = {"python": platform.python_version(), "jax_lossscale": jls.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy", "scikit-learn")}
+    content = {"arms": arms, "steps": steps, "seed": seed, "versions": versions}
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
+    """Draw the losses, the gradients that vanished, and the dynamic loss scale with the steps it skipped.
+
+    Args:
+      results: by name, as `command.run` gives them.
+      file: open for writing.
+      file_format: one that matplotlib writes, such as ``"png"``.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    style: Any = {
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 12,
+        "axes.titleweight": "bold",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#e6e6e6",
+        "legend.frameon": False,
+        "svg.hashsalt": "jax_lossscale",
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(10, 5), layout="constrained")
+        panels = figure.subplot_mosaic([["loss", "zeros"], ["loss", "scale"]], width_ratios=[1.25, 1])
+        loss_axes, zeros_axes, scale_axes = panels["loss"], panels["zeros"], panels["scale"]
+
+        steps = np.arange(1, len(results["float32"].trace.loss) + 1)
+        for name, result in results.items():
+            loss_axes.plot(steps, result.trace.loss, label=f"{name}: {psnr(result.final_loss):.1f} dB", **_LINES[name])
+            zeros_axes.plot(steps, result.trace.zero_fraction, **_LINES[name])
+        loss_axes.set(title="Training loss", ylabel="mean squared error (pixel values 0 to 1)", yscale="log")
+        loss_axes.legend(title="arm, and its PSNR at the end", alignment="left")
+        zeros_axes.set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
+        zeros_axes.yaxis.set_major_formatter(PercentFormatter(1))
+
+        trace = results["float16_dynamic"].trace
+        skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0))
+        scale_axes.step(steps, trace.loss_scale, where="mid", **_LINES["float16_dynamic"] | {"linestyle": "-"})
+        scale_axes.plot(steps[skipped], trace.loss_scale[skipped], "kx", markersize=7, label="skipped step")
+        scale_axes.set(title="Loss scale of float16_dynamic")
+        scale_axes.set_yscale("log", base=2)
+        scale_axes.legend(loc="lower right")
+        for axes in panels.values():
+            axes.set(xlabel="step", xlim=(-0.015 * len(steps), 1.015 * len(steps)))
+        zeros_axes.set(xlabel="")
+        figure.savefig(file, format=file_format, dpi=180)

@@ -1,0 +1,120 @@
+"""`DynamicLossScale` does, step by step, what TensorFlow, torch, Keras and Megatron-LM were recorded to do.
+
+`golden/README.md` says where the records come from. Where multiplier and backoff are powers of two, the scale is
+equal to the last bit; elsewhere a change of the scale may round differently (TensorFlow divides by the multiplier, we
+multiply by its reciprocal), so after n changes it is within n units in the last place.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+
+NO_FLOOR = 2.0**-126  # the smallest scale that can be a floor
+ULP = 2.0**-23  # a unit in the last place of a float32, at most, relative to it
+
+
+def from_tf1(config):
+    return jls.DynamicLossScale(**config)
+
+
+def from_torch(config):
+    return jls.DynamicLossScale(
+        config["init_scale"],
+        config["growth_interval"],
+        config["growth_factor"],
+        backoff_factor=config["backoff_factor"],
+        min_loss_scale=NO_FLOOR,
+    )
+
+
+def from_keras(config):
+    return jls.DynamicLossScale(config["initial_scale"], config["dynamic_growth_steps"], min_loss_scale=NO_FLOOR)
+
+
+def from_megatron(config):
+    return jls.DynamicLossScale(
+        config["initial_scale"],
+        config["growth_interval"],
+        config["growth_factor"],
+        backoff_factor=config["backoff_factor"],
+        min_loss_scale=config["min_scale"],
+        hysteresis=config["hysteresis"],
+        hysteresis_refill="growth",
+    )
+
+
+FILES = {
+    "tf1_dynamic_loss_scale": from_tf1,
+    "torch_grad_scaler": from_torch,
+    "keras3_loss_scale_optimizer": from_keras,
+    "megatron_dynamic_grad_scaler": from_megatron,
+}
+RECORDS = {name: json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())["cases"] for name in FILES}
+
+
+def step(loss_scale, grad):
+    loss_scale, should_apply = loss_scale.update(grad)
+    return loss_scale, (loss_scale(), loss_scale.num_good_steps, loss_scale.hysteresis_left, should_apply)
+
+
+jitted_step = jax.jit(step)
+
+
+def run_loop(step, loss_scale, grads):
+    rows = []
+    for grad in grads:
+        loss_scale, row = step(loss_scale, grad)
+        rows.append(row)
+    return jax.tree.map(lambda *column: np.stack(column), *jax.device_get(rows))
+
+
+RUNS = {
+    "eager": lambda loss_scale, grads: run_loop(step, loss_scale, grads),
+    "jit": lambda loss_scale, grads: run_loop(jitted_step, loss_scale, grads),
+    "scan": lambda loss_scale, grads: jax.lax.scan(step, loss_scale, jnp.asarray(grads))[1],
+}
+
+
+def is_power_of_two(value):
+    return math.frexp(value)[0] == 0.5
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    ("file", "case"), [pytest.param(file, i, id=f"{file}-{i}") for file in FILES for i in range(len(RECORDS[file]))]
+)
+def test_record_is_reproduced(file, case, run):
+    record = RECORDS[file][case]
+    loss_scale = FILES[file](record["config"])
+    grads = np.where(record["finite"], np.float32(0.5), np.float32(np.nan))
+    scale, counter, hysteresis_left, should_apply = run(loss_scale, grads)
+
+    multiplier, backoff = loss_scale.multiplier, loss_scale.backoff_factor
+    if is_power_of_two(multiplier) and (backoff is None or is_power_of_two(backoff)):
+        np.testing.assert_array_equal(scale, np.float32(record["scale"]))
+    else:
+        num_changes = np.cumsum(np.diff(record["scale"], prepend=np.float32(loss_scale.initial_loss_scale)) != 0)
+        assert np.all(np.abs(scale / np.float64(record["scale"]) - 1) <= num_changes * ULP)
+    np.testing.assert_array_equal(counter, record["counter"])
+    np.testing.assert_array_equal(should_apply, record["should_apply"])
+    if loss_scale.hysteresis > 1:
+        np.testing.assert_array_equal(hysteresis_left, np.maximum(record["hysteresis_tracker"], 0))
+    else:
+        assert hysteresis_left is None
+
+
+def test_records_are_complete():
+    assert {name: len(cases) for name, cases in RECORDS.items()} == {
+        "tf1_dynamic_loss_scale": 20,
+        "torch_grad_scaler": 20,
+        "keras3_loss_scale_optimizer": 20,
+        "megatron_dynamic_grad_scaler": 12,
+    }
+    assert {len(case["finite"]) for cases in RECORDS.values() for case in cases} == {60}
