@@ -53,7 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Train the four arms, one after the other, under one progress bar."""
+    """Train the four arms, one after the other, under one progress bar.
+
+    Args:
+      steps: how many to train each arm.
+      seed: of the initial parameters, which are the same for all arms.
+
+    Returns:
+      The outcome of each arm, by name.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     patches = job.load_patches()

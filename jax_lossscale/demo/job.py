@@ -80,7 +80,11 @@ class Result:
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """The four trainings: for each name, the dtype to compute in, and the loss scale."""
+    """The four trainings.
+
+    Returns:
+      For each name, the dtype to compute in, and the loss scale, as `jax_lossscale.get` accepts it.
+    """
     return {
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
@@ -91,7 +95,11 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
 
 
 def load_patches() -> jax.Array:
-    """The photograph as ``float32[patches, values]``, in [-0.5, 0.5]."""
+    """The photograph, cut into patches.
+
+    Returns:
+      ``float32[patches, values]``, from -0.5 for black to 0.5 for white.
+    """
     from sklearn.datasets import load_sample_image
 
     photograph = load_sample_image("china.jpg")
@@ -103,7 +111,15 @@ def load_patches() -> jax.Array:
 
 
 def init_params(key: jax.Array, patches: jax.Array) -> Params:
-    """Small random codes, and a decoder of two hidden layers."""
+    """Small random codes, and a decoder of two hidden layers.
+
+    Args:
+      key: a random key.
+      patches: as `load_patches` gives them; only their shape matters.
+
+    Returns:
+      The float32 parameters.
+    """
     count, patch_values = patches.shape
     sizes = [CODE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, patch_values]
     codes_key, *keys = jax.random.split(key, len(sizes))
@@ -115,7 +131,16 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
 
 
 def loss_fn(params: Params, patches: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Mean squared error of the decoded patches: float32 in, float32 out, and ``dtype`` in between."""
+    """Mean squared error of the decoded patches: float32 in, float32 out, and ``dtype`` in between.
+
+    Args:
+      params: as `init_params` gives them.
+      patches: as `load_patches` gives them.
+      dtype: what the network computes in.
+
+    Returns:
+      The loss: ``float32[]``.
+    """
     params = jls.cast_floating(params, dtype)
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
@@ -126,7 +151,14 @@ def loss_fn(params: Params, patches: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder."""
+    """Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder.
+
+    Args:
+      steps: after how many the learning rates reach zero, along a cosine.
+
+    Returns:
+      An optax transformation that knows nothing of loss scaling.
+    """
 
     def adam(learning_rate: float) -> optax.GradientTransformation:
         return optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
@@ -143,7 +175,7 @@ def train(
     Args:
       patches: as `load_patches` gives them.
       dtype: what the forward and the backward pass compute in. The parameters themselves are float32.
-      loss_scale: whatever `jls.get` accepts.
+      loss_scale: whatever `jax_lossscale.get` accepts.
       steps: how many steps to train, at least 1.
       seed: of the initial parameters.
       advance: called with the number of steps done since the last call.
@@ -191,6 +223,13 @@ def train(
 
 
 def zero_fraction(grads: Any) -> jax.Array:
-    """The share of values in a tree that are exactly zero: ``float32[]``."""
+    """The share of values in a tree that are exactly zero.
+
+    Args:
+      grads: any tree of arrays.
+
+    Returns:
+      ``float32[]``, from 0 to 1.
+    """
     leaves = jax.tree.leaves(grads)
     return jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum() / sum(leaf.size for leaf in leaves)

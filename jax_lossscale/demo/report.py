@@ -15,15 +15,19 @@ from jax_lossscale.demo.job import Result
 
 # Wong, Points of view: Color blindness, Nature Methods 2011; told apart by width and dashes as well.
 _LINES: dict[str, dict[str, Any]] = {
-    "float32": {"color": "#b5b5b5", "linewidth": 6.0, "solid_capstyle": "butt"},
+    "float32": {"color": "#c4c4c4", "linewidth": 8.0, "solid_capstyle": "butt"},
     "float16": {"color": "#d55e00", "linewidth": 2.0},
-    "float16_fixed": {"color": "#009e73", "linewidth": 3.0},
-    "float16_dynamic": {"color": "#0072b2", "linewidth": 1.6, "linestyle": (0, (4, 2))},
+    "float16_fixed": {"color": "#56b4e9", "linewidth": 3.2},
+    "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
 }
 
 
 def print_table(results: dict[str, Result]) -> None:
-    """Print a line for each arm, then the conclusion."""
+    """Print a line for each arm, then the conclusion.
+
+    Args:
+      results: by name, as `command.run` gives them.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -47,12 +51,26 @@ def print_table(results: dict[str, Result]) -> None:
 
 
 def psnr(loss: float) -> float:
-    """Peak signal-to-noise ratio in dB, where the signal is between 0 and 1 and the loss its mean squared error."""
+    """The peak signal-to-noise ratio.
+
+    Args:
+      loss: the mean squared error of a signal between 0 and 1.
+
+    Returns:
+      The ratio in dB.
+    """
     return -10 * float(np.log10(loss))
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """What the numbers say, in one sentence."""
+    """What the numbers say.
+
+    Args:
+      results: by name, as `command.run` gives them.
+
+    Returns:
+      One sentence.
+    """
     alone, scaled = results["float16"], results["float16_dynamic"]
     return (
         f"Without loss scaling {_percent(alone.zero_gradient_fraction)} of the float16 gradient values were zero, and "
@@ -72,12 +90,20 @@ def _beside_float32(result: Result, results: dict[str, Result]) -> str:
 
 
 def _percent(share: float) -> str:
-    digits = 0 if share >= 0.1 else 2 if share >= 5e-5 else 0
-    return f"{100 * share:.{digits}f} %"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2f} %"
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """The results as strict JSON, where a loss that is not finite is null."""
+    """The results as strict JSON, where a loss that is not finite is null.
+
+    Args:
+      results: by name, as `command.run` gives them.
+      steps: how many each arm was trained.
+      seed: of the initial parameters.
+
+    Returns:
+      The text of the file, versions of the packages included.
+    """
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():
@@ -112,6 +138,8 @@ def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
         "axes.axisbelow": True,
         "grid.color": "#e6e6e6",
         "legend.frameon": False,
+        "lines.markeredgewidth": 2.0,
+        "lines.markersize": 7.0,
         "svg.hashsalt": "jax_lossscale",
     }
     with matplotlib.rc_context(style):
@@ -131,7 +159,7 @@ def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
         trace = results["float16_dynamic"].trace
         skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0))
         scale_axes.step(steps, trace.loss_scale, where="mid", **_LINES["float16_dynamic"] | {"linestyle": "-"})
-        scale_axes.plot(steps[skipped], trace.loss_scale[skipped], "kx", markersize=7, label="skipped step")
+        scale_axes.plot(steps[skipped], trace.loss_scale[skipped], "x", color="#d55e00", label="skipped step")
         scale_axes.set(title="Loss scale of float16_dynamic")
         scale_axes.set_yscale("log", base=2)
         scale_axes.legend(loc="lower right")

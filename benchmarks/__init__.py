@@ -1,0 +1,16 @@
+"""What loss scaling costs, beside the bare optimizer and beside the peers: ``python -m benchmarks``.
+
+Needs the extra ``bench``. Reading order: `trees` makes what is worked on, `peers` the steps that are compared, `timing`
+times them in turns, `isolation` gives each benchmark a process of its own, `report` holds and prints what came of it.
+The benchmarks themselves are the modules in `BENCHMARKS`; each has a function ``run(quick, progress)`` that returns
+tables.
+"""
+
+BENCHMARKS = {
+    "optimizer": "the optimizer's step: Adam over 33 M parameters",
+    "finite": "`all_finite` alone, and the ways to write it",
+    "training": "the whole training step, forward and backward included",
+    "compile_time": "trace, lower and compile",
+    "sharded": "collectives on a mesh of 8 devices",
+    "noop": "the program under a `NoOpLossScale`",
+}

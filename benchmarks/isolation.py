@@ -1,0 +1,103 @@
+"""A fresh process for each benchmark: clean memory, empty caches, its own devices."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.report import Table
+
+
+class BenchmarkError(Exception):
+    """A benchmark did not come to its end; the message says why."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a benchmark, or a part of it, has come."""
+
+    tell: Callable[[float, str], None]  # fraction of the whole, from 0 to 1; what is being done
+    start: float = 0.0
+    stop: float = 1.0
+    what: str = ""
+
+    def __call__(self, fraction: float, what: str = "") -> None:
+        """Say that ``fraction`` of this part is done."""
+        text = ": ".join(filter(None, (self.what, what)))
+        self.tell(self.start + fraction * (self.stop - self.start), text)
+
+    def part(self, index: int, count: int, what: str) -> Progress:
+        """The ``index``-th of ``count`` equal parts of this one."""
+        width = (self.stop - self.start) / count
+        start = self.start + index * width
+        return replace(self, start=start, stop=start + width, what=": ".join(filter(None, (self.what, what))))
+
+
+def run_apart(name: str, quick: bool, tell: Callable[[float, str], None]) -> tuple[list[Table], dict[str, str]]:
+    """Run ``benchmarks.<name>`` in a process of its own.
+
+    Returns:
+      Its tables, and the accelerator and the versions that it ran with.
+
+    Raises:
+      BenchmarkError: if it failed, or if its process died.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(name, quick, there))
+    process.start()
+    there.close()
+    try:
+        while True:
+            kind, *content = here.recv()
+            if kind == "progress":
+                tell(*content)
+            elif kind == "error":
+                raise BenchmarkError(content[0])
+            else:
+                tables, environment = content
+                return tables, environment
+    except EOFError:
+        process.join()
+        raise BenchmarkError(f"its process ended with exit code {process.exitcode}; out of memory?") from None
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        process.join()
+
+
+def call_apart(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+    """``function(*args)`` in a process of its own; ``None`` if it takes more than ``timeout`` seconds or dies."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(there, function, args))
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(timeout) else None
+    except EOFError:
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _work(name: str, quick: bool, connection: Connection) -> None:
+    try:
+        from benchmarks.report import environment
+
+        module = importlib.import_module(f"benchmarks.{name}")
+        tables = module.run(quick, Progress(lambda fraction, what: connection.send(("progress", fraction, what))))
+        connection.send(("result", tables, environment()))
+    except Exception:
+        connection.send(("error", traceback.format_exc()))
+
+
+def _send_result(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    connection.send(function(*args))

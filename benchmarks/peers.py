@@ -1,0 +1,189 @@
+"""The optimizer step without loss scaling, with ours, and with each peer: Adam, on float32 master weights.
+
+All have one interface, `Contender`, and one form of state, a pair of the parameters and whatever else must be kept.
+Each is written as its own documentation tells its users to write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import flax.training.dynamic_scale
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+
+import jax_lossscale as jls
+
+ADAM = optax.adam(1e-4)
+LOSS_SCALE = 2.0**15
+
+Tree: TypeAlias = Any
+State: TypeAlias = tuple[Tree, Any]  # parameters; the rest
+Loss: TypeAlias = Callable[[Tree, Any], jax.Array]  # of parameters and a batch; float32[]
+
+
+class Contender(Protocol):
+    """One way to make an optimizer step."""
+
+    @property
+    def name(self) -> str:
+        """For the tables."""
+
+    def init(self, params: Tree) -> State:
+        """The state to start from."""
+
+    def apply(self, state: State, grads: Tree) -> State:
+        """One step with given gradients, in float32 or float16, taken to be those of the scaled loss."""
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        """One step with the gradients of ``loss``, scaled as this contender does it; the loss as well."""
+
+
+@dataclass(frozen=True)
+class Bare:
+    """No loss scaling. Adam gets its gradients in float32."""
+
+    name: str = "bare"
+
+    def init(self, params: Tree) -> State:
+        return params, ADAM.init(params)
+
+    def apply(self, state: State, grads: Tree) -> State:
+        params, adam_state = state
+        updates, adam_state = ADAM.update(_to_float32(grads), adam_state, params)
+        return optax.apply_updates(params, updates), adam_state
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state[0], batch)
+        return self.apply(state, grads), value
+
+
+@dataclass(frozen=True)
+class Ours:
+    """`jax_lossscale`, in one call or with the two of the optax protocol."""
+
+    fused: bool = True
+    skip: Literal["auto", "cond", "select"] = "auto"
+
+    @property
+    def name(self) -> str:
+        call = "update_and_apply" if self.fused else "update + apply_updates"
+        return f"ours, {call}" + ("" if self.skip == "auto" else f", skip={self.skip!r}")
+
+    @property
+    def _transformation(self) -> jls.LossScaledTransformation:
+        return jls.loss_scaled(ADAM, jls.DynamicLossScale(LOSS_SCALE), skip=self.skip)
+
+    def init(self, params: Tree) -> State:
+        return params, self._transformation.init(params)
+
+    def apply(self, state: State, grads: Tree) -> State:
+        return self._apply(state, grads)
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        value, grads = jls.value_and_scaled_grad(loss, state[1])(state[0], batch)
+        return self._apply(state, grads, value=value), value
+
+    def _apply(self, state: State, grads: Tree, **extra_args: Any) -> State:
+        params, opt_state = state
+        if self.fused:
+            return self._transformation.update_and_apply(grads, opt_state, params, **extra_args)
+        updates, opt_state = self._transformation.update(grads, opt_state, params, **extra_args)
+        return optax.apply_updates(params, updates), opt_state
+
+
+@dataclass(frozen=True)
+class Jmp:
+    """``jmp.DynamicLossScale``: unscale (which makes float32 of float16), check, adjust, step, select."""
+
+    name: str = "jmp"
+
+    def init(self, params: Tree) -> State:
+        loss_scale = jmp.DynamicLossScale(jnp.float32(LOSS_SCALE))
+        return params, (ADAM.init(params), jax.tree.map(jnp.asarray, loss_scale))
+
+    def apply(self, state: State, grads: Tree) -> State:
+        params, (adam_state, loss_scale) = state
+        grads = loss_scale.unscale(grads)
+        grads_finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(grads_finite)
+        updates, new_adam_state = ADAM.update(grads, adam_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, adam_state = jmp.select_tree(grads_finite, (new_params, new_adam_state), (params, adam_state))
+        return params, (adam_state, loss_scale)
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        params, (_, loss_scale) = state
+        scaled, grads = jax.value_and_grad(lambda p: loss_scale.scale(loss(p, batch)))(params)
+        return self.apply(state, grads), loss_scale.unscale(scaled)
+
+
+@dataclass(frozen=True)
+class Flax:
+    """``flax.training.dynamic_scale.DynamicScale``, with ``jnp.where`` over parameters and state as in its examples.
+
+    Its ``value_and_grad`` differentiates, unscales and checks in one. For given gradients it differentiates the sum of
+    ``<p, g>``, whose gradient is ``g`` in float32 at no cost: the sum itself is not computed, since nobody reads it.
+    """
+
+    name: str = "flax"
+
+    def init(self, params: Tree) -> State:
+        dynamic_scale = flax.training.dynamic_scale.DynamicScale(
+            fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE)  # type: ignore[arg-type]
+        )
+        return params, (ADAM.init(params), dynamic_scale)
+
+    def apply(self, state: State, grads: Tree) -> State:
+        def linear(params: Tree, grads: Tree) -> jax.Array:
+            return sum(jax.tree.leaves(jax.tree.map(lambda p, g: (p * g).sum(), params, grads)), jnp.float32(0))
+
+        return self.train(linear, state, grads)[0]
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        params, (adam_state, dynamic_scale) = state
+        result = dynamic_scale.value_and_grad(loss)(params, batch)
+        updates, new_adam_state = ADAM.update(result.grad, adam_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, adam_state = jax.tree.map(
+            lambda new, old: jnp.where(result.finite, new, old), (new_params, new_adam_state), (params, adam_state)
+        )
+        return (params, (adam_state, result.dynamic_scale)), result.aux
+
+
+@dataclass(frozen=True)
+class ApplyIfFinite:
+    """``optax.apply_if_finite`` around Adam, with a loss scale by hand, which it cannot adjust."""
+
+    name: str = "apply_if_finite"
+
+    @property
+    def _transformation(self) -> optax.GradientTransformation:
+        return optax.apply_if_finite(ADAM, max_consecutive_errors=10)
+
+    def init(self, params: Tree) -> State:
+        return params, self._transformation.init(params)
+
+    def apply(self, state: State, grads: Tree) -> State:
+        params, opt_state = state
+        grads = jax.tree.map(lambda g: g / LOSS_SCALE, _to_float32(grads))
+        updates, opt_state = self._transformation.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        scaled, grads = jax.value_and_grad(lambda p: LOSS_SCALE * loss(p, batch))(state[0])
+        return self.apply(state, grads), scaled / LOSS_SCALE
+
+
+BARE = Bare()
+OURS = Ours()
+OURS_IN_TWO_CALLS = Ours(fused=False)
+PEERS: tuple[Contender, ...] = (Jmp(), Flax(), ApplyIfFinite())
+
+
+def _to_float32(grads: Tree) -> Tree:
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)

@@ -1,0 +1,113 @@
+"""Contenders timed in turns.
+
+A machine is never quiet, and its noise comes in spells longer than a step. So all contenders take their turn in every
+round, and what is compared is the ratio within a round, where the spell falls on both. Its median over the rounds is
+reported, and the quartiles as its spread.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from benchmarks.isolation import Progress
+
+# Steps shorter than this are repeated before the clock is read again.
+_SHORTEST_SAMPLE = {"cpu": 0.005, "gpu": 0.05}  # seconds
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of the ratios within the rounds, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> str:
+        """The quartiles, for a table."""
+        return f"{self.low:.2f} to {self.high:.2f}"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each contender in each round."""
+
+    seconds: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """The typical time of a step, in seconds."""
+        return statistics.median(self.seconds[name])
+
+    def minimum(self, name: str) -> float:
+        """The time of a step that nothing disturbed, in seconds."""
+        return min(self.seconds[name])
+
+    def fastest(self, names: Iterable[str]) -> str:
+        """The one of ``names`` with the smallest median."""
+        return min(names, key=self.median)
+
+    def ratio(self, name: str, over: str) -> Ratio:
+        """How many times the time of ``over`` the contender ``name`` takes."""
+        ratios = [a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return Ratio(statistics.median(ratios), low, high)
+
+
+class Repeated:
+    """A compiled step whose state is donated, and so has to be fed back."""
+
+    def __init__(self, compiled: Callable[..., Any], state: Any, *inputs: Any) -> None:
+        """Call ``state = compiled(state, *inputs)`` again and again."""
+        self._compiled, self._state, self._inputs = compiled, state, inputs
+
+    def __call__(self) -> Any:
+        """One step; what to wait for."""
+        self._state = self._compiled(self._state, *self._inputs)
+        return self._state
+
+
+def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int, progress: Progress) -> Timings:
+    """Time the contenders in turns.
+
+    Args:
+      contenders: by name; each call does one step and returns what has to be waited for.
+      rounds: how many times each is timed.
+      progress: told about every round.
+    """
+    progress(0, "warming up")
+    repeats = {}
+    for name, step in contenders.items():
+        _seconds(step, 1)  # compiles, touches its memory for the first time
+        shortest = _SHORTEST_SAMPLE.get(jax.default_backend(), 0.0)
+        repeats[name] = max(1, math.ceil(shortest / min(_seconds(step, 1), _seconds(step, 1))))
+
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(rounds):
+            first = n % len(names)  # so that none always follows the same one
+            for name in names[first:] + names[:first]:
+                seconds[name].append(_seconds(contenders[name], repeats[name]))
+            progress((n + 1) / rounds, f"round {n + 1} of {rounds}")
+    finally:
+        gc.enable()
+    return Timings(seconds)
+
+
+def _seconds(step: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        result = step()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / repeats

@@ -1,0 +1,76 @@
+"""Trees of the sizes and shapes that optimizers meet."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+_LAYERS = 6
+_WIDTH_MULTIPLE = 32
+_SHARE_OF_LAYERS = 0.76  # of all parameters; the rest embeds
+
+
+def transformer(size: int) -> dict[str, Any]:
+    """The shapes of a decoder of about ``size`` parameters, in 57 leaves.
+
+    Six layers of two norms, four attention kernels and three of a gated feed-forward block; an embedding, a last norm
+    and a head.
+    """
+    # A layer of width d has 4 d d + 3 d 4 d parameters in its kernels, and 2 d in its norms.
+    width = round(math.sqrt(_SHARE_OF_LAYERS * size / (16 * _LAYERS)) / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+    in_layers = _LAYERS * (16 * width**2 + 2 * width)
+    vocabulary = (size - in_layers - width) // (2 * width)
+    layer = {
+        "attention_norm": (width,),
+        **{name: (width, width) for name in ("query", "key", "value", "output")},
+        "feed_forward_norm": (width,),
+        "gate": (width, 4 * width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+    shapes: dict[str, Any] = {f"layer_{n}": layer for n in range(_LAYERS)}
+    return shapes | {"embedding": (vocabulary, width), "norm": (width,), "head": (width, vocabulary)}
+
+
+def uniform(leaves: int, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """``leaves`` times the same shape."""
+    return [shape] * leaves
+
+
+def abstract(shapes: Any, dtype: DTypeLike) -> Any:
+    """The tree without values: enough to compile for."""
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=_is_shape)
+
+
+def fill(shapes: Any, dtype: DTypeLike, *, seed: int = 0, magnitude: float = 1e-2) -> Any:
+    """Normal numbers: none is subnormal, which would slow a CPU down, and no sum of them overflows."""
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=_is_shape)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    @jax.jit
+    def make(keys: jax.Array) -> list[jax.Array]:
+        # One sign and one of few magnitudes an element: cheap to draw also for a thousand million of them.
+        return [
+            ((jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 127.5) * (magnitude / 74)).astype(dtype)
+            for key, shape in zip(keys, leaves, strict=True)
+        ]
+
+    return jax.tree.unflatten(structure, make(keys))
+
+
+def size(tree: Any) -> int:
+    """How many elements."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def bytes_of(tree: Any) -> int:
+    """How many bytes, of arrays or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple)

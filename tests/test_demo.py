@@ -1,0 +1,288 @@
+"""``python -m jax_lossscale``: what it shows, what it writes, and what it refuses."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+from jax_lossscale.demo import command, job, main, report
+
+pytest.importorskip("sklearn")
+pytest.importorskip("rich")
+
+ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic"]
+SHORT = ["--steps", "3"]
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def fake_result(final_loss=1e-4, zero_fraction=0.0):
+    trace = job.Trace(
+        loss=np.array([0.1, final_loss]),
+        zero_fraction=np.full(2, zero_fraction),
+        loss_scale=np.array([4.0, 2.0]),
+        skipped_steps=np.array([1, 1]),
+    )
+    return job.Result(
+        final_loss=final_loss,
+        zero_gradient_fraction=zero_fraction,
+        skipped_steps=1,
+        final_loss_scale=2.0,
+        seconds=0.5,
+        trace=trace,
+    )
+
+
+def fake_results(**final_losses):
+    return {name: fake_result(final_losses.get(name, 1e-4)) for name in ARMS}
+
+
+@pytest.fixture
+def trains_in_no_time(monkeypatch):
+    monkeypatch.setattr(command, "run", lambda **options: fake_results())
+
+
+@pytest.fixture
+def must_not_train(monkeypatch):
+    def fail(**options):
+        raise AssertionError("trained in spite of a bad option")
+
+    monkeypatch.setattr(command, "run", fail)
+
+
+# The claims.
+
+
+def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_path, capsys):
+    assert main(["--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
+    arms = json.loads((tmp_path / "results.json").read_text())["arms"]
+    loss = {name: arm["final_loss"] for name, arm in arms.items()}
+    zeros = {name: arm["zero_gradient_fraction"] for name, arm in arms.items()}
+
+    assert loss["float16"] >= 1.4 * loss["float32"]
+    assert loss["float16_fixed"] == pytest.approx(loss["float32"], rel=0.02)
+    assert loss["float16_dynamic"] == pytest.approx(loss["float32"], rel=0.02)
+    assert zeros["float16"] > 0.5
+    assert max(zeros["float32"], zeros["float16_fixed"], zeros["float16_dynamic"]) < 0.01
+    assert arms["float16_dynamic"]["skipped_steps"] > 0
+    assert [arms[name]["skipped_steps"] for name in ARMS[:3]] == [0, 0, 0]
+    assert [arms[name]["final_loss_scale"] for name in ARMS[:3]] == [1, 1, 2**15]
+
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert all(name in output.out for name in ARMS)
+    assert "above that of float32" in output.out
+
+
+# What it writes.
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """The JSON of two runs with the same seed, and the picture of the first."""
+    folder = tmp_path_factory.mktemp("demo")
+    assert main([*SHORT, "--seed", "7", "--json", str(folder / "a.json"), "--plot", str(folder / "a.png")]) == 0
+    assert main([*SHORT, "--seed", "7", "--json", str(folder / "b.json")]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "a.png", "b.json"]
+    first, second = (json.loads((folder / name).read_text()) for name in ("a.json", "b.json"))
+    return first, second, (folder / "a.png").read_bytes()
+
+
+def test_json_has_the_documented_form(two_runs):
+    content, _, _ = two_runs
+    assert set(content) == {"arms", "steps", "seed", "versions"}
+    assert (content["steps"], content["seed"]) == (3, 7)
+    assert content["versions"]["jax_lossscale"] == jls.__version__
+    assert all(isinstance(version, str) for version in content["versions"].values())
+    assert list(content["arms"]) == ARMS
+    for arm in content["arms"].values():
+        assert {field: type(value) for field, value in arm.items()} == {
+            "final_loss": float,
+            "zero_gradient_fraction": float,
+            "skipped_steps": int,
+            "final_loss_scale": float,
+            "seconds": float,
+        }
+        assert 0 <= arm["zero_gradient_fraction"] <= 1
+
+
+def test_the_same_seed_gives_the_same_numbers(two_runs):
+    first, second, _ = two_runs
+    for content in first, second:
+        for arm in content["arms"].values():
+            assert arm.pop("seconds") > 0
+    assert first == second
+
+
+def test_the_dynamic_loss_scale_backs_off_step_by_step(two_runs):
+    arm = two_runs[0]["arms"]["float16_dynamic"]
+    assert (arm["skipped_steps"], arm["final_loss_scale"]) == (3, 2.0**29)
+    assert arm["final_loss"] == pytest.approx(0.119, abs=0.002)  # of the initial parameters: nothing was applied
+
+
+def test_the_picture_is_a_png(two_runs):
+    assert two_runs[2].startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "PDF"])
+def test_the_suffix_gives_the_format_of_the_picture(suffix, tmp_path, trains_in_no_time):
+    path = tmp_path / f"picture.{suffix}"
+    assert main(["--plot", str(path)]) == 0
+    assert path.read_bytes().startswith({"svg": b"<?xml", "PDF": b"%PDF"}[suffix])
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json_and_said_so_in_words(capsys):
+    results = fake_results(float16=math.nan, float16_fixed=math.inf)
+    arms = json.loads(report.as_json(results, steps=2, seed=0))["arms"]
+    assert [arms[name]["final_loss"] for name in ARMS] == [1e-4, None, None, 1e-4]
+    report.print_table(results)
+    assert "nan" in capsys.readouterr().out
+
+
+def test_one_step_is_enough_to_draw(tmp_path):
+    results = fake_results()
+    for name, result in results.items():
+        first_step = job.Trace(*(values[:1] for values in result.trace))
+        results[name] = job.Result(**vars(result) | {"trace": first_step})
+    with open(tmp_path / "picture.png", "wb") as file:
+        report.draw(results, file, "png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("float16", "words"),
+    [(3e-4, "200 % above"), (9.9e-5, "1.00 % below"), (1e-4, "ended at the loss of float32; with")],
+)
+def test_the_conclusion_follows_from_the_numbers(float16, words):
+    assert words in report.conclusion(fake_results(float16=float16))
+
+
+def test_zero_fraction_counts_values_not_leaves():
+    grads = {"a": np.array([0.0, 1.0, -0.0], np.float16), "b": np.ones((5,), np.float16)}
+    assert job.zero_fraction(grads) == 2 / 8
+
+
+# What it refuses: one line, exit code 2, nothing trained, nothing written.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "many"], "--steps"),
+        (["--steps", "1.5"], "--steps"),
+        (["--steps", "0"], "--steps"),
+        (["--steps", "-3"], "--steps"),
+        (["--steps", "10000000"], "--steps"),
+        (["--steps"], "--steps"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", str(2**32)], "--seed"),
+        (["--seed", "x"], "--seed"),
+        (["--json", ""], "empty"),
+        (["--json", "missing/results.json"], "directory does not exist"),
+        (["--json", "folder"], "is a directory"),
+        (["--json", "/dev/null"], "not a regular file"),
+        (["--json", "n" * 300], "too long"),
+        (["--json", "a\0b"], "null"),
+        (["--plot", "missing/picture.png"], "directory does not exist"),
+        (["--plot", "folder"], "is a directory"),
+        (["--plot", "picture"], ".png"),
+        (["--plot", "picture.txt"], ".png"),
+        (["--json", "same.png", "--plot", "same.png"], "same file"),
+        (["--step", "3"], "--step"),
+        (["3"], "3"),
+    ],
+    ids=lambda value: " ".join(value)[:40].replace("\0", "0") if isinstance(value, list) else "",
+)
+def test_a_bad_option_ends_it_with_one_line(options, words, tmp_path, monkeypatch, capsys, must_not_train):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as exit_info:
+        main(options)
+    assert exit_info.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert words in output.err
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+
+
+def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch, capsys, must_not_train):
+    path = tmp_path / "results.json"
+    path.write_text("old")
+    monkeypatch.setattr(command.os, "access", lambda *_: False)  # chmod would not stop a superuser
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", str(path)])
+    assert "read-only" in capsys.readouterr().err
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("sklearn", "demo"), ("rich", "demo"), ("PIL", "demo"), ("matplotlib", "plot")]
+)
+def test_a_missing_package_ends_it_with_one_line_that_names_the_extra(
+    module, extra, tmp_path, monkeypatch, capsys, must_not_train
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--plot", str(tmp_path / "picture.png")])
+    output = capsys.readouterr()
+    assert output.err.count("\n") == 1
+    assert f'pip install "jax_lossscale[{extra}]"' in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_itself_gives_exit_code_2():
+    command_line = [sys.executable, "-W", "error", "-m", "jax_lossscale", "--steps", "0"]
+    completed = subprocess.run(command_line, capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert completed.stderr.startswith("python -m jax_lossscale: error: argument --steps: must be an integer")
+    assert completed.stderr.count("\n") == 1
+
+
+# When it does not get to the end.
+
+
+def test_an_interrupt_ends_it_with_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "train", interrupt)
+    assert main(["--json", str(tmp_path / "results.json"), "--plot", str(tmp_path / "picture.png")]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"), [(OSError(28, "No space left on device"), SystemExit), (RuntimeError(), RuntimeError)]
+)
+def test_a_file_is_written_whole_or_not_at_all(error, ending, tmp_path, monkeypatch, capsys, trains_in_no_time):
+    path = tmp_path / "picture.png"
+    path.write_text("old")
+
+    def write_half(results, file, file_format):
+        file.write(b"half")
+        raise error
+
+    monkeypatch.setattr(report, "draw", write_half)
+    with pytest.raises(ending) as exit_info:
+        main(["--plot", str(path)])
+    if ending is SystemExit:
+        assert exit_info.value.code == 1
+        assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+    assert path.read_text() == "old"
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions_and_a_link_stays_a_link(tmp_path, trains_in_no_time):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    assert main(["--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["steps"] == job.STEPS
+    assert target.stat().st_mode & 0o777 == 0o640
