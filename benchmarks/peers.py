@@ -4,6 +4,8 @@ All have one interface, `Contender`, and one form of state, a pair of the parame
 Each is written as its own documentation tells its users to write it.
 """
 
+# ruff: noqa: D102  (`Contender` documents the methods)
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +21,9 @@ import optax
 import jax_lossscale as jls
 
 ADAM = optax.adam(1e-4)
-LOSS_SCALE = 2.0**15
+# Small, so that the gradients of `models` are in the range of float16 with and without it: a CPU is slow with subnormal
+# numbers and quick to skip a step, and neither is to be measured.
+LOSS_SCALE = 2.0**8
 
 Tree: TypeAlias = Any
 State: TypeAlias = tuple[Tree, Any]  # parameters; the rest
@@ -98,26 +102,30 @@ class Ours:
 
 @dataclass(frozen=True)
 class Jmp:
-    """``jmp.DynamicLossScale``: unscale (which makes float32 of float16), check, adjust, step, select."""
+    """``jmp.DynamicLossScale``: unscale (which makes float32 of float16), check, adjust, step, select.
+
+    The state holds its two arrays, since the class itself cannot pass through ``jax.jit(...).lower``.
+    """
 
     name: str = "jmp"
 
     def init(self, params: Tree) -> State:
-        loss_scale = jmp.DynamicLossScale(jnp.float32(LOSS_SCALE))
-        return params, (ADAM.init(params), jax.tree.map(jnp.asarray, loss_scale))
+        return params, (ADAM.init(params), (jnp.float32(LOSS_SCALE), jnp.int32(0)))
 
     def apply(self, state: State, grads: Tree) -> State:
-        params, (adam_state, loss_scale) = state
+        params, (adam_state, arrays) = state
+        loss_scale = jmp.DynamicLossScale(*arrays)
         grads = loss_scale.unscale(grads)
         grads_finite = jmp.all_finite(grads)
         loss_scale = loss_scale.adjust(grads_finite)
         updates, new_adam_state = ADAM.update(grads, adam_state, params)
         new_params = optax.apply_updates(params, updates)
         params, adam_state = jmp.select_tree(grads_finite, (new_params, new_adam_state), (params, adam_state))
-        return params, (adam_state, loss_scale)
+        return params, (adam_state, (loss_scale.loss_scale, loss_scale.counter))
 
     def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
-        params, (_, loss_scale) = state
+        params, (_, arrays) = state
+        loss_scale = jmp.DynamicLossScale(*arrays)
         scaled, grads = jax.value_and_grad(lambda p: loss_scale.scale(loss(p, batch)))(params)
         return self.apply(state, grads), loss_scale.unscale(scaled)
 
@@ -133,9 +141,7 @@ class Flax:
     name: str = "flax"
 
     def init(self, params: Tree) -> State:
-        dynamic_scale = flax.training.dynamic_scale.DynamicScale(
-            fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE)  # type: ignore[arg-type]
-        )
+        dynamic_scale = flax.training.dynamic_scale.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE))
         return params, (ADAM.init(params), dynamic_scale)
 
     def apply(self, state: State, grads: Tree) -> State:

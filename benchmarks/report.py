@@ -166,7 +166,7 @@ def about_this_run(command: str, gpu: str) -> dict[str, str]:
     versions = {name: importlib.metadata.version(name) for name in _VERSIONS} | {"python": platform.python_version()}
     return {
         "command": command,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "memory": _memory(),

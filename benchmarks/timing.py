@@ -67,12 +67,12 @@ class Repeated:
 
     def __init__(self, compiled: Callable[..., Any], state: Any, *inputs: Any) -> None:
         """Call ``state = compiled(state, *inputs)`` again and again."""
-        self._compiled, self._state, self._inputs = compiled, state, inputs
+        self._compiled, self.state, self._inputs = compiled, state, inputs
 
     def __call__(self) -> Any:
         """One step; what to wait for."""
-        self._state = self._compiled(self._state, *self._inputs)
-        return self._state
+        self.state = self._compiled(self.state, *self._inputs)
+        return self.state
 
 
 def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int, progress: Progress) -> Timings:

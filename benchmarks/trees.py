@@ -26,7 +26,7 @@ def transformer(size: int) -> dict[str, Any]:
     vocabulary = (size - in_layers - width) // (2 * width)
     layer = {
         "attention_norm": (width,),
-        **{name: (width, width) for name in ("query", "key", "value", "output")},
+        **dict.fromkeys(("query", "key", "value", "output"), (width, width)),
         "feed_forward_norm": (width,),
         "gate": (width, 4 * width),
         "up": (width, 4 * width),
@@ -47,19 +47,21 @@ def abstract(shapes: Any, dtype: DTypeLike) -> Any:
 
 
 def fill(shapes: Any, dtype: DTypeLike, *, seed: int = 0, magnitude: float = 1e-2) -> Any:
-    """Normal numbers: none is subnormal, which would slow a CPU down, and no sum of them overflows."""
-    leaves, structure = jax.tree.flatten(shapes, is_leaf=_is_shape)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    """Numbers without a pattern, between plus and minus ``magnitude``.
+
+    None of them, nor its square, is subnormal, which would slow a CPU down, and no sum of them overflows.
+    """
 
     @jax.jit
-    def make(keys: jax.Array) -> list[jax.Array]:
-        # One sign and one of few magnitudes an element: cheap to draw also for a thousand million of them.
-        return [
-            ((jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 127.5) * (magnitude / 74)).astype(dtype)
-            for key, shape in zip(keys, leaves, strict=True)
-        ]
+    def make(seed: jax.Array) -> Any:
+        def leaf(shape: tuple[int, ...]) -> jax.Array:
+            # Knuth's multiplicative hash of the position: nothing to compile, nothing to draw.
+            hashed = (jax.lax.iota(jnp.uint32, math.prod(shape)) + seed) * jnp.uint32(2654435761)
+            return ((hashed >> 24).astype(jnp.float32) / 127.5 - 1).reshape(shape).astype(dtype) * magnitude
 
-    return jax.tree.unflatten(structure, make(keys))
+        return jax.tree.map(leaf, shapes, is_leaf=_is_shape)
+
+    return make(jnp.uint32(seed))
 
 
 def size(tree: Any) -> int:

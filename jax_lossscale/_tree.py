@@ -63,9 +63,9 @@ def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
     return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
 
 
-def widen(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """The float32 view: floating leaves narrower than float32 become float32, others stay as they are."""
-    return map_inexact(_widen, tree)
+def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
+    """The float32 view: floating leaves narrower than float32, of no dtype in ``keep``, become float32."""
+    return map_inexact(lambda leaves: _widen(leaves, keep), tree)
 
 
 def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
@@ -229,10 +229,10 @@ def _reciprocal(scale: ArrayLike, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arra
     return first, second
 
 
-@partial(jax.jit, inline=True)
-def _widen(leaves: list[ArrayLike]) -> list[jax.Array]:
+@partial(jax.jit, static_argnums=1, inline=True)
+def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    return [array.astype(_wide_dtype(array.dtype)) for array in arrays]
+    return [array if array.dtype in keep else array.astype(_wide_dtype(array.dtype)) for array in arrays]
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

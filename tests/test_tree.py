@@ -272,7 +272,7 @@ def compilations():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield programs
-    jax.monitoring.unregister_event_duration_listener(listen)
+    jax.monitoring.clear_event_listeners()
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -46,8 +46,9 @@ class Trace(NamedTuple):
 
     Attributes:
       loss: the loss before the step.
-      zero_fraction: the share of gradient values that are exactly zero, as the backward pass delivered them: in the
-        arm's dtype, before they are unscaled. Over all values of all parameters.
+      zero_fraction: the share of gradient values that are exactly zero, over all values of all parameters, as the
+        backward pass delivered them: before they are unscaled. They were computed in the arm's dtype; the cast to that
+        of the parameters, float32, keeps every value.
       loss_scale: the loss scale that the step used.
       skipped_steps: how many steps were skipped so far, this one included.
     """
@@ -64,7 +65,7 @@ class Result:
 
     Attributes:
       final_loss: the mean squared error of the trained float32 parameters, computed in float32 whatever the arm.
-      zero_gradient_fraction: `Trace.zero_fraction`, averaged over all steps.
+      zero_gradient_fraction: `Trace.zero_fraction`, averaged over all steps, skipped ones included.
       skipped_steps: how many steps did not change the parameters.
       final_loss_scale: the loss scale after the last step; 1 where there is none.
       seconds: wall-clock time, compilation included.

@@ -1,0 +1,107 @@
+"""``python -m benchmarks``: run the benchmarks, print a table for each and one of all marks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks import BENCHMARKS
+from benchmarks.isolation import BenchmarkError, run_apart
+from benchmarks.report import Table, about_this_run, as_json, as_markdown, print_summary, print_table
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for. The exit code tells whether it ran, not whether the marks were met."""
+    options = _parse(arguments)
+    missing = [name for name in ("jmp", "flax", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"python -m benchmarks needs {' and '.join(missing)}, of the extra `bench`: pip install -e '.[bench]'",
+            file=sys.stderr,
+        )
+        return 1
+
+    from rich.console import Console
+
+    # Tables are wide. A file or a pipe has no width that they would have to fit.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    tables, gpu, failed = _run(options.benchmarks, options.quick, console)
+    print_summary(tables, console)
+    command = shlex.join(["python", "-m", "benchmarks", *options.asked_for, *(["--quick"] if options.quick else [])])
+    about = about_this_run(command, gpu)
+    if options.json:
+        options.json.write_text(as_json(tables, about))
+    if options.results:
+        options.results.write_text(as_markdown(tables, about))
+    return 1 if failed else 0
+
+
+def _run(names: Sequence[str], quick: bool, console: Any) -> tuple[list[Table], str, bool]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.fields[name]}"), BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}"))
+    tables: list[Table] = []
+    gpu = "none"
+    failed = False
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        for name in names:
+            task = bar.add_task("starting", total=1.0, name=name)
+            try:
+                new, environment = run_apart(
+                    name,
+                    quick,
+                    lambda done, what, task=task: bar.update(task, completed=done, description=what),  # type: ignore[misc]
+                )
+            except BenchmarkError as error:
+                failed = True
+                bar.stop_task(task)
+                print(f"benchmarks.{name} failed: {error}", file=sys.stderr)
+                continue
+            bar.update(task, completed=1.0, description="done")
+            bar.stop_task(task)
+            if environment["gpu"] != "none":
+                gpu = environment["gpu"]
+            for table in new:
+                print_table(table, console)
+            tables += new
+    return tables, gpu, failed
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m benchmarks",
+        description="What loss scaling costs, beside the bare optimizer and beside the peers.",
+        epilog="\n".join(["benchmarks:", *(f"  {name:13} {what}" for name, what in BENCHMARKS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help="which to run; all, if none is named")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds: under two minutes")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers as JSON")
+    parser.add_argument("--results", type=Path, metavar="PATH", help="write the tables as Markdown")
+    options = parser.parse_args(arguments)
+    for name in options.benchmarks:
+        if name not in BENCHMARKS:
+            parser.error(f"there is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    for option, path in (("--json", options.json), ("--results", options.results)):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            parser.error(f"{option}: cannot write a file at {str(path)!r}")
+    options.asked_for = list(dict.fromkeys(options.benchmarks))
+    options.benchmarks = options.asked_for or list(BENCHMARKS)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

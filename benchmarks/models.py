@@ -1,0 +1,112 @@
+"""Two models to train, in any compute dtype from float32 master weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+import jax_lossscale as jls
+from benchmarks.peers import Loss
+
+_CHARACTERS = 128  # ASCII
+
+
+def mlp(layers: int, width: int, batch: int) -> tuple[Any, Any]:
+    """Parameters, and a batch of inputs and targets: ``float32[batch, width]`` each."""
+    keys = iter(jax.random.split(jax.random.key(0), layers + 2))
+    params = [
+        {"kernel": jax.random.normal(next(keys), (width, width)) * (2 / width) ** 0.5, "bias": jnp.zeros(width)}
+        for _ in range(layers)
+    ]
+    return params, (jax.random.normal(next(keys), (batch, width)), jax.random.normal(next(keys), (batch, width)))
+
+
+def mlp_loss(dtype: DTypeLike) -> Loss:
+    """Squared error of an example, as a function of parameters and batch."""
+
+    def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        inputs, targets = batch
+        params = jls.cast_floating(params, dtype)
+        x = inputs.astype(dtype)
+        for layer in params[:-1]:
+            x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+        outputs = x @ params[-1]["kernel"] + params[-1]["bias"]
+        return ((outputs.astype(jnp.float32) - targets) ** 2).sum(axis=-1).mean()
+
+    return loss
+
+
+def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any, Any]:
+    """Parameters of a decoder, and a batch of text: ``int32[batch, context + 1]``."""
+    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 2))
+
+    def kernel(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+
+    params = {
+        "characters": kernel(_CHARACTERS, width),
+        "positions": kernel(context, width),
+        "norm": jnp.ones(width),
+        "layers": [
+            {
+                "attention_norm": jnp.ones(width),
+                "query_key_value": kernel(width, 3 * width),
+                "output": kernel(width, width),
+                "feed_forward_norm": jnp.ones(width),
+                "up": kernel(width, 4 * width),
+                "down": kernel(4 * width, width),
+            }
+            for _ in range(layers)
+        ],
+    }
+    return params, jnp.asarray(_text(batch * (context + 1)).reshape(batch, context + 1))
+
+
+def transformer_loss(dtype: DTypeLike, heads: int) -> Loss:
+    """Cross-entropy of a line of text, as a function of parameters and batch."""
+
+    def loss(params: Any, text: jax.Array) -> jax.Array:
+        params = jls.cast_floating(params, dtype)
+        x = params["characters"][text[:, :-1]] + params["positions"]
+        for layer in params["layers"]:
+            x = x + _attention(_norm(x, layer["attention_norm"]), layer, heads)
+            x = x + jax.nn.gelu(_norm(x, layer["feed_forward_norm"]) @ layer["up"]) @ layer["down"]
+        logits = _norm(x, params["norm"]) @ params["characters"].T
+        log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.take_along_axis(log_probabilities, text[:, 1:, None], axis=-1).sum() / len(text)
+
+    return loss
+
+
+def _attention(x: jax.Array, layer: Any, heads: int) -> jax.Array:
+    batch, context, width = x.shape
+    query, key, value = jnp.split((x @ layer["query_key_value"]).reshape(batch, context, heads, -1), 3, axis=-1)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * (width / heads) ** -0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(context, dtype=bool), logits, -jnp.inf)).astype(x.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, context, width) @ layer["output"]
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+
+
+def _text(length: int) -> np.ndarray:
+    """Python's own standard library, which is on every machine that runs this."""
+
+    def sources() -> Iterator[bytes]:
+        yield from (path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+
+    text = bytearray()
+    for source in sources():
+        text += bytes(byte for byte in source if byte < _CHARACTERS)
+        if len(text) >= length:
+            return np.frombuffer(bytes(text[:length]), np.uint8).astype(np.int32)
+    raise FileNotFoundError("Python's standard library is not installed as sources; there is no text to train on.")

@@ -1,0 +1,102 @@
+"""The whole training step, forward and backward included: what does loss scaling add to it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jax_lossscale as jls
+from benchmarks import models, trees
+from benchmarks.isolation import Progress
+from benchmarks.peers import BARE, OURS, PEERS, Contender, Loss
+from benchmarks.report import Mark, Table
+from benchmarks.timing import Repeated, Timings, interleave
+
+_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *PEERS)
+_GOAL = 0.5
+_HEADS = 4
+_COLUMNS = (
+    ("step", "{}"),
+    ("median", "{:.1f} ms"),
+    ("minimum", "{:.1f} ms"),
+    ("overhead", "{:.1%}"),
+    ("time over bare", "{}"),
+)
+
+
+def run(quick: bool, progress: Progress) -> list[Table]:
+    """A table for each model and compute dtype."""
+    mlp = {"layers": 3, "width": 512, "batch": 64} if quick else {"layers": 12, "width": 1024, "batch": 256}
+    transformer = {"layers": 4, "width": 256, "batch": 4, "context": 128}
+    if quick:
+        transformer |= {"layers": 2, "width": 128, "context": 64}
+    cases: list[tuple[str, Callable[[], Any], Callable[[str], Loss]]] = [
+        (_describe("MLP", mlp), lambda: models.mlp(**mlp), models.mlp_loss),
+        (
+            _describe("character transformer", transformer),
+            lambda: models.transformer(**transformer),
+            lambda dtype: models.transformer_loss(dtype, _HEADS),
+        ),
+    ]
+    parts = [(name, make, loss, dtype) for name, make, loss in cases for dtype in ("float32", "float16")]
+    return [
+        _measure(name, make, loss(dtype), dtype, quick, progress.part(n, len(parts), f"{name}, {dtype}"))
+        for n, (name, make, loss, dtype) in enumerate(parts)
+    ]
+
+
+def _measure(name: str, make: Callable[[], Any], loss: Loss, dtype: str, quick: bool, progress: Progress) -> Table:
+    steps: dict[str, Repeated] = {}
+    for contender in _CONTENDERS:
+        progress(0, f"compiling {contender.name}")
+        params, batch = make()
+        steps[contender.name] = _step(contender, loss, params, batch)
+    timings = interleave(steps, 7 if quick else 25, progress)
+    rows = [
+        (
+            name,
+            1e3 * timings.median(name),
+            1e3 * timings.minimum(name),
+            _overhead(timings, name) if name != BARE.name else None,
+            timings.ratio(name, BARE.name).spread,
+        )
+        for name in steps
+    ]
+    title = f"Training step in {dtype}: {name}, {trees.size(params) / 1e6:.1f} M parameters"
+    short = f"{name.partition(',')[0]}, {dtype}"
+    # A skipped step is a short one.
+    skipped = int(jls.metrics(steps[OURS.name].state)["skipped_steps"])
+    notes = [f"{skipped} steps of ours were skipped: the times are not comparable."] if skipped else []
+    return Table(title, _COLUMNS, rows, [_mark(timings, short, quick)], notes, quick)
+
+
+def _step(contender: Contender, loss: Loss, params: Any, batch: Any) -> Repeated:
+    def step(carry: tuple[Any, jax.Array], batch: Any) -> tuple[Any, jax.Array]:
+        state, _ = carry
+        return contender.train(loss, state, batch)
+
+    # The loss is a result of every step, as it is in a training loop.
+    carry = (jax.jit(contender.init)(params), jax.numpy.float32(0))
+    compiled = jax.jit(step, donate_argnums=0, keep_unused=True).lower(carry, batch).compile()
+    return Repeated(compiled, carry, batch)
+
+
+def _overhead(timings: Timings, name: str) -> float:
+    """The time that a contender adds, as a share of the bare step."""
+    return timings.ratio(name, BARE.name).median - 1
+
+
+def _mark(timings: Timings, what: str, quick: bool) -> Mark:
+    best = min((peer.name for peer in PEERS), key=lambda peer: _overhead(timings, peer))
+    name = f"overhead over that of the best peer, {what}"
+    ours, theirs = _overhead(timings, OURS.name), _overhead(timings, best)
+    note = f"{ours:.1%} against {theirs:.1%} of {best}"
+    if timings.ratio(best, BARE.name).low <= 1:
+        return Mark(name, None, _GOAL, note=f"{note}, which is within the noise of 0")
+    return Mark(name, max(ours, 0.0) / theirs, _GOAL, quick=quick, note=note)
+
+
+def _describe(what: str, sizes: dict[str, int]) -> str:
+    return ", ".join([what, *(f"{name} {size}" for name, size in sizes.items())])
