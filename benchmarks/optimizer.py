@@ -67,7 +67,7 @@ def _measure(size: int, dtype: str, platform: str, quick: bool, progress: Progre
         if memory := compiled.memory_analysis():
             temporaries[contender.name] = memory.temp_size_in_bytes
         steps[contender.name] = Repeated(compiled, state, grads)
-    if platform == "gpu" and dtype == "float32" and importlib.util.find_spec("torch"):
+    if platform == "gpu" and size < _LARGE and dtype == "float32" and importlib.util.find_spec("torch"):
         from benchmarks import peers_torch
 
         steps |= peers_torch.steps([leaf.shape for leaf in jax.tree.leaves(grads)])

@@ -1,0 +1,534 @@
+"""`loss_scaled`: which steps are skipped, what a skipped step leaves alone, and where the wrapper goes."""
+
+import pickle
+import re
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+import jax_lossscale.interop.flax
+
+SKIPS = ["auto", "cond", "select"]
+PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
+GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}  # of scale 8
+BAD_GRADS = {**GRADS, "bias": jnp.asarray([4.0, jnp.nan])}
+SCALE = jls.DynamicLossScale(8.0, increment_period=3)
+
+
+def stepped(tx, grads=GRADS, params=PARAMS, state=None, **extra):
+    """Parameters and state after a step through `update`; that `update_and_apply` agrees is asserted on the way."""
+    state = tx.init(params) if state is None else state
+    updates, after = jax.jit(tx.update)(grads, state, params, **extra)
+    params_after = optax.apply_updates(params, updates)
+    fused = jax.jit(tx.update_and_apply)(grads, state, params, **extra)
+    chex.assert_trees_all_equal(fused[1].loss_scale, after.loss_scale)
+    chex.assert_trees_all_equal_structs(fused, (params_after, after))
+    chex.assert_trees_all_close(fused, (params_after, after), rtol=1e-6)
+    return fused
+
+
+# gradients, value, skip_if: applied, the scale after, good steps after
+STEP_TABLE = {
+    "all is well": (GRADS, 1.0, False, True, 8.0, 2),
+    "no value, no condition": (GRADS, None, None, True, 8.0, 2),
+    "the user skips": (GRADS, 1.0, True, False, 8.0, 1),
+    "overflow": (BAD_GRADS, 1.0, False, False, 4.0, 0),
+    "overflow, nothing else given": (BAD_GRADS, None, None, False, 4.0, 0),
+    "overflow while the user skips": (BAD_GRADS, 1.0, True, False, 4.0, 0),
+    "the loss is NaN": (GRADS, jnp.nan, False, False, 8.0, 1),
+    "the loss is infinite": (GRADS, -jnp.inf, None, False, 8.0, 1),
+    "the loss is NaN, and so are the gradients": (BAD_GRADS, jnp.nan, False, False, 8.0, 1),
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize(
+    ("grads", "value", "skip_if", "applied", "scale", "good_steps"), STEP_TABLE.values(), ids=STEP_TABLE
+)
+def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, skip_if, applied, scale, good_steps):
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)
+    params, before = stepped(tx)
+    extra = {} if value is None else {"value": jnp.float32(value)}
+    extra |= {} if skip_if is None else {"skip_if": jnp.array(skip_if)}
+    after, state = stepped(tx, grads, params, before, **extra)
+
+    assert (state.loss_scale(), state.loss_scale.num_good_steps) == (scale, good_steps)
+    assert (state.applied_steps, state.skipped_steps, state.consecutive_skips) == (
+        1 + applied,
+        1 - applied,
+        1 - applied,
+    )
+    assert state.grads_finite == (grads is GRADS)
+    if applied:
+        assert (after["bias"] != params["bias"]).all()
+        assert state.inner_state[0].count == 2
+    else:
+        chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_every_way_to_skip_gives_the_same(skip):
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
+    tx, reference = (jls.loss_scaled(inner, SCALE, skip=how) for how in (skip, "cond"))
+    state = expected = (PARAMS, tx.init(PARAMS))
+    for grads in GRADS, BAD_GRADS, GRADS, GRADS:
+        state = jax.jit(tx.update_and_apply)(grads, state[1], state[0])
+        expected = jax.jit(reference.update_and_apply)(grads, expected[1], expected[0])
+    chex.assert_trees_all_close(state, expected, rtol=1e-6)
+
+
+def test_consecutive_skips_start_again_after_an_applied_step():
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    params, state, counts = PARAMS, tx.init(PARAMS), []
+    for grads in BAD_GRADS, BAD_GRADS, GRADS, BAD_GRADS:
+        params, state = tx.update_and_apply(grads, state, params)
+        counts.append((int(state.applied_steps), int(state.skipped_steps), int(state.consecutive_skips)))
+    assert counts == [(0, 1, 1), (0, 2, 2), (1, 2, 0), (1, 3, 1)]
+
+
+def test_counters_stay_at_the_largest_int32():
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    full = jnp.int32(2**31 - 1)
+    state = tx.init(PARAMS)._replace(applied_steps=full, skipped_steps=full, consecutive_skips=full)
+    _, after = tx.update_and_apply(BAD_GRADS, state, PARAMS)
+    assert (after.skipped_steps, after.consecutive_skips) == (full, full)
+    _, after = tx.update_and_apply(GRADS, state, PARAMS)
+    assert (after.applied_steps, after.consecutive_skips) == (full, 0)
+
+
+FIXED = {
+    "fixed": (8.0, False, 1, 0),
+    "fixed, skipping": (jls.FixedLossScale(8.0, skip_nonfinite=True), True, 0, 1),
+    "none": (None, False, 1, 0),
+}
+
+
+@pytest.mark.parametrize(("loss_scale", "skips", "applied_steps", "skipped_steps"), FIXED.values(), ids=FIXED)
+def test_what_a_scale_that_never_moves_does_on_nan(loss_scale, skips, applied_steps, skipped_steps):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    params, state = tx.update_and_apply(BAD_GRADS, tx.init(PARAMS), PARAMS)
+    assert bool(jls.all_finite(params)) is skips
+    assert (state.applied_steps, state.skipped_steps) == (applied_steps, skipped_steps)
+    assert bool(state.grads_finite) is (loss_scale is None)  # which does not look
+    same, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, skip_if=True)
+    chex.assert_trees_all_equal(same, PARAMS)
+    assert state.skipped_steps == 1
+
+
+# The inner chain.
+
+
+def test_the_chain_sees_true_gradients_also_on_a_growth_step():
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    tx = jls.loss_scaled(chain, jls.DynamicLossScale(8.0, increment_period=1))
+    params, state = PARAMS, tx.init(PARAMS)
+    expected, expected_state = PARAMS, chain.init(PARAMS)
+    for _ in range(4):
+        grads = jax.grad(lambda p: jnp.sum(p["kernel"] ** 2) * 3 + jnp.sum(p["bias"]))(params)
+        scaled = jls.scaled_grad(lambda p: jnp.sum(p["kernel"] ** 2) * 3 + jnp.sum(p["bias"]), state)(params)
+        updates, expected_state = chain.update(grads, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        params, state = tx.update_and_apply(scaled, state, params)
+    assert state.loss_scale() == 128.0
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)
+
+
+def test_value_and_other_arguments_reach_the_chain():
+    seen = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = jls.loss_scaled(inner, SCALE)
+    tx.update(GRADS, tx.init(PARAMS), PARAMS, value=jnp.float32(3.0), label="a", skip_if=False)
+    assert set(seen) == {"value", "label"}
+    assert seen["value"] == 3.0
+    tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_schedule_stands_still_on_a_skipped_step():
+    tx = jls.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), SCALE)
+    state = tx.init(PARAMS)
+    sizes = []
+    for grads in GRADS, BAD_GRADS, jax.tree.map(lambda leaf: leaf / 2, GRADS):
+        updates, state = tx.update(grads, state, PARAMS)
+        sizes.append(float(updates["bias"][0]))
+    np.testing.assert_allclose(sizes, [-0.5, 0.0, -0.45], rtol=1e-6)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_skipped_updates_have_the_dtypes_of_applied_ones(skip):
+    inner = optax.chain(
+        optax.scale(1.0), optax.stateless(lambda g, p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g))
+    )
+    tx = jls.loss_scaled(inner, SCALE, skip=skip)
+    good, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    bad, _ = tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(good, bad)
+    chex.assert_trees_all_equal(bad, jax.tree.map(jnp.zeros_like, good))
+
+
+@pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")])
+def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes):
+    params = {name: PARAMS[name].astype(dtype) for name, dtype in zip(("bias", "kernel"), dtypes, strict=True)}
+    tx = jls.loss_scaled(optax.adamw(0.1), SCALE)
+    step = jax.jit(tx.update_and_apply)
+    state = tx.init(params)
+    for grads in GRADS, BAD_GRADS, GRADS:
+        params, after = step(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+        state = after
+    assert tuple(leaf.dtype.name for leaf in params.values()) == dtypes
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.inner_state)} == {"float32", "int32"}
+    assert step._cache_size() == 1
+    assert state.applied_steps == 2
+
+
+def test_parameters_are_optional_where_the_chain_does_not_need_them():
+    tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
+    updates, _ = tx.update(GRADS, tx.init(PARAMS))
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -g / 16, GRADS))
+
+
+@pytest.mark.parametrize("grads", [GRADS, BAD_GRADS], ids=["good", "bad"])
+def test_leaves_that_are_not_inexact_are_not_shown_to_the_chain_and_stay(grads):
+    others = {"step": jnp.int32(3), "key": jax.random.key(1), "frozen": None}
+    float0s = {"step": np.zeros((), jax.dtypes.float0), "key": np.zeros((), jax.dtypes.float0), "frozen": None}
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE)
+    params, state = tx.update_and_apply({**grads, **float0s}, tx.init({**PARAMS, **others}), {**PARAMS, **others})
+    assert params["step"] == 3
+    assert (jax.random.key_data(params["key"]) == jax.random.key_data(others["key"])).all()
+    assert params["frozen"] is None
+    assert state.inner_state[0].mu["step"] is None
+
+    del others["key"], float0s["key"]  # which `optax.apply_updates` cannot add to
+    with_integer = {**PARAMS, **others}
+    updates, _ = tx.update({**grads, **float0s}, tx.init(with_integer), with_integer)
+    expected, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    after = optax.apply_updates(with_integer, updates)
+    assert after["step"] == 3
+    chex.assert_trees_all_equal(after["bias"], PARAMS["bias"] + expected["bias"])
+
+
+def test_below_a_scale_of_one_an_overflow_by_unscaling_is_seen():
+    tx = jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(2.0**-20, min_loss_scale=2.0**-40))
+    params, state = tx.update_and_apply(jnp.float32(1e35), tx.init(jnp.float32(0)), jnp.float32(0))
+    assert (params, state.skipped_steps, state.loss_scale()) == (0.0, 1, 2.0**-21)
+
+
+def instructions(function, *arguments):
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
+
+
+def test_without_a_loss_scale_the_program_is_that_of_the_bare_optimizer():
+    for params, grads in (PARAMS, GRADS), (jax.tree.map(lambda x: x.astype(jnp.bfloat16), (PARAMS, GRADS))):
+        inner = optax.adamw(0.1)
+        tx = jls.loss_scaled(inner, None)
+        state = tx.init(params)
+
+        def bare(grads, state, params, inner=inner):
+            updates, inner_state = inner.update(grads, state.inner_state, params)
+            return optax.apply_updates(params, updates), inner_state
+
+        def wrapped(grads, state, params, tx=tx):
+            params, state = tx.update_and_apply(grads, state, params, value=jnp.float32(1.0))
+            return params, state.inner_state
+
+        assert instructions(wrapped, grads, state, params) == instructions(bare, grads, state, params)
+        assert "is-finite" in instructions(
+            jls.loss_scaled(inner, SCALE).update, GRADS, tx.init(PARAMS)._replace(loss_scale=SCALE), PARAMS
+        )
+
+
+# Where it goes.
+
+HOLDERS = {
+    "alone": lambda tx: tx,
+    "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False}),
+    "in a partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
+    "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "around a partition": lambda tx: jls.loss_scaled(
+        optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}), SCALE
+    ),
+    "around a masked chain": lambda tx: jls.loss_scaled(
+        optax.masked(optax.adam(0.1), {"kernel": True, "bias": False}), SCALE
+    ),
+    "around injected hyperparameters": lambda tx: jls.loss_scaled(optax.inject_hyperparams(optax.adam)(0.1), SCALE),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_it_goes_wherever_an_optax_transformation_goes(hold):
+    tx = hold(jls.loss_scaled(optax.adam(0.1), SCALE))
+    assert len(tx) == 2
+    state = jax.jit(tx.init)(PARAMS)
+    update = jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update(GRADS, state, PARAMS)
+    assert update._cache_size() == 1
+    assert jls.all_finite(updates)
+    assert jls.get_loss_scale(state)() == 8.0
+    assert jls.metrics(state).keys() == {
+        "loss_scale", "grads_finite", "applied_steps", "skipped_steps", "consecutive_skips",
+    }  # fmt: skip
+    assert isinstance(optax.tree_utils.tree_get(state, "loss_scale"), jls.DynamicLossScale)
+
+
+def test_injected_hyperparameters_may_be_the_loss_scale():
+    tx = optax.inject_hyperparams(jls.loss_scaled, static_args=("axis_name", "skip"))(optax.sgd(1.0), loss_scale=8.0)
+    state = tx.init(PARAMS)
+    updates, _ = jax.jit(tx.update)(GRADS, state, PARAMS)
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -g / 8, GRADS))
+
+
+def test_scan_carries_the_state_and_vmap_decides_for_each_member():
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE)
+
+    def step(carry, grads):
+        params, state = carry
+        return tx.update_and_apply(grads, state, params), state.loss_scale()
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), GRADS, BAD_GRADS, GRADS)
+    _, scales = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), stacked)
+    assert scales.tolist() == [8, 8, 4]
+
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), PARAMS)
+    states = jax.vmap(tx.init)(members)
+    for skip in SKIPS:
+        tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)
+        after, after_states = jax.vmap(tx.update_and_apply)(stacked, states, members)
+        assert after_states.loss_scale().tolist() == [8, 4, 8]
+        assert (after["bias"] == members["bias"]).all(axis=-1).tolist() == [False, True, False]
+
+
+# Many devices.
+
+MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def sharded_step(tx, axis_type):
+    """Parameters and state after a good and after a bad step, on eight devices, parameters fully sharded."""
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        params = {
+            "kernel": jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("shard"))),
+            "bias": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P())),
+        }
+        good = jax.tree.map(lambda leaf: leaf * 8, params)
+        spoiled = np.full((16, 4), 8, np.float32)
+        spoiled[11, 2] = np.nan  # one element on one device
+        bad = {**good, "kernel": jax.device_put(spoiled, params["kernel"].sharding)}
+        step = jax.jit(tx.update_and_apply)
+        first = step(good, jax.jit(tx.init)(params), params)
+        return first, step(bad, *reversed(first))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("axis_type", MESH.values(), ids=MESH)
+def test_on_a_mesh_one_bad_element_is_seen_by_all_and_shardings_stay(axis_type, skip):
+    (params, state), (after, after_state) = sharded_step(jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip), axis_type)
+    assert (np.asarray(params["kernel"]) < 1).all()
+    assert (after_state.loss_scale(), after_state.skipped_steps) == (4.0, 1)
+    chex.assert_trees_all_equal(after, params)
+    chex.assert_trees_all_equal(after_state.inner_state, state.inner_state)
+    for leaf in after["kernel"], after_state.inner_state[0].mu["kernel"], after_state.inner_state[0].nu["kernel"]:
+        assert leaf.sharding.is_equivalent_to(params["kernel"].sharding, 2)
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 4)}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
+@pytest.mark.parametrize("spec", [P("shard"), P()], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("method", ["update", "update_and_apply"])
+def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, skip):
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="shard", skip=skip)
+    params = jnp.ones(8)
+    state = tx.init(params)
+    specs = jax.tree.map(lambda leaf: spec if leaf.ndim else P(), state)
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+
+    def step(grads, losses, state, params):
+        if spec == P():  # data parallel: the user sums the gradients, the losses stay local
+            grads = jax.lax.psum(grads.sum(), "shard") * jnp.ones(8)
+        value = losses.sum()
+        if method == "update_and_apply":
+            return tx.update_and_apply(grads, state, params, value=value)
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P("shard"), P("shard"), specs, spec),
+            out_specs=(spec, specs),
+            check_vma=check_vma,
+        )
+    )
+    ones, bad = np.ones(8, np.float32), np.ones(8, np.float32)
+    bad[5] = np.nan
+    for grads, losses, scale in (ones, ones, 8.0), (bad, ones, 4.0), (ones, bad, 4.0), (ones, ones, 4.0):
+        before = params
+        params, state = jax.device_get(step(grads, losses, state, params))
+        assert state.loss_scale() == scale
+        assert (np.asarray(params) == np.asarray(before)).all() == (grads is bad or losses is bad)
+    assert (state.applied_steps, state.skipped_steps) == (2, 2)
+
+
+def test_on_a_mesh_the_verdict_is_one_all_reduce_whatever_the_number_of_leaves():
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    for number in 1, 40:
+        params = {
+            str(n): jax.device_put(
+                np.ones((16, 512, 8), np.float32), NamedSharding(mesh, (P("shard"), P(None, "shard"))[n % 2])
+            )
+            for n in range(number)
+        }
+        state = jax.jit(tx.init)(params)
+        for function in lambda g, s, p: jls.all_finite(g), tx.update, tx.update_and_apply:
+            text = jax.jit(function).lower(params, state, params).compile().as_text()
+            assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+            assert not re.findall(r" (?:all-gather|all-to-all|collective-permute)", text)
+
+
+# Saving and restoring.
+
+
+def by_pickle(state, target, path):
+    return pickle.loads(pickle.dumps(jax.device_get(state)))
+
+
+def by_flax(state, target, path):
+    return flax.serialization.from_bytes(target, flax.serialization.to_bytes(state))
+
+
+def by_orbax(state, target, path):
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "state", target)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of orbax, about shardings
+@pytest.mark.parametrize("save_and_restore", [by_pickle, by_flax, by_orbax])
+@pytest.mark.parametrize(
+    "loss_scale",
+    [jls.DynamicLossScale(8.0, 3, hysteresis=2), jls.FixedLossScale(8.0), None],
+    ids=["dyn", "fix", "none"],
+)
+def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, loss_scale, tmp_path):
+    tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
+    params, state = PARAMS, tx.init(PARAMS)
+    for skip_if in False, True, False:
+        params, state = tx.update_and_apply(GRADS, state, params, skip_if=skip_if)
+    restored = save_and_restore(state, tx.init(PARAMS), tmp_path)
+    assert type(restored) is type(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal(tx.update_and_apply(GRADS, restored, params), tx.update_and_apply(GRADS, state, params))
+
+
+def test_flax_refuses_the_state_of_another_configuration():
+    state = flax.serialization.to_state_dict(jls.DynamicLossScale(hysteresis=2))
+    with pytest.raises(ValueError, match="same configuration"):
+        flax.serialization.from_state_dict(jls.DynamicLossScale(), state)
+
+
+# Reading the state.
+
+
+def test_readers_name_what_they_miss():
+    two = (jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), {"b": jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)})
+    for reader in jls.get_loss_scale, jls.metrics, jls.raise_if_stuck:
+        with pytest.raises(ValueError, match=r"loss_scaled"):
+            reader(optax.adam(0.1).init(PARAMS))
+        with pytest.raises(ValueError, match=r"2 of .*\[1\]\['b'\]"):
+            reader(two)
+
+
+def skipping(loss_scale, steps, **extra):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    state = tx.init(PARAMS)
+    step = jax.jit(lambda state: tx.update_and_apply(BAD_GRADS, state, PARAMS, **extra)[1])
+    for _ in range(steps):
+        state = step(state)
+    return state
+
+
+STUCK = {
+    "fresh": (lambda: skipping("dynamic", 0), None),
+    "on its way down": (lambda: skipping("dynamic", 12), None),
+    "at the floor, for fewer steps than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
+    "at the floor": (lambda: skipping(jls.DynamicLossScale(2.0), 10), "cannot go lower"),
+    "at a floor of its own": (
+        lambda: skipping(jls.DynamicLossScale(2.0**-6, min_loss_scale=2.0**-8), 10),
+        "cannot go lower",
+    ),
+    "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
+    "the loss is NaN for ever": (
+        lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
+        "more than any overflow",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)
+def test_raise_if_stuck(state, message):
+    if message is None:
+        jls.raise_if_stuck(state(), patience=10)
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            jls.raise_if_stuck((state(),), patience=10)
+
+
+def test_one_stuck_member_of_an_ensemble_suffices():
+    one, other = skipping(jls.DynamicLossScale(2.0), 10), skipping(jls.DynamicLossScale(2.0), 0)
+    with pytest.raises(RuntimeError, match="cannot go lower"):
+        jls.raise_if_stuck(jax.tree.map(lambda a, b: jnp.stack([a, b]), one, other), patience=10)
+
+
+# Misuse.
+
+MISUSE = {
+    "not called": (lambda: jls.loss_scaled(optax.adam), "inner"),
+    "not a transformation": (lambda: jls.loss_scaled(None), "inner"),
+    "no such scale": (lambda: jls.loss_scaled(optax.sgd(0.1), "Dynamic"), "Dynamic"),
+    "no such skip": (lambda: jls.loss_scaled(optax.sgd(0.1), skip="where"), "skip"),
+    "no such axis": (lambda: jls.loss_scaled(optax.sgd(0.1), axis_name=3), "axis_name"),
+    "wrapped twice": (lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS), "twice"),
+    "arguments exchanged": (lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, PARAMS), "LossScaledState"),
+    "skip_if of many": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update(
+            GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), skip_if=jnp.array([True, False])
+        ),
+        "skip_if",
+    ),
+    "skip_if of a number": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update(
+            GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), skip_if=jnp.float32(1)
+        ),
+        "skip_if",
+    ),
+    "no patience": (lambda: jls.raise_if_stuck(jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), patience=0), "patience"),
+}
+
+
+@pytest.mark.parametrize(("call", "named"), MISUSE.values(), ids=MISUSE)
+def test_misuse_is_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
