@@ -70,7 +70,8 @@ def _program(step: Step) -> Counter[str]:
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(ADAM.init, params), params)
     instructions: Counter[str] = Counter()
     meaning: dict[str, str] = {}  # of each name
-    computation, content = "", []
+    computation = ""
+    content: list[str] = []
     for line in _without_metadata(lowered.compile().as_text() or ""):
         if line.endswith("{"):
             computation, content = _NAME.findall(line)[0], []

@@ -73,12 +73,12 @@ def _all_finite(tree: list[ArrayLike], axis_name: AxisName) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if not leaves:
         finite = jnp.array(True)
-    elif mesh.explicit_axes or (mesh.manual_axes and mesh.auto_axes):
-        finite = _exact(leaves)  # leaves of different shardings do not go into one block
-    elif mesh.manual_axes:
-        finite = _measure(*leaves)
-    else:
+    elif not mesh.manual_axes:
         finite = _on_each_shard(*leaves)
+    elif len(mesh.manual_axes) == len(mesh.axis_names):
+        finite = _measure(*leaves)  # on one device already
+    else:
+        finite = _exact(leaves)
     return agree(finite, axis_name)
 
 
@@ -184,7 +184,8 @@ def _on_each_shard_and_member(size: int, is_batched: Sequence[bool], *leaves: ja
 
 @custom_partitioning
 def _partitioned(*leaves: jax.Array) -> jax.Array:
-    return _measure(*leaves)
+    # On one device this is what runs. Leaves whose types hold different shardings would not go into one block.
+    return _exact(leaves) if jax.sharding.get_abstract_mesh().explicit_axes else _measure(*leaves)
 
 
 def _partition(mesh: Any, arguments: Sequence[Any], result: Any) -> tuple[Any, Callable[..., jax.Array], Any, Any]:
