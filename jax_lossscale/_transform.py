@@ -1,13 +1,14 @@
 """The optax side: a transformation that unscales, checks, and runs a whole chain or leaves it untouched.
 
-One function decides (`_decide`), one chooses between the step and its absence (`_choose`), and `update` and
-`update_and_apply` differ only in what they make of the inner chain's updates.
+One function decides (`_decide`), one chooses between the step and its absence (`_branch.choose`), and ``update`` and
+``update_and_apply`` differ only in what they make of the inner chain's updates.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import chex
 import jax
@@ -17,11 +18,10 @@ import optax
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._branch import Skip, choose
 from jax_lossscale._finite import AxisName, agree, all_finite
 from jax_lossscale._loss_scale import LossScale, get, get_loss_scale
 from jax_lossscale._loss_scale.registry import find_one
-
-Skip = Literal["auto", "cond", "select"]
 
 # MindSpore's manager gives up after as many skipped steps in a row.
 _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
@@ -193,7 +193,7 @@ def loss_scaled(
         if verdict.should_apply is None:
             result, inner_state = run_inner()
         else:
-            result, inner_state = _choose(skip, verdict.should_apply, run_inner, leave_inner)
+            result, inner_state = choose(skip, verdict.should_apply, run_inner, leave_inner)
         return result, _next_state(state, verdict, inner_state)
 
     def update(
@@ -228,7 +228,7 @@ def loss_scaled(
 
         return step(scaled_grads, state, params, applied, lambda _: params, value, skip_if, extra_args)
 
-    return LossScaledTransformation(init, update, update_and_apply)
+    return LossScaledTransformation(init, _compiled(update), _compiled(update_and_apply))
 
 
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
@@ -306,6 +306,27 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     )
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(function: _Function) -> _Function:
+    """``function``, compiled where it is called eagerly: a branch is otherwise compiled anew at every call."""
+    jitted = jax.jit(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_eager = all(map(_is_concrete_array, jax.tree.leaves((args, kwargs))))
+        return (jitted if is_eager else function)(*args, **kwargs)
+
+    return cast(_Function, call)
+
+
+def _is_concrete_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype != jax.dtypes.float0
+    return isinstance(leaf, (jax.Array, bool, int, float, complex)) and not isinstance(leaf, jax.core.Tracer)
+
+
 class _Verdict(NamedTuple):
     loss_scale: LossScale
     grads_finite: jax.Array  # bool[]
@@ -360,68 +381,6 @@ def _all(flags: list[jax.Array]) -> jax.Array | None:
     for flag in flags:
         result = flag if result is None else result & flag
     return result
-
-
-def _choose(
-    skip: Skip,
-    should_apply: jax.Array,
-    run: Callable[[], chex.ArrayTree],
-    leave: Callable[[], chex.ArrayTree],
-) -> Any:
-    """``run()`` or ``leave()``."""
-    run, leave = _varying_alike(run, leave)
-
-    def cond() -> chex.ArrayTree:
-        return jax.lax.cond(should_apply, run, leave)
-
-    def select() -> chex.ArrayTree:
-        return jax.tree.map(lambda applied, left: jax.lax.select(should_apply, applied, left), run(), leave())
-
-    if skip == "auto":
-        # On a CPU, selecting takes three times as long: XLA copies what it selects from. On a GPU, a branch waits for
-        # the host to read the verdict, and a selection is part of the kernel that computes the step anyway.
-        return jax.lax.platform_dependent(cpu=cond, default=select)
-    return cond() if skip == "cond" else select()
-
-
-def _varying_alike(
-    run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
-) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
-    """Make two branches agree on the mesh axes that each of their results varies over.
-
-    Inside `jax.shard_map` with ``check_vma``, zeros made from nothing vary over no axis, and a state that has not met a
-    sharded gradient yet varies over fewer axes than the next one. A branch must then be told to vary over more.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return run, leave
-
-    axes: list[frozenset[str]] = []
-
-    def note_axes(*branches: chex.ArrayTree) -> None:
-        leaves = zip(*(jax.tree.leaves(branch) for branch in branches), strict=True)
-        axes.extend(frozenset().union(*map(_axes_varied_over, same)) for same in leaves)
-
-    jax.eval_shape(lambda: note_axes(run(), leave()))
-
-    def varying(branch: Callable[[], chex.ArrayTree]) -> Callable[[], chex.ArrayTree]:
-        def with_axes() -> chex.ArrayTree:
-            leaves, structure = jax.tree.flatten(branch())
-            return jax.tree.unflatten(structure, [_vary(leaf, over) for leaf, over in zip(leaves, axes, strict=True)])
-
-        return with_axes
-
-    return varying(run), varying(leave)
-
-
-def _vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - _axes_varied_over(leaf)))
-    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-
-def _axes_varied_over(leaf: jax.Array) -> frozenset[str]:
-    aval = jax.typeof(leaf)
-    # The name changed in jax 0.10.
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
 def _next_state(state: LossScaledState, verdict: _Verdict, inner_state: optax.OptState) -> LossScaledState:

@@ -75,6 +75,15 @@ def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, ski
         chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
 
 
+def test_an_eager_step_is_compiled_once(compilations):
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE)
+    params, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
+    compilations.clear()
+    for grads in GRADS, BAD_GRADS, GRADS:
+        params, state = tx.update_and_apply(grads, state, params)
+    assert compilations == []
+
+
 @pytest.mark.parametrize("skip", SKIPS)
 def test_every_way_to_skip_gives_the_same(skip):
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))

@@ -261,20 +261,6 @@ COMPILED = {
 }
 
 
-@pytest.fixture
-def compilations():
-    """A list that grows by one entry with every program compiled."""
-    programs = []
-
-    def listen(event, duration, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            programs.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield programs
-    jax.monitoring.clear_event_listeners()
-
-
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_eager_call_is_one_program_compiled_once(name, compilations):
     # Shapes that occur nowhere else, so that anything run on its own would have to be compiled.

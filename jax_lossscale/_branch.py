@@ -1,0 +1,73 @@
+"""A step, or its absence: how one of two results is chosen on each platform and inside `jax.shard_map`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import chex
+import jax
+
+Skip: TypeAlias = Literal["auto", "cond", "select"]
+
+
+def choose(
+    skip: Skip,
+    should_apply: jax.Array,
+    run: Callable[[], chex.ArrayTree],
+    leave: Callable[[], chex.ArrayTree],
+) -> Any:
+    """``run()`` or ``leave()``."""
+    run, leave = _varying_alike(run, leave)
+
+    def cond() -> chex.ArrayTree:
+        return jax.lax.cond(should_apply, run, leave)
+
+    def select() -> chex.ArrayTree:
+        return jax.tree.map(lambda applied, left: jax.lax.select(should_apply, applied, left), run(), leave())
+
+    if skip == "auto":
+        # On a CPU, selecting takes three times as long: XLA copies what it selects from. On a GPU, a branch waits for
+        # the host to read the verdict, and a selection is part of the kernel that computes the step anyway.
+        return jax.lax.platform_dependent(cpu=cond, default=select)
+    return cond() if skip == "cond" else select()
+
+
+def _varying_alike(
+    run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
+) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
+    """Make two branches agree on the mesh axes that each of their results varies over.
+
+    Inside `jax.shard_map` with ``check_vma``, zeros made from nothing vary over no axis, and a state that has not met a
+    sharded gradient yet varies over fewer axes than the next one. A branch must then be told to vary over more.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return run, leave
+
+    axes: list[frozenset[str]] = []
+
+    def note_axes(*branches: chex.ArrayTree) -> None:
+        leaves = zip(*(jax.tree.leaves(branch) for branch in branches), strict=True)
+        axes.extend(frozenset().union(*map(_axes_varied_over, same)) for same in leaves)
+
+    jax.eval_shape(lambda: note_axes(run(), leave()))
+
+    def varying(branch: Callable[[], chex.ArrayTree]) -> Callable[[], chex.ArrayTree]:
+        def with_axes() -> chex.ArrayTree:
+            leaves, structure = jax.tree.flatten(branch())
+            return jax.tree.unflatten(structure, [_vary(leaf, over) for leaf, over in zip(leaves, axes, strict=True)])
+
+        return with_axes
+
+    return varying(run), varying(leave)
+
+
+def _vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - _axes_varied_over(leaf)))
+    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+
+def _axes_varied_over(leaf: jax.Array) -> frozenset[str]:
+    aval = jax.typeof(leaf)
+    # The name changed in jax 0.10.
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
