@@ -204,6 +204,24 @@ def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes
     assert state.applied_steps == 2
 
 
+@pytest.mark.parametrize("skip", SKIPS)
+def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
+    def update(updates, state, params=None):
+        return updates, {"weak": state["weak"] + 1.0, "narrowed": state["narrowed"].astype(jnp.bfloat16)}
+
+    inner = optax.GradientTransformation(lambda params: {"weak": jnp.asarray(0.0), "narrowed": jnp.ones(2)}, update)
+    for loss_scale in SCALE, 8.0:
+        tx = jls.loss_scaled(inner, loss_scale, skip=skip)
+        step = jax.jit(tx.update)
+        state = tx.init(PARAMS)
+        for _ in range(3):
+            _, after = step(GRADS, state, PARAMS)
+            chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+            state = after
+        assert state.inner_state["weak"] == 3.0
+        assert step._cache_size() == 1
+
+
 def test_parameters_are_optional_where_the_chain_does_not_need_them():
     tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))
