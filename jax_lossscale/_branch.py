@@ -18,7 +18,7 @@ def choose(
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
     """``run()`` or ``leave()``."""
-    run, leave = _varying_alike(run, leave)
+    run, leave = _varying_alike(should_apply, run, leave)
 
     def cond() -> chex.ArrayTree:
         return jax.lax.cond(should_apply, run, leave)
@@ -34,12 +34,13 @@ def choose(
 
 
 def _varying_alike(
-    run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
+    should_apply: jax.Array, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
 ) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
     """Make two branches agree on the mesh axes that each of their results varies over.
 
     Inside `jax.shard_map` with ``check_vma``, zeros made from nothing vary over no axis, and a state that has not met a
-    sharded gradient yet varies over fewer axes than the next one. A branch must then be told to vary over more.
+    sharded gradient yet varies over fewer axes than the next one. A branch must then be told to vary over more. Where
+    the verdict itself varies, so does every result.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return run, leave
@@ -48,7 +49,7 @@ def _varying_alike(
 
     def note_axes(*branches: chex.ArrayTree) -> None:
         leaves = zip(*(jax.tree.leaves(branch) for branch in branches), strict=True)
-        axes.extend(frozenset().union(*map(_axes_varied_over, same)) for same in leaves)
+        axes.extend(frozenset().union(*map(_axes_varied_over, (should_apply, *same))) for same in leaves)
 
     jax.eval_shape(lambda: note_axes(run(), leave()))
 

@@ -415,6 +415,29 @@ def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, s
     assert (state.applied_steps, state.skipped_steps) == (2, 2)
 
 
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("method", ["update", "update_and_apply"])
+def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip):
+    """What was the same everywhere before the step is not after it; both branches must say so."""
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)  # each device decides for itself
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+
+    def local_step(grads, state, params):
+        if method == "update":
+            updates, state = tx.update(grads[0], state, params)
+            params = optax.apply_updates(params, updates)
+        else:
+            params, state = tx.update_and_apply(grads[0], state, params)
+        return params[None], state.skipped_steps[None]
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), P(), P()), out_specs=P("shard"))
+    grads = np.ones((8, 3), np.float32)
+    grads[5, 1] = np.inf
+    params, skipped = jax.jit(step)(grads, tx.init(jnp.ones(3)), jnp.ones(3))
+    assert skipped.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert (params == 1).all(axis=1).tolist() == [False] * 5 + [True] + [False] * 2
+
+
 @pytest.mark.parametrize("axis_type", MESH.values(), ids=MESH)
 def test_on_a_mesh_the_verdict_is_one_all_reduce_whatever_the_number_of_leaves(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
