@@ -1,7 +1,12 @@
 """`loss_scaled`: which steps are skipped, what a skipped step leaves alone, and where the wrapper goes."""
 
+import os
 import pickle
+import platform
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import flax.serialization
@@ -93,6 +98,19 @@ def test_every_way_to_skip_gives_the_same(skip):
         state = jax.jit(tx.update_and_apply)(grads, state[1], state[0])
         expected = jax.jit(reference.update_and_apply)(grads, expected[1], expected[0])
     chex.assert_trees_all_close(state, expected, rtol=1e-6)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction set is named in x86 terms")
+def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
+    # With fused multiply-add, two programs of XLA contract the same arithmetic differently. AVX has none.
+    flags = "--xla_cpu_max_isa=AVX"
+    script = Path(__file__).with_name("straightforward.py")
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == [
+        f"{dtype} {skip}: equal" for dtype in ("float32", "float16") for skip in SKIPS
+    ]
 
 
 def test_consecutive_skips_start_again_after_an_applied_step():
