@@ -1,4 +1,4 @@
-"""The oracle of `loss_scaled`, and a comparison with it bit for bit; run by test_transform.py in a process of its own."""
+"""The oracle of `loss_scaled`, and a comparison bit for bit; test_transform.py runs it in a process of its own."""
 
 import chex
 import jax
