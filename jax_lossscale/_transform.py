@@ -265,7 +265,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     """Raise an error when steps keep being skipped and lowering the scale cannot help.
 
     Call it on the host, now and then: it waits for the device. A run is stuck when ``patience`` steps in a row were
-    skipped, this one included, and a further bad step would not lower the scale, because it stands at its floor or
+    skipped, this one included, and further bad steps would not lower the scale, because it stands at its floor or
     never moves; or when 1,000 in a row were skipped whatever the scale, which no overflow explains.
 
     Args:
@@ -290,7 +290,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
     loss_scale = state.loss_scale
     skips = np.asarray(state.consecutive_skips)
-    at_floor = np.asarray(loss_scale.adjust(False)()) >= np.asarray(loss_scale())
+    at_floor = np.asarray(_as_low_as_it_goes(loss_scale)()) >= np.asarray(loss_scale())
     if np.any((skips >= patience) & at_floor):
         situation = "and the loss scale cannot go lower"
     elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
@@ -306,6 +306,12 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     )
 
 
+@jax.jit
+def _as_low_as_it_goes(loss_scale: LossScale) -> LossScale:
+    # Not one bad step only: hysteresis lets some pass before the scale goes down.
+    return jax.lax.fori_loop(0, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS, lambda _, scale: scale.adjust(False), loss_scale)
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -314,9 +320,10 @@ def _compiled(function: _Function) -> _Function:
     jitted = jax.jit(function)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_eager = all(map(_is_concrete_array, jax.tree.leaves((args, kwargs))))
-        return (jitted if is_eager else function)(*args, **kwargs)
+    def call(*args: Any, value: Any = None, skip_if: Any = None, **extra_args: Any) -> Any:
+        # Extra arguments stay what they are: they may be functions, or numbers and flags that steer Python code.
+        is_eager = not extra_args and all(map(_is_concrete_array, jax.tree.leaves((args, value, skip_if))))
+        return (jitted if is_eager else function)(*args, value=value, skip_if=skip_if, **extra_args)
 
     return cast(_Function, call)
 
@@ -459,7 +466,7 @@ def _holds_loss_scale(inner_state: optax.OptState) -> bool:
 
 def _checked_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)  # its own view drops extra arguments
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise ValueError(
             f"`loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
