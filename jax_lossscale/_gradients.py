@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,7 +51,8 @@ def value_and_scaled_grad(
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one.
 
     Warns:
-      UserWarning: at trace time, if the loss is of a dtype too narrow for the scale that could be reached.
+      UserWarning: at trace time, once for each function made here, if the loss is of a dtype too narrow for the scale
+        that could be reached. The value of a `FixedLossScale` that is itself traced is not known then.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -79,7 +81,7 @@ def value_and_scaled_grad(
             return result  # jax.grad refuses it in its own words
         value, aux = result if has_aux else (result, None)
         warn_once(value)
-        value = _with_cotangent_times(value, loss_scale())
+        value = _with_cotangent_times(value, jnp.asarray(loss_scale(), jnp.float32))
         return (value, aux) if has_aux else value
 
     return jax.value_and_grad(seeded, **options)
@@ -129,10 +131,11 @@ def _as_loss_scale(loss_scale: Any) -> LossScale:
         return loss_scale
     if is_number(loss_scale):
         return FixedLossScale(loss_scale)
-    if isinstance(loss_scale, (str, bool)) or loss_scale is None:
+    if loss_scale is None or isinstance(loss_scale, (str, bool, numbers.Number, np.ndarray, np.generic, jax.Array)):
         raise ValueError(
-            f"`loss_scale` must be a `LossScale`, a number, or an optimizer state that holds one, got {loss_scale!r}. "
-            "A loss scale made here would be forgotten after the step: make it with `jls.get` and carry it along."
+            "`value_and_scaled_grad(loss_scale=...)` must be a `LossScale`, a real scalar, or an optimizer state that "
+            f"holds a loss scale, got {loss_scale!r}. One made here would be forgotten after the step: make it with "
+            "`jls.get`, and carry it along."
         )
     return get_loss_scale(loss_scale)
 

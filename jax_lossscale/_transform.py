@@ -97,8 +97,8 @@ def loss_scaled(
     Parameters narrower than float32 are shown to the chain in float32, when it is initialized and when it is run, so
     its moments are float32 and stay so. Leaves that are not inexact (integers, keys, float0) are not shown to it.
 
-    With a `NoOpLossScale` all of this falls away, ``value`` and float32 views included; only ``skip_if``, if given,
-    still skips.
+    With a `NoOpLossScale` all of this falls away, the check of ``value`` and float32 views of bfloat16 included; only
+    ``skip_if``, if given, still skips.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps`.
@@ -153,7 +153,7 @@ def loss_scaled(
             )
         return LossScaledState(
             # A copy: a state may be donated, and `initial_loss_scale` must serve again.
-            loss_scale=jax.tree.map(jnp.array, initial_loss_scale),
+            loss_scale=_with_dtypes_of(initial_loss_scale, jax.tree.map(jnp.array, initial_loss_scale)),
             inner_state=_with_dtypes_of(inner_state, inner_state),
             grads_finite=jnp.array(True),
             applied_steps=jnp.zeros([], jnp.int32),
@@ -171,7 +171,6 @@ def loss_scaled(
         skip_if: ArrayLike | None,
         extra_args: dict[str, Any],
     ) -> tuple[chex.ArrayTree, LossScaledState]:
-        _check_state(state)
         loss_scale = state.loss_scale
         verdict = _decide(scaled_grads, loss_scale, value, skip_if, axis_name)
         if value is not None:
@@ -223,6 +222,9 @@ def loss_scaled(
         skip_if: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
+        if params is None:
+            raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
+
         def applied(inner_updates: optax.Updates) -> optax.Params:
             return _fill(optax.apply_updates(_tree.inexact_only(params), inner_updates), params)
 
@@ -266,7 +268,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     Call it on the host, now and then: it waits for the device. A run is stuck when ``patience`` steps in a row were
     skipped, this one included, and further bad steps would not lower the scale, because it stands at its floor or
-    never moves; or when 1,000 in a row were skipped whatever the scale, which no overflow explains.
+    never moves; or when 1,000 in a row were skipped whatever the scale, which no overflow explains: a loss that stays
+    NaN does not lower the scale, and is told by this.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`; of a batch of runs, one stuck run suffices.
@@ -322,6 +325,8 @@ def _compiled(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args: Any, value: Any = None, skip_if: Any = None, **extra_args: Any) -> Any:
         # Extra arguments stay what they are: they may be functions, or numbers and flags that steer Python code.
+        if len(args) > 1:
+            _check_state(args[1])
         is_eager = not extra_args and all(map(_is_concrete_array, jax.tree.leaves((args, value, skip_if))))
         return (jitted if is_eager else function)(*args, value=value, skip_if=skip_if, **extra_args)
 
@@ -450,6 +455,8 @@ def _with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
     """``new`` in the dtypes of ``old``, none of them weak: a state that crosses `jax.jit` twice is traced once."""
 
     def with_dtype(a: Any, b: Any) -> Any:
+        if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
+            a = jnp.asarray(a)
         is_number = hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.number)
         return jnp.asarray(b).astype(a.dtype) if is_number else b
 

@@ -91,12 +91,7 @@ def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
       >>> compute["kernel"].dtype, compute["step"].dtype
       (dtype('float16'), dtype('int32'))
     """
-    try:
-        if dtype is None:  # which NumPy takes for float64
-            raise TypeError
-        dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"`cast_floating(dtype=...)` got {dtype!r}, which is no dtype.") from error
+    dtype = checked_dtype(dtype, "cast_floating(dtype=...)")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"`cast_floating(dtype=...)` must be a real floating dtype, got {dtype.name}. To cast other "
@@ -159,6 +154,16 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     for position, leaf in zip(positions, _select(pred, pairs), strict=True):
         chosen_leaves[position] = leaf
     return jax.tree.unflatten(structure, chosen_leaves)
+
+
+def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
+    """``dtype`` as a dtype, or a `ValueError` that names the argument."""
+    try:
+        if dtype is None:  # which NumPy takes for float64
+            raise TypeError
+        return jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"`{name}` got {dtype!r}, which is no dtype.") from error
 
 
 def check_bool_scalar(value: Any, name: str) -> None:

@@ -1,6 +1,7 @@
 """`all_finite` is exact: any NaN or infinity, anywhere, in any floating or complex dtype, and nothing else."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -208,3 +209,12 @@ def test_named_vmap(axis_name, expected):
     values = jnp.array([1.0, jnp.inf, 2.0])
     verdicts = jax.vmap(lambda x: jls.all_finite(x, axis_name=axis_name), axis_name="runs")(values)
     assert verdicts.tolist() == expected
+
+
+def test_it_can_be_exported_with_symbolic_shapes():
+    (size,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(jax.jit(lambda x: jls.all_finite([x, 1.0])))(
+        jax.ShapeDtypeStruct((size,), jnp.float32)
+    )
+    assert exported.call(jnp.ones(3))
+    assert not exported.call(jnp.array([1.0, jnp.nan]))

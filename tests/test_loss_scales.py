@@ -536,7 +536,7 @@ def test_loss_scale_for(dtype, kind):
 
 
 @pytest.mark.parametrize(
-    "dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn, "half-precision", 16], ids=str
+    "dtype", [None, jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn, "half-precision", 16], ids=str
 )
 def test_loss_scale_for_refuses(dtype):
     with pytest.raises(ValueError, match="loss_scale_for"):
@@ -819,3 +819,8 @@ def test_update_agrees_along_a_named_axis(make):
     scales, applied = jax.vmap(step, axis_name="devices", out_axes=0)(jnp.stack(grads_of("TFT")))
     assert scales.tolist() == [float(expected())] * 3
     assert applied.tolist() == [bool(should_apply)] * 3
+
+
+def test_the_config_of_a_batch_is_refused():
+    with pytest.raises(ValueError, match="loss_scale_value"):
+        jls.serialize(jax.vmap(jls.FixedLossScale)(jnp.array([1.0, 2.0])))

@@ -1,5 +1,6 @@
 """`loss_scaled`: which steps are skipped, what a skipped step leaves alone, and where the wrapper goes."""
 
+import dataclasses
 import os
 import pickle
 import platform
@@ -267,7 +268,7 @@ def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
     def update(updates, state, params=None):
         return updates, {"weak": state["weak"] + 1.0, "narrowed": state["narrowed"].astype(jnp.bfloat16)}
 
-    inner = optax.GradientTransformation(lambda params: {"weak": jnp.asarray(0.0), "narrowed": jnp.ones(2)}, update)
+    inner = optax.GradientTransformation(lambda params: {"weak": 0.0, "narrowed": jnp.ones(2)}, update)
     for loss_scale in SCALE, 8.0:
         tx = jls.loss_scaled(inner, loss_scale, skip=skip)
         step = jax.jit(tx.update)
@@ -461,6 +462,31 @@ def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, loss_scale, tmp_
     chex.assert_trees_all_equal(tx.update_and_apply(GRADS, restored, params), tx.update_and_apply(GRADS, state, params))
 
 
+@jax_lossscale.interop.flax.register
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Halved(jls.LossScale):
+    """Half of another loss scale."""
+
+    inner: jls.DynamicLossScale
+
+    def __call__(self):
+        return self.inner() / 2
+
+    def adjust(self, grads_finite):
+        return Halved(self.inner.adjust(grads_finite))
+
+    def get_config(self):
+        return {}
+
+
+def test_flax_keeps_the_leaves_of_a_kind_that_wraps_another():
+    loss_scale = Halved(jls.DynamicLossScale(64.0)).adjust(True)
+    state = flax.serialization.to_bytes(loss_scale)
+    restored = flax.serialization.from_bytes(Halved(jls.DynamicLossScale(64.0)), state)
+    chex.assert_trees_all_equal(restored, loss_scale)
+
+
 def test_flax_refuses_the_state_of_another_configuration():
     state = flax.serialization.to_state_dict(jls.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="same configuration"):
@@ -535,7 +561,16 @@ MISUSE = {
     "no such skip": (lambda: jls.loss_scaled(optax.sgd(0.1), skip="where"), "skip"),
     "no such axis": (lambda: jls.loss_scaled(optax.sgd(0.1), axis_name=3), "axis_name"),
     "wrapped twice": (lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS), "twice"),
-    "arguments exchanged": (lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, PARAMS), "LossScaledState"),
+    "arguments exchanged": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, PARAMS),
+        "LossScaledState.* got dict",
+    ),
+    "applied to nothing": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update_and_apply(
+            GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), None
+        ),
+        r"update_and_apply\(params",
+    ),
     "skip_if of many": (
         lambda: jls.loss_scaled(optax.sgd(0.1)).update(
             GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), skip_if=jnp.array([True, False])

@@ -25,9 +25,8 @@ def finite_number(value: Any, name: str) -> float:
     number = value
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary the scale "
-            "under `jax.jit` or `jax.vmap`, replace the state: "
-            "`dataclasses.replace(loss_scale, current_loss_scale=...)`."
+            f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
+            "`jax.jit` or `jax.vmap`, replace its state with `dataclasses.replace`."
         )
     if isinstance(value, (np.ndarray, jax.Array)) and value.shape == ():
         number = value.item()

@@ -85,9 +85,9 @@ class FixedLossScale(LossScale):
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """The constructor's arguments; a `ValueError` for a batch or a traced value, which JSON cannot hold."""
         return {
-            "loss_scale_value": float(self.loss_scale_value),
+            "loss_scale_value": finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value"),
             "skip_nonfinite": self.skip_nonfinite,
         }
 
@@ -98,8 +98,11 @@ class NoOpLossScale(LossScale):
     """No loss scale, behind the same interface: for float32 and bfloat16.
 
     The compiled program is that of the step without this library: nothing is multiplied, nothing is checked, nothing
-    is cast, nothing is skipped, and there are no leaves. `scale` and `unscale` return what they are given, also in
-    bfloat16. To have float32 gradients checked and bad steps skipped, use ``FixedLossScale(1, skip_nonfinite=True)``.
+    is skipped, and there are no leaves. `scale` and `unscale` return what they are given, also in bfloat16. To have
+    float32 gradients checked and bad steps skipped, use ``FixedLossScale(1, skip_nonfinite=True)``.
+
+    Float16 is not what this is for. `loss_scaled` still shows it to the inner chain in float32, lest Adam make a NaN of
+    it.
 
     Examples:
       >>> import jax_lossscale as jls

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
+from jax_lossscale._tree import checked_dtype
 
 _ACCEPTED = (
     "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), None (`NoOpLossScale`), a `LossScale`, or the "
@@ -102,10 +103,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       >>> jls.loss_scale_for(jnp.bfloat16)
       NoOpLossScale()
     """
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"`loss_scale_for(dtype=...)` got {dtype!r}, which is no dtype.") from error
+    dtype = checked_dtype(dtype, "loss_scale_for(dtype=...)")
     if dtype == jnp.float16:
         return DynamicLossScale()
     if dtype in (jnp.bfloat16, jnp.float32, jnp.float64):

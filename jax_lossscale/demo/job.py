@@ -5,8 +5,8 @@ small network decodes every code into the 48 values of its patch; codes and netw
 descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The network is smooth and sees all patches at each
 step, so nothing happens by chance: arms that compute alike end alike.
 
-The mean over 814,080 values makes the gradient of each one 2.5e-6 times its error, and float16 knows nothing below
-2**-25 = 3e-8. So the better a patch is decoded, the fewer of its gradients exist: float16 alone gets stuck. Large
+The mean over 814,080 values makes the gradient of each one 2.5e-6 times its error, and float16 rounds to zero what is
+below 2**-25 = 3e-8. So the better a patch is decoded, the fewer of its gradients exist: float16 alone gets stuck. Large
 batches, long contexts and dense prediction do the same to larger networks.
 
 References:

@@ -34,12 +34,18 @@ def register(kind: type[LossScale]) -> type[LossScale]:
       The same class, so that this serves as a decorator.
     """
 
+    def children(loss_scale: LossScale) -> tuple[list[Any], Any]:
+        def is_child(node: Any) -> bool:  # one level only, flax goes on from there; None is none
+            return node is not loss_scale and node is not None
+
+        return jax.tree_util.tree_flatten_with_path(loss_scale, is_leaf=is_child)
+
     def to_state_dict(loss_scale: LossScale) -> dict[str, Any]:
-        with_paths, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
+        with_paths, _ = children(loss_scale)
         return {path[0].name: serialization.to_state_dict(leaf) for path, leaf in with_paths}
 
     def from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
-        with_paths, structure = jax.tree_util.tree_flatten_with_path(target)
+        with_paths, structure = children(target)
         names = [path[0].name for path, _ in with_paths]
         if set(names) != set(state):
             raise ValueError(
