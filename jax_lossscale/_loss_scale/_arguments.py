@@ -51,12 +51,12 @@ def positive_normal_number(value: Any, name: str) -> float:
 
 def positive_integer(value: Any, name: str, cure: str) -> int:
     """``value`` as an int from 1 to the largest int32, which is what the counters hold."""
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be an integer, got the bool {value!r}.")
     try:
         integer = operator.index(value)
     except TypeError as error:
         raise ValueError(f"`{name}` must be an integer, got {value!r}.") from error
-    if isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be an integer, got the bool {value!r}.")
     if integer < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value!r}. {cure}")
     if integer > np.iinfo(np.int32).max:
