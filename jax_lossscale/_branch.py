@@ -69,6 +69,4 @@ def _vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def _axes_varied_over(leaf: jax.Array) -> frozenset[str]:
-    aval = jax.typeof(leaf)
-    # The name changed in jax 0.10.
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+    return jax.typeof(leaf).manual_axis_type.varying
