@@ -27,8 +27,9 @@ def choose(
         return jax.tree.map(lambda applied, left: jax.lax.select(should_apply, applied, left), run(), leave())
 
     if skip == "auto":
-        # On a CPU, selecting takes three times as long: XLA copies what it selects from. On a GPU, a branch waits for
-        # the host to read the verdict, and a selection is part of the kernel that computes the step anyway.
+        # On a CPU, selecting takes two to three times as long (benchmarks/RESULTS.md): XLA copies what it selects from.
+        # On a GPU, a branch should wait for the host to read the verdict, and a selection be part of the kernel that
+        # computes the step anyway; that is not measured yet.
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 

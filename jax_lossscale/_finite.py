@@ -28,7 +28,7 @@ from jax_lossscale import _tree
 AxisName: TypeAlias = str | tuple[str, ...] | None
 
 # Leaves of up to this many elements are checked together, in blocks that stay in the cache. A reduction for each bias
-# vector would cost more to compile and to launch than to run: at 1,000 leaves it doubles the compile time of a step.
+# vector would cost more to compile and to launch than to run.
 _SMALL_LEAF = 2**15
 _BLOCK = 2**18
 
@@ -105,7 +105,7 @@ def _measure(*leaves: jax.Array) -> jax.Array:
 
 
 def _measure_anywhere(*leaves: jax.Array) -> jax.Array:
-    # GPU and TPU fuse the test into the reduction, one pass at the speed of memory.
+    # GPU and TPU should fuse the test into the reduction; that is not measured yet.
     return _exact([*_large(leaves), *_blocks(leaves)])
 
 
@@ -129,8 +129,8 @@ def _measure_on_cpu(*leaves: jax.Array) -> jax.Array:
     if not summed:
         return _all(certain)
     finite = _all([*certain, *map(_sum_is_finite, summed)])
-    # The sum of finite numbers may overflow. That is rare enough to look twice, at smaller numbers; the product alone
-    # makes the second look take twice as long as the first.
+    # The sum of finite numbers may overflow. That is rare enough to look twice, at smaller numbers; with the
+    # product the second look takes longer than the first.
     return jax.lax.cond(
         finite, lambda: finite, lambda: _all([*certain, *(_sum_is_finite(leaf * 2.0**-64) for leaf in summed)])
     )

@@ -81,10 +81,10 @@ def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, ski
 
 def test_an_eager_step_is_compiled_once(compilations):
     tx = jls.loss_scaled(optax.adam(0.1), SCALE)
-    params, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
+    params, state = tx.update_and_apply(GRADS, tx.init(PARAMS), params=PARAMS)
     compilations.clear()
     for grads in GRADS, BAD_GRADS, GRADS:
-        params, state = tx.update_and_apply(grads, state, params)
+        params, state = tx.update_and_apply(grads, state, params=params)
     assert compilations == []
 
 
@@ -561,6 +561,16 @@ MISUSE = {
     "no such skip": (lambda: jls.loss_scaled(optax.sgd(0.1), skip="where"), "skip"),
     "no such axis": (lambda: jls.loss_scaled(optax.sgd(0.1), axis_name=3), "axis_name"),
     "wrapped twice": (lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS), "twice"),
+    "wrapped twice, in two parts": (
+        lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)), jls.loss_scaled(optax.sgd(0.1)))).init(
+            PARAMS
+        ),
+        "twice",
+    ),
+    "a state of another kind by name": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, state=PARAMS),
+        "LossScaledState.* got dict",
+    ),
     "arguments exchanged": (
         lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, PARAMS),
         "LossScaledState.* got dict",
