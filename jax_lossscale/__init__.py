@@ -1,5 +1,7 @@
 """Loss scaling for float16 training in JAX and optax."""
 
+from jax_lossscale import diagnostics
+from jax_lossscale._accumulation import AccumulatedGradients, accumulate_gradients
 from jax_lossscale._finite import all_finite
 from jax_lossscale._gradients import scaled_grad, value_and_scaled_grad
 from jax_lossscale._loss_scale import (
@@ -13,6 +15,7 @@ from jax_lossscale._loss_scale import (
     serialize,
 )
 from jax_lossscale._transform import (
+    BadStep,
     LossScaledState,
     LossScaledTransformation,
     loss_scaled,
@@ -23,6 +26,8 @@ from jax_lossscale._tree import cast_floating, select_tree
 from jax_lossscale._version import __version__
 
 __all__ = [
+    "AccumulatedGradients",
+    "BadStep",
     "DynamicLossScale",
     "FixedLossScale",
     "LossScale",
@@ -30,8 +35,10 @@ __all__ = [
     "LossScaledTransformation",
     "NoOpLossScale",
     "__version__",
+    "accumulate_gradients",
     "all_finite",
     "cast_floating",
+    "diagnostics",
     "get",
     "get_loss_scale",
     "loss_scale_for",

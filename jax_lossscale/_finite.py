@@ -59,6 +59,36 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
     return _all_finite(_tree.inexact_leaves(tree), axis_name)
 
 
+def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
+    """Find the first leaf that holds a NaN or an infinity.
+
+    One number that can be computed inside `jax.jit` and kept in a state; `leaf_path` makes a path of it on the host.
+
+    Args:
+      tree: any pytree. Only the leaves of the leaf rule are looked at, but all leaves are counted, so the index fits
+        `jax.tree.leaves` of any tree of the same structure.
+      axis_name: as in `all_finite`.
+
+    Returns:
+      ``int32[]``: its index among `jax.tree.leaves`, or -1 if all are finite.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> jls.diagnostics.first_nonfinite({"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])})
+      Array(1, dtype=int32)
+    """
+    leaves = jax.tree.leaves(tree)
+    positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
+    return _first_nonfinite([leaves[position] for position in positions], positions, axis_name)
+
+
+def any_nan(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
+    """Whether an inexact leaf holds a NaN: ``bool[]``."""
+    leaves = [_at_least_16_bits(jnp.asarray(leaf)) for leaf in _tree.inexact_leaves(tree)]
+    return ~agree(_all([jnp.array(True), *(~jnp.isnan(leaf).any() for leaf in leaves)]), axis_name)
+
+
 def agree(flags: jax.Array, axis_name: AxisName) -> jax.Array:
     """Each of ``flags`` (``bool``, any shape) where it holds on every device along ``axis_name``: one all-reduce."""
     if axis_name is None or axis_name == ():
@@ -81,6 +111,15 @@ def _all_finite(tree: list[ArrayLike], axis_name: AxisName) -> jax.Array:
     else:
         finite = _exact(leaves)
     return agree(finite, axis_name)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _first_nonfinite(leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName) -> jax.Array:
+    if not leaves:
+        return jnp.int32(-1)
+    finite = jnp.stack([_exact([_at_least_16_bits(jnp.asarray(leaf))]) for leaf in leaves])
+    finite = agree(finite, axis_name)
+    return jnp.where(finite.all(), -1, jnp.array(positions, jnp.int32)[jnp.argmin(finite)])
 
 
 def _at_least_16_bits(leaf: jax.Array) -> jax.Array:

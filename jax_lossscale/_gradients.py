@@ -63,7 +63,7 @@ def value_and_scaled_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, where the loss itself is multiplied.
     """
-    loss_scale = _as_loss_scale(loss_scale)
+    loss_scale = as_loss_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
     options: dict[str, Any] = {
         "argnums": argnums,
         "has_aux": has_aux,
@@ -126,15 +126,16 @@ def scaled_grad(
     return grads_only
 
 
-def _as_loss_scale(loss_scale: Any) -> LossScale:
+def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
+    """A loss scale, or the one that an optimizer state holds; ``name`` names the argument in the error."""
     if isinstance(loss_scale, LossScale):
         return loss_scale
     if is_number(loss_scale):
         return FixedLossScale(loss_scale)
     if loss_scale is None or isinstance(loss_scale, (str, bool, numbers.Number, np.ndarray, np.generic, jax.Array)):
         raise ValueError(
-            "`value_and_scaled_grad(loss_scale=...)` must be a `LossScale`, a real scalar, or an optimizer state that "
-            f"holds a loss scale, got {loss_scale!r}. One made here would be forgotten after the step: make it with "
+            f"`{name}` must be a `LossScale`, a real scalar, or an optimizer state that holds a loss scale, got "
+            f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
             "`jls.get`, and carry it along."
         )
     return get_loss_scale(loss_scale)

@@ -20,12 +20,29 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._branch import Skip, choose
-from jax_lossscale._finite import AxisName, agree, all_finite
+from jax_lossscale._finite import AxisName, agree, all_finite, any_nan, first_nonfinite
 from jax_lossscale._loss_scale import LossScale, get
 from jax_lossscale._loss_scale.registry import find_one
 
 # MindSpore's manager gives up after as many skipped steps in a row.
 _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
+
+
+class BadStep(NamedTuple):
+    """What ``loss_scaled(..., record_bad_steps=True)`` keeps of the last step that was skipped or not finite.
+
+    Attributes:
+      step: its number, from 0, counted over applied and skipped steps; -1 before there was one.
+      leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` makes a
+        path of; -1 if all were finite.
+      has_nan: whether a gradient was NaN. If not, and a leaf is named, it was infinite.
+      value_finite: whether the loss was finite, as far as it was given as ``value``.
+    """
+
+    step: jax.Array  # shape=(), dtype=jnp.int32
+    leaf: jax.Array  # shape=(), dtype=jnp.int32
+    has_nan: jax.Array  # shape=(), dtype=jnp.bool_
+    value_finite: jax.Array  # shape=(), dtype=jnp.bool_
 
 
 class LossScaledState(NamedTuple):
@@ -34,11 +51,12 @@ class LossScaledState(NamedTuple):
     Attributes:
       loss_scale: the current loss scale.
       inner_state: the state of the inner chain, which a skipped step leaves bit for bit.
-      grads_finite: whether the gradients of the last step were finite; true before the first step, and always true
-        under a `NoOpLossScale`, which does not look.
+      grads_finite: whether the gradients of the last step, and all parts that they were made of, were finite; true
+        before the first step, and always true under a `NoOpLossScale`, which does not look.
       applied_steps: steps that changed the parameters. Schedules in the inner chain count these.
       skipped_steps: steps that did not, for whatever reason.
       consecutive_skips: how many of those since the last applied step.
+      last_bad_step: what is known of the last bad step, if ``record_bad_steps`` was asked for.
     """
 
     loss_scale: LossScale
@@ -47,6 +65,7 @@ class LossScaledState(NamedTuple):
     applied_steps: jax.Array  # shape=(), dtype=jnp.int32
     skipped_steps: jax.Array  # shape=(), dtype=jnp.int32
     consecutive_skips: jax.Array  # shape=(), dtype=jnp.int32
+    last_bad_step: BadStep | None = None
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -72,6 +91,7 @@ def loss_scaled(
     *,
     axis_name: AxisName = None,
     skip: Skip = "auto",
+    record_bad_steps: bool = False,
 ) -> LossScaledTransformation:
     """Wrap an optimizer chain so that it takes scaled gradients and skips the steps that overflowed.
 
@@ -109,21 +129,25 @@ def loss_scaled(
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere, which has not been measured yet. The
         results are the same.
+      record_bad_steps: whether the state keeps a `BadStep`: which leaf was not finite, and how. Looking for it costs
+        nothing on a good step but a branch.
 
     Returns:
       A `LossScaledTransformation`. Its functions, beside ``init(params)``:
 
-      ``update(scaled_grads, state, params=None, *, value=None, skip_if=None, **extra_args)``
+      ``update(scaled_grads, state, params=None, *, value=None, skip_if=None, grads_finite=None, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
         gives them for this state; ``value`` the true loss, a scalar, which is passed on to the chain; ``skip_if`` a
-        ``bool[]``. Other extra arguments reach the chain as they are: gradients among them must be unscaled ones.
+        ``bool[]``; ``grads_finite`` a ``bool[]`` that is false if a part of these gradients overflowed and was left
+        out (`accumulate_gradients`): the scale then backs off, though the step is applied. Other extra arguments reach
+        the chain as they are: gradients among them must be unscaled ones.
 
-      ``update_and_apply(scaled_grads, state, params, *, value=None, skip_if=None, **extra_args)``
+      ``update_and_apply(scaled_grads, state, params, *, value=None, skip_if=None, grads_finite=None, **extra_args)``
         returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster.
 
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
-        ``axis_name`` or ``skip`` is not one of the above; if ``skip_if`` is no boolean scalar.
+        ``axis_name`` or ``skip`` is not one of the above; if ``skip_if`` or ``grads_finite`` is no boolean scalar.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -161,6 +185,7 @@ def loss_scaled(
             applied_steps=jnp.zeros([], jnp.int32),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
+            last_bad_step=_no_bad_step() if record_bad_steps else None,
         )
 
     def step(
@@ -171,10 +196,11 @@ def loss_scaled(
         when_skipped: Callable[[Callable[[], Any]], chex.ArrayTree],
         value: ArrayLike | None,
         skip_if: ArrayLike | None,
+        parts_finite: ArrayLike | None,
         extra_args: dict[str, Any],
     ) -> tuple[chex.ArrayTree, LossScaledState]:
         loss_scale = state.loss_scale
-        verdict = _decide(scaled_grads, loss_scale, value, skip_if, axis_name)
+        verdict = _decide(scaled_grads, loss_scale, value, skip_if, parts_finite, axis_name)
         if value is not None:
             extra_args = {**extra_args, "value": value}
 
@@ -195,7 +221,8 @@ def loss_scaled(
             result, inner_state = run_inner()
         else:
             result, inner_state = choose(skip, verdict.should_apply, run_inner, leave_inner)
-        return result, _next_state(state, verdict, inner_state)
+        last_bad_step = _record(state, scaled_grads, verdict, axis_name)
+        return result, _next_state(state, verdict, inner_state, last_bad_step)
 
     def update(
         updates: optax.Updates,
@@ -204,6 +231,7 @@ def loss_scaled(
         *,
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         def with_untouched_leaves(inner_updates: optax.Updates) -> optax.Updates:
@@ -213,7 +241,7 @@ def loss_scaled(
             inner_updates, _ = jax.eval_shape(run_inner)
             return jax.tree.map(jnp.zeros_like, inner_updates)
 
-        return step(updates, state, params, with_untouched_leaves, zeros, value, skip_if, extra_args)
+        return step(updates, state, params, with_untouched_leaves, zeros, value, skip_if, grads_finite, extra_args)
 
     def update_and_apply(
         scaled_grads: optax.Updates,
@@ -222,6 +250,7 @@ def loss_scaled(
         *,
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
         if params is None:
@@ -230,7 +259,7 @@ def loss_scaled(
         def applied(inner_updates: optax.Updates) -> optax.Params:
             return _fill(optax.apply_updates(_tree.inexact_only(params), inner_updates), params)
 
-        return step(scaled_grads, state, params, applied, lambda _: params, value, skip_if, extra_args)
+        return step(scaled_grads, state, params, applied, lambda _: params, value, skip_if, grads_finite, extra_args)
 
     return LossScaledTransformation(init, _compiled(update), _compiled(update_and_apply))
 
@@ -243,7 +272,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
     Returns:
       A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
-      ``skipped_steps`` and ``consecutive_skips`` (``int32[]``).
+      ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); where bad steps are recorded, of ``last_bad_leaf``
+      (``int32[]``) too.
 
     Raises:
       ValueError: if there is no such state, or more than one.
@@ -256,12 +286,14 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       32768.0
     """
     _, state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
+    recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
     return {
         "loss_scale": state.loss_scale(),
         "grads_finite": state.grads_finite,
         "applied_steps": state.applied_steps,
         "skipped_steps": state.skipped_steps,
         "consecutive_skips": state.consecutive_skips,
+        **recorded,
     }
 
 
@@ -295,8 +327,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
     loss_scale = state.loss_scale
     skips = np.asarray(state.consecutive_skips)
-    at_floor = np.asarray(_as_low_as_it_goes(loss_scale)()) >= np.asarray(loss_scale())
-    if np.any((skips >= patience) & at_floor):
+    if np.any((skips >= patience) & cannot_go_lower(loss_scale)):
         situation = "and the loss scale cannot go lower"
     elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
         situation = "more than any overflow explains"
@@ -309,6 +340,11 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         "condition given as `skip_if`, if any. If the gradients are infinite and the loss is finite, lower "
         "`min_loss_scale`."
     )
+
+
+def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
+    """Whether further bad steps would leave the scale where it is, at its floor or fixed: ``bool``, on the host."""
+    return np.asarray(_as_low_as_it_goes(loss_scale)()) >= np.asarray(loss_scale())
 
 
 @jax.jit
@@ -344,6 +380,8 @@ def _is_concrete_array(leaf: Any) -> bool:
 class _Verdict(NamedTuple):
     loss_scale: LossScale
     grads_finite: jax.Array  # bool[]
+    parts_finite: jax.Array  # bool[]: and so was everything that they were made of
+    value_finite: jax.Array  # bool[]
     should_apply: jax.Array | None  # bool[]; None: yes, known without looking
 
 
@@ -352,41 +390,45 @@ def _decide(
     loss_scale: LossScale,
     value: ArrayLike | None,
     skip_if: ArrayLike | None,
+    parts_finite: ArrayLike | None,
     axis_name: AxisName,
 ) -> _Verdict:
     """The table in `loss_scaled`. All flags are agreed over devices at once: one all-reduce."""
-    checks = loss_scale.checks_gradients
-    flags = []
-    if checks:
+    flags: dict[str, jax.Array] = {}
+    if loss_scale.checks_gradients:
         # Below a scale of 1 unscaling can overflow where the scaled gradients are finite.
         safe = loss_scale.min_loss_scale >= 1
-        flags.append(all_finite(scaled_grads if safe else loss_scale.unscale(scaled_grads)))
+        flags["grads_finite"] = all_finite(scaled_grads if safe else loss_scale.unscale(scaled_grads))
         if value is not None:
-            flags.append(all_finite(value))
+            flags["value_finite"] = all_finite(value)
+        if parts_finite is not None:
+            _tree.check_bool_scalar(parts_finite, "update(grads_finite=...)")
+            flags["parts_finite"] = jnp.asarray(parts_finite)
     if skip_if is not None:
         _tree.check_bool_scalar(skip_if, "update(skip_if=...)")
-        flags.append(~jnp.asarray(skip_if))
-    if not flags:
-        return _Verdict(loss_scale, jnp.array(True), None)
-    agreed = list(agree(jnp.stack(flags), axis_name))
+        flags["allowed"] = ~jnp.asarray(skip_if)
+    if flags:
+        flags = dict(zip(flags, agree(jnp.stack(list(flags.values())), axis_name), strict=True))
 
-    grads_finite = agreed.pop(0) if checks else jnp.array(True)
-    value_finite = agreed.pop(0) if checks and value is not None else None
-    allowed = agreed.pop(0) if skip_if is not None else None
-
-    reasons_to_apply = [grads_finite] if loss_scale.skip_nonfinite else []
-    reasons_to_apply += [flag for flag in (value_finite, allowed) if flag is not None]
-    should_apply = _all(reasons_to_apply)
-    if checks:
-        adjusted = loss_scale.adjust(grads_finite)
-        reacts = _all(
-            [
-                *([] if value_finite is None else [value_finite]),
-                *([] if allowed is None else [allowed | ~grads_finite]),
-            ]
-        )
+    reasons_to_apply = [flags[name] for name in ("value_finite", "allowed") if name in flags]
+    if loss_scale.skip_nonfinite and "grads_finite" in flags:
+        reasons_to_apply.append(flags["grads_finite"])
+    all_parts_finite = _all([flags[name] for name in ("grads_finite", "parts_finite") if name in flags])
+    if all_parts_finite is not None:
+        adjusted = loss_scale.adjust(all_parts_finite)
+        reasons_to_react = [flags["value_finite"]] if "value_finite" in flags else []
+        if "allowed" in flags:
+            reasons_to_react.append(flags["allowed"] | ~all_parts_finite)
+        reacts = _all(reasons_to_react)
         loss_scale = adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
-    return _Verdict(loss_scale, grads_finite, should_apply)
+    true = jnp.array(True)
+    return _Verdict(
+        loss_scale=loss_scale,
+        grads_finite=flags.get("grads_finite", true),
+        parts_finite=true if all_parts_finite is None else all_parts_finite,
+        value_finite=flags.get("value_finite", true),
+        should_apply=_all(reasons_to_apply),
+    )
 
 
 def _all(flags: list[jax.Array]) -> jax.Array | None:
@@ -397,7 +439,33 @@ def _all(flags: list[jax.Array]) -> jax.Array | None:
     return result
 
 
-def _next_state(state: LossScaledState, verdict: _Verdict, inner_state: optax.OptState) -> LossScaledState:
+def _record(
+    state: LossScaledState, scaled_grads: optax.Updates, verdict: _Verdict, axis_name: AxisName
+) -> BadStep | None:
+    if state.last_bad_step is None:
+        return None
+    should_apply = jnp.array(True) if verdict.should_apply is None else verdict.should_apply
+    is_bad = ~(verdict.grads_finite & should_apply)
+
+    def look() -> BadStep:
+        return BadStep(
+            step=_saturating_add(state.applied_steps, state.skipped_steps),
+            leaf=first_nonfinite(scaled_grads, axis_name=axis_name),
+            has_nan=any_nan(scaled_grads, axis_name=axis_name),
+            value_finite=verdict.value_finite,
+        )
+
+    # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
+    return cast(BadStep, choose("cond", is_bad, look, lambda: cast(BadStep, state.last_bad_step)))
+
+
+def _no_bad_step() -> BadStep:
+    return BadStep(jnp.array(-1, jnp.int32), jnp.array(-1, jnp.int32), jnp.array(False), jnp.array(True))
+
+
+def _next_state(
+    state: LossScaledState, verdict: _Verdict, inner_state: optax.OptState, last_bad_step: BadStep | None
+) -> LossScaledState:
     if verdict.should_apply is None:
         applied = skipped = None
     else:
@@ -406,7 +474,7 @@ def _next_state(state: LossScaledState, verdict: _Verdict, inner_state: optax.Op
     return LossScaledState(
         loss_scale=verdict.loss_scale,
         inner_state=inner_state,
-        grads_finite=verdict.grads_finite,
+        grads_finite=verdict.parts_finite,
         applied_steps=_saturating_add(state.applied_steps, 1 if applied is None else applied),
         skipped_steps=(state.skipped_steps if skipped is None else _saturating_add(state.skipped_steps, skipped)),
         consecutive_skips=(
@@ -414,6 +482,7 @@ def _next_state(state: LossScaledState, verdict: _Verdict, inner_state: optax.Op
             if skipped is None
             else _saturating_add(state.consecutive_skips, 1) * skipped
         ),
+        last_bad_step=last_bad_step,
     )
 
 

@@ -22,13 +22,14 @@ MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
 CORE = {"_tree", "_finite", "_loss_scale"}
-MIDDLE = CORE | {"_gradients", "_transform", "optax", "_version"}
+MIDDLE = CORE | {"_gradients", "_accumulation", "_transform", "optax", "_version"}
 LAYERS = {
     "_version": set(),
     "_tree": set(),
     "_finite": {"_tree"},
     "_loss_scale": {"_tree", "_finite"},
     "_gradients": CORE,
+    "_accumulation": CORE | {"_gradients"},
     "_branch": set(),
     "_transform": CORE | {"_branch", "optax"},
     "diagnostics": MIDDLE,
@@ -36,7 +37,7 @@ LAYERS = {
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
-    "": CORE | {"_gradients", "_transform", "_version"},  # the package's own __init__
+    "": (MIDDLE - {"optax"}) | {"diagnostics", "plotting"},  # the package's own __init__
 }
 # What every policy, each in a file of its own, may import of its siblings.
 POLICY_BASE = {"base", "_arguments"}
@@ -149,8 +150,8 @@ print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state))
 
 CONTRACT = {
     "LossScale FixedLossScale NoOpLossScale DynamicLossScale get serialize loss_scale_for",
-    "value_and_scaled_grad scaled_grad",
-    "loss_scaled LossScaledState LossScaledTransformation get_loss_scale metrics raise_if_stuck",
+    "value_and_scaled_grad scaled_grad accumulate_gradients AccumulatedGradients",
+    "loss_scaled LossScaledState LossScaledTransformation BadStep get_loss_scale metrics raise_if_stuck",
     "all_finite select_tree cast_floating",
     "__version__",
 }

@@ -111,11 +111,14 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")
 
 
-def get_loss_scale(opt_state: chex.ArrayTree) -> LossScale:
+def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
     """Find the loss scale in an optimizer state, however deeply chains and wrappers nest it.
 
     Args:
-      opt_state: any pytree that holds one `LossScale`.
+      opt_state: any pytree that holds one `LossScale`; with ``path``, one or more.
+      path: which part of the tree to look in, where several optimizers have their states in one tree: the beginning of
+        a path, as `jax.tree_util.keystr` writes it (``"['critic']"``, as in the error that asks for it), or in its
+        simple form (``"critic"``, ``"critic/0"``).
 
     Returns:
       The loss scale, with its current state.
@@ -129,18 +132,34 @@ def get_loss_scale(opt_state: chex.ArrayTree) -> LossScale:
       >>> tx = optax.chain(jls.loss_scaled(optax.adam(1e-3), 1024.0), optax.identity())
       >>> jls.get_loss_scale(tx.init({"kernel": jnp.ones(2)}))()
       Array(1024., dtype=float32)
+      >>> states = {"generator": tx.init({"kernel": jnp.ones(2)}), "critic": tx.init({"kernel": jnp.ones(3)})}
+      >>> jls.get_loss_scale(states, "critic")()
+      Array(1024., dtype=float32)
     """
-    _, loss_scale = find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)")
+    _, loss_scale = find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)
     return loss_scale
 
 
-def find_one(tree: chex.ArrayTree, kind: type, name: str) -> tuple[str, Any]:
-    """The path and value of the one instance of ``kind`` in a tree; ``name`` names the argument in the error."""
-    found = [
-        (jax.tree_util.keystr(path), node)
+def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = None) -> tuple[str, Any]:
+    """The path and value of the one instance of ``kind`` in a tree.
+
+    Args:
+      tree: any pytree.
+      kind: a class.
+      name: what to call the argument in the error.
+      below: the beginning of the path, in either form that `jax.tree_util.keystr` writes.
+    """
+    everywhere = [
+        (path, node)
         for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
         if isinstance(node, kind)
     ]
+    found = [
+        (jax.tree_util.keystr(path), node) for path, node in everywhere if below is None or _begins_with(path, below)
+    ]
+    if everywhere and not found:
+        paths = ", ".join(jax.tree_util.keystr(path) for path, _ in everywhere)
+        raise ValueError(f"`{name}` holds no `{kind.__name__}` below the path {below!r}. There are: {paths}.")
     if not found:
         raise ValueError(
             f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, got "
@@ -149,9 +168,18 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str) -> tuple[str, Any]:
     if len(found) > 1:
         raise ValueError(
             f"`{name}` holds {len(found)} of `{kind.__name__}`, at {', '.join(path for path, _ in found)}. "
-            "Pass the part of the state that holds the one you mean."
+            "Pass the part of the state that holds the one you mean, or to `get_loss_scale` its path."
         )
     return found[0]
+
+
+def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:
+    """Whether whole keys, from the first on, make up ``prefix``."""
+    beginnings = [path[:length] for length in range(len(path) + 1)]
+    return any(
+        prefix in (jax.tree_util.keystr(keys), jax.tree_util.keystr(keys, simple=True, separator="/"))
+        for keys in beginnings
+    )
 
 
 def is_number(value: Any) -> bool:

@@ -1,0 +1,31 @@
+"""What the gradients do, and why steps are skipped: for when a float16 run goes wrong, and before it does."""
+
+from jax_lossscale._finite import first_nonfinite
+from jax_lossscale.diagnostics._explain import explain
+from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._range import (
+    ExponentHistogram,
+    LossScaleSuggestion,
+    Underflow,
+    exponent_histogram,
+    suggest_loss_scale,
+    underflow_fraction,
+)
+from jax_lossscale.diagnostics._simulate import Simulation, simulate
+
+__all__ = [
+    "ExponentHistogram",
+    "LeafReport",
+    "LossScaleSuggestion",
+    "NonfiniteReport",
+    "Simulation",
+    "Underflow",
+    "explain",
+    "exponent_histogram",
+    "first_nonfinite",
+    "leaf_path",
+    "nonfinite_report",
+    "simulate",
+    "suggest_loss_scale",
+    "underflow_fraction",
+]

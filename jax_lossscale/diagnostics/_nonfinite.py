@@ -1,0 +1,266 @@
+"""Which leaf is not finite, where, and how: the report that is read on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """What is not finite in one leaf.
+
+    A complex number counts once: as NaN if one of its parts is NaN, else as +inf if one is, else as -inf.
+
+    Attributes:
+      path: where the leaf is, as `jax.tree_util.keystr` writes it.
+      dtype: its dtype.
+      shape: its shape.
+      nan: how many elements are NaN.
+      posinf: how many are +inf.
+      neginf: how many are -inf.
+      largest_finite: the largest finite magnitude (of a complex number, of its parts); ``None`` if there is none.
+      first_bad_index: the index of the first element that is not finite, in row-major order; ``None`` if all are.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    nan: int
+    posinf: int
+    neginf: int
+    largest_finite: float | None
+    first_bad_index: tuple[int, ...] | None
+
+    @property
+    def nonfinite(self) -> int:
+        """How many elements are not finite."""
+        return self.nan + self.posinf + self.neginf
+
+    @property
+    def share(self) -> float:
+        """The share of elements that are not finite, from 0 to 1."""
+        return self.nonfinite / max(math.prod(self.shape), 1)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NonfiniteReport(Sequence[LeafReport]):
+    """A `LeafReport` for every inexact leaf, the worst first.
+
+    Leaves are ordered by the share of their elements that are not finite, then by their number, then by their largest
+    finite magnitude: of finite leaves the one closest to overflow comes first. Printed, and shown in a notebook, it is
+    a table of the leaves that are not finite; iterated over, it is data.
+
+    Attributes:
+      leaves: the reports.
+    """
+
+    leaves: tuple[LeafReport, ...]
+
+    @property
+    def bad(self) -> tuple[LeafReport, ...]:
+        """The leaves that are not finite."""
+        return tuple(leaf for leaf in self.leaves if leaf.nonfinite)
+
+    @overload
+    def __getitem__(self, index: int) -> LeafReport: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LeafReport, ...]: ...
+    def __getitem__(self, index: int | slice) -> LeafReport | tuple[LeafReport, ...]:
+        return self.leaves[index]
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __iter__(self) -> Iterator[LeafReport]:
+        return iter(self.leaves)
+
+    def __repr__(self) -> str:
+        if not self.bad:
+            return self._summary()
+        rows = [_HEADINGS, *map(_cells, self.bad)]
+        columns = list(zip(*rows, strict=True))
+        # Names to the left, numbers to the right.
+        padded = [
+            [cell.ljust(width) if n < 2 else cell.rjust(width) for cell in column]
+            for n, column in enumerate(columns)
+            for width in [max(map(len, column))]
+        ]
+        lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+        return "\n".join([self._summary(), *lines])
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        summary = f"<p>{html.escape(self._summary())}</p>"
+        if not self.bad:
+            return summary
+        body = "".join(row(_cells(leaf), "td") for leaf in self.bad)
+        return f"{summary}<table><thead>{row(_HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>"
+
+    def _summary(self) -> str:
+        if self.bad:
+            return f"{len(self.bad)} of {len(self)} leaves are not finite."
+        if not self:
+            return "There are no inexact leaves."
+        first = self[0]
+        if first.largest_finite is None:  # all leaves are empty
+            return f"All {len(self)} leaves are finite."
+        return (
+            f"All {len(self)} leaves are finite; the largest magnitude, {first.largest_finite:.4g}, is in {first.path}."
+        )
+
+
+_HEADINGS = ("leaf", "dtype", "shape", "NaN", "+inf", "-inf", "share", "largest finite", "first at")
+
+
+def _cells(leaf: LeafReport) -> tuple[str, ...]:
+    return (
+        leaf.path,
+        leaf.dtype,
+        str(list(leaf.shape)),
+        str(leaf.nan),
+        str(leaf.posinf),
+        str(leaf.neginf),
+        f"{leaf.share:.2%}",
+        "none" if leaf.largest_finite is None else f"{leaf.largest_finite:.4g}",
+        "" if leaf.first_bad_index is None else str(list(leaf.first_bad_index)),
+    )
+
+
+def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
+    """Tell which leaves hold NaN or infinities, how many, and where the first is.
+
+    For the host: it waits for the device, and brings back a few numbers a leaf. Inside `jax.jit` use
+    `first_nonfinite`, or have `loss_scaled` keep it with ``record_bad_steps=True``.
+
+    Args:
+      grads: any pytree, scaled or not; leaves that are not inexact are left out. Leaves may be sharded.
+
+    Returns:
+      A `NonfiniteReport`, the worst leaf first.
+
+    Raises:
+      ValueError: inside `jax.jit` and its like, where nothing is known yet.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> grads = {"bias": jnp.zeros(2), "kernel": jnp.array([[1.0, jnp.inf], [-jnp.inf, jnp.nan]])}
+      >>> jls.diagnostics.nonfinite_report(grads)
+      1 of 2 leaves are not finite.
+      leaf        dtype     shape  NaN  +inf  -inf   share  largest finite  first at
+      ['kernel']  float32  [2, 2]    1     1     1  75.00%               1    [0, 1]
+    """
+    with_paths = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(leaf)]
+    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in with_paths):
+        raise ValueError(
+            "`nonfinite_report(grads=...)` got values that are traced, of which nothing is known yet. Return the "
+            "gradients from `jax.jit`, or use `first_nonfinite`, or `loss_scaled(..., record_bad_steps=True)`."
+        )
+    statistics = jax.device_get(_statistics([leaf for _, leaf in with_paths]))
+    leaves = [_report(path, leaf, of_leaf) for (path, leaf), of_leaf in zip(with_paths, statistics, strict=True)]
+    leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
+    return NonfiniteReport(tuple(leaves))
+
+
+def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
+    """The path of the leaf that `first_nonfinite` has found.
+
+    Args:
+      tree: the tree that was looked at, or another of the same structure, such as the parameters.
+      index: what `first_nonfinite` returned, on the host.
+
+    Returns:
+      The path, as `jax.tree_util.keystr` writes it; ``None`` for -1, which stands for no leaf.
+
+    Raises:
+      ValueError: if the tree has no leaf of that index.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> grads = {"block3": {"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])}}
+      >>> jls.diagnostics.leaf_path(grads, jls.diagnostics.first_nonfinite(grads))
+      "['block3']['kernel']"
+    """
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    position = int(index)  # type: ignore[arg-type]
+    if not -1 <= position < len(paths):
+        raise ValueError(
+            f"`leaf_path(index=...)` must be from -1 to {len(paths) - 1} for a tree of {len(paths)} leaves, got "
+            f"{position}. Pass a tree of the structure of the gradients."
+        )
+    return None if position == -1 else paths[position]
+
+
+class _Statistics(NamedTuple):
+    nan: jax.Array
+    posinf: jax.Array
+    neginf: jax.Array
+    largest_finite: jax.Array
+    first_bad_index: list[jax.Array]
+
+
+@jax.jit
+def _statistics(leaves: list[ArrayLike]) -> list[_Statistics]:
+    return [_statistics_of_leaf(leaf) for leaf in _tree.widen(leaves)]
+
+
+def _statistics_of_leaf(leaf: jax.Array) -> _Statistics:
+    parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+
+    def in_any_part(question: Any) -> jax.Array:
+        return jnp.any(jnp.stack([question(part) for part in parts]), axis=0)
+
+    nan = in_any_part(jnp.isnan)
+    posinf = in_any_part(jnp.isposinf) & ~nan
+    neginf = in_any_part(jnp.isneginf) & ~nan & ~posinf
+    bad = nan | posinf | neginf
+    magnitude = jnp.max(jnp.stack([jnp.abs(part) for part in parts]), axis=0)
+    return _Statistics(
+        nan=nan.sum(dtype=jnp.uint32),
+        posinf=posinf.sum(dtype=jnp.uint32),
+        neginf=neginf.sum(dtype=jnp.uint32),
+        largest_finite=jnp.max(magnitude, where=~bad, initial=-1.0),
+        first_bad_index=_first(bad),
+    )
+
+
+def _first(flags: jax.Array) -> list[jax.Array]:
+    """The index of the first true element, an axis at a time: flat indices do not fit into 32 bits, nor on a mesh."""
+    index: list[jax.Array] = []
+    if flags.size == 0:
+        return index
+    for axis in range(flags.ndim):
+        along = flags.any(axis=tuple(other for other in range(flags.ndim) if other != axis))
+        index.append(jnp.argmax(along))
+        at = jnp.arange(flags.shape[axis]) == index[-1]
+        flags = flags & jnp.expand_dims(at, [other for other in range(flags.ndim) if other != axis])
+    return index
+
+
+def _report(path: Any, leaf: Any, statistics: _Statistics) -> LeafReport:
+    nan, posinf, neginf = (int(count) for count in statistics[:3])
+    largest = float(statistics.largest_finite)
+    return LeafReport(
+        path=jax.tree_util.keystr(path),
+        dtype=str(jnp.result_type(leaf)),
+        shape=jnp.shape(leaf),
+        nan=nan,
+        posinf=posinf,
+        neginf=neginf,
+        largest_finite=None if largest < 0 else largest,
+        first_bad_index=tuple(map(int, statistics.first_bad_index)) if nan + posinf + neginf else None,
+    )

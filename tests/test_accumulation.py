@@ -1,0 +1,311 @@
+"""`accumulate_gradients`: the gradients of the whole batch, one verdict and one move of the loss scale per window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+
+NAN, INF = np.nan, np.inf
+DROPS = ["window", "microbatch"]
+SCALE = 2.0**10
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["hidden"])
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
+def make_params(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "hidden": jax.random.normal(keys[0], (4, 8), dtype),
+        "out": jax.random.normal(keys[1], (8, 1), dtype),
+    }
+
+
+def make_batch(size=24, dtype=jnp.float32):
+    x = jax.random.normal(jax.random.key(1), (size, 4), dtype)
+    return {"x": x, "y": jnp.sin(x.sum(axis=1, keepdims=True))}
+
+
+def microbatch(batch, index, number):
+    return jax.tree.map(lambda leaf: leaf[index::number], batch)
+
+
+def with_bad_example(batch, index, value=INF):
+    return {**batch, "x": batch["x"].at[index, 0].set(value)}
+
+
+# The mean over all micro-batches is the whole batch.
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("number", [1, 2, 3, 24])
+def test_the_window_is_the_whole_batch(number, drop, compiled):
+    params, batch = make_params(), make_batch()
+    function = jls.accumulate_gradients(loss_fn, SCALE, number, drop=drop)
+    window = (jax.jit(function) if compiled else function)(params, batch)
+    value, grads = jax.value_and_grad(loss_fn)(params, batch)
+    np.testing.assert_allclose(window.value, value, rtol=1e-6)
+    jax.tree.map(
+        lambda ours, whole: np.testing.assert_allclose(ours / SCALE, whole, rtol=2e-6, atol=1e-6), window.grads, grads
+    )
+    assert (window.grads_finite, window.num_kept, window.aux) == (True, number, None)
+
+
+def test_the_sum_is_made_in_float32_bit_for_bit():
+    """The oracle is the loop, in the same order."""
+    params, batch = make_params(jnp.float16), make_batch(16, jnp.float16)
+    loss_scale = jls.FixedLossScale(SCALE)
+    window = jls.accumulate_gradients(loss_fn, loss_scale, 4)(params, batch)
+    total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    for index in range(4):
+        scaled_grads = jax.jit(jls.scaled_grad(loss_fn, loss_scale))(params, microbatch(batch, index, 4))
+        assert scaled_grads["out"].dtype == jnp.float16
+        total = jax.tree.map(jnp.add, total, loss_scale.unscale(scaled_grads))
+    for name, grads in window.grads.items():
+        assert grads.dtype == jnp.float32
+        np.testing.assert_array_equal(grads, total[name] / 4 * SCALE)
+
+
+@pytest.mark.parametrize("exponent", [0, 15, 100, 127])
+def test_no_scale_is_too_large_for_the_sum(exponent):
+    """Scaled gradients just below the top of float32, of which two would not add up."""
+    window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), 2.0**exponent, 4)(
+        jnp.float32(1.0), jnp.full(4, 1.5, jnp.float32)
+    )
+    assert window.grads == 1.5 * 2.0**exponent
+
+
+def test_the_calling_convention():
+    def fun(scale, params, batch, extra, *, offset):
+        residual = params["w"] * batch["x"] * scale + offset + extra
+        return jnp.mean(residual**2), {"mean": residual.mean()}
+
+    window = jls.accumulate_gradients(fun, 8.0, 2, argnums=(1, 0), batch_argnums=(2,), has_aux=True)(
+        2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5
+    )
+    expected = jax.grad(fun, argnums=(1, 0), has_aux=True)(2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5)[0]
+    jax.tree.map(lambda ours, whole: np.testing.assert_allclose(ours / 8, whole, rtol=1e-6), window.grads, expected)
+    np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])  # of examples 0 and 2, of 1 and 3
+
+
+def test_several_arguments_may_be_the_batch_and_random_keys_may_be_among_them():
+    def fun(w, x, keys):
+        return jnp.mean(w * x * jax.vmap(jax.random.uniform)(keys))
+
+    x, keys = jnp.arange(6.0), jax.random.split(jax.random.key(3), 6)
+    window = jls.accumulate_gradients(fun, 4.0, 3, batch_argnums=(1, 2))(2.0, x, keys)
+    np.testing.assert_allclose(window.grads / 4, jax.grad(fun)(2.0, x, keys), rtol=1e-6)
+
+
+# What a bad micro-batch costs.
+
+
+def test_dropping_the_window_leaves_it_to_update():
+    params, batch = make_params(), with_bad_example(make_batch(), 5)
+    tx = jls.loss_scaled(optax.adam(0.1), "dynamic")
+    state = tx.init(params)
+    window = jls.accumulate_gradients(loss_fn, state, 4)(params, batch)
+    assert not window.grads_finite
+    after, after_state = tx.update_and_apply(window.grads, state, params)
+    jax.tree.map(np.testing.assert_array_equal, after, params)
+    assert (after_state.loss_scale(), after_state.skipped_steps) == (2.0**14, 1)
+
+
+# One bad example: 5 is in micro-batch 1 of 4.
+BAD_EXAMPLES = {
+    # value of the example: does the loss scale go down?
+    "an overflow of the gradients alone": ("overflow", True),
+    "a loss that is not finite": (NAN, False),
+}
+
+
+def overflowing_loss(params, batch):
+    """The loss is finite; its gradients are not where a flag says so."""
+    loss = loss_fn(params, {"x": batch["x"], "y": batch["y"]})
+    return loss + jax.lax.cond(batch["flag"].any(), _infinite_gradient, lambda w: 0.0, params["out"].sum())
+
+
+@jax.custom_vjp
+def _infinite_gradient(w):
+    return 0.0 * w
+
+
+_infinite_gradient.defvjp(lambda w: (0.0 * w, None), lambda _, cotangent: (cotangent * INF,))
+
+
+@pytest.mark.parametrize(("bad", "backs_off"), BAD_EXAMPLES.values(), ids=BAD_EXAMPLES)
+def test_dropping_a_microbatch_takes_the_mean_over_the_others(bad, backs_off):
+    params, batch = make_params(), {**make_batch(), "flag": jnp.zeros(24, bool)}
+    good = [microbatch(batch, index, 4) for index in (0, 2, 3)]
+    if bad == "overflow":
+        batch["flag"] = batch["flag"].at[5].set(True)
+    else:
+        batch = with_bad_example(batch, 5, bad)
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(SCALE, increment_period=1))
+    state = tx.init(params)
+    window = jax.jit(jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch"))(params, batch)
+    assert (window.num_kept, window.grads_finite) == (3, not backs_off)
+
+    values, grads = zip(*(jax.value_and_grad(loss_fn)(params, kept) for kept in good), strict=True)
+    if bad != "overflow":  # a loss that is finite counts, though its gradients were dropped
+        np.testing.assert_allclose(window.value, np.mean(values), rtol=1e-6)
+    assert np.isfinite(window.value)
+    expected = jax.tree.map(lambda *leaves: sum(leaves) / 3, *grads)
+    jax.tree.map(
+        lambda ours, mean: np.testing.assert_allclose(ours / SCALE, mean, rtol=2e-6, atol=1e-6), window.grads, expected
+    )
+    after, after_state = tx.update_and_apply(
+        window.grads, state, params, value=window.value, grads_finite=window.grads_finite
+    )
+    assert after_state.applied_steps == 1
+    assert after_state.loss_scale() == (SCALE / 2 if backs_off else SCALE * 2)
+    assert after_state.grads_finite == (not backs_off)
+    assert not (after["out"] == params["out"]).all()
+
+
+def test_where_all_are_bad_the_window_is_skipped():
+    params, batch = make_params(), {**make_batch(), "flag": jnp.ones(24, bool)}
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    state = tx.init(params)
+    for spoiled, scale in (batch, 2.0**14), ({**batch, "x": batch["x"] * NAN}, 2.0**15):
+        window = jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch")(params, spoiled)
+        assert window.num_kept == 0
+        after, after_state = tx.update_and_apply(
+            window.grads, state, params, value=window.value, grads_finite=window.grads_finite
+        )
+        jax.tree.map(np.testing.assert_array_equal, after, params)
+        assert (after_state.skipped_steps, after_state.loss_scale()) == (1, scale)
+
+
+def test_a_window_moves_the_scale_once():
+    params, batch = make_params(), make_batch()
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(SCALE, increment_period=3))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        window = jls.accumulate_gradients(loss_fn, state, 4, drop="microbatch")(params, batch)
+        return tx.update_and_apply(window.grads, state, params, value=window.value, grads_finite=window.grads_finite)
+
+    scales = []
+    for _ in range(4):
+        params, state = step(params, state)
+        scales.append(float(state.loss_scale()))
+    assert scales == [SCALE, SCALE, 2 * SCALE, 2 * SCALE]
+    assert state.applied_steps == 4
+
+
+# `grads_finite` of `update`: the table of `loss_scaled`, with a column more.
+
+VERDICTS = {
+    # gradients, parts finite, loss, skip_if: applied, scale (of 8; doubles on a good step)
+    "all good": (1.0, True, 1.0, False, True, 16.0),
+    "a part was dropped": (1.0, False, 1.0, False, True, 4.0),
+    "all were bad": (NAN, False, 1.0, False, False, 4.0),
+    "bad, and not told": (NAN, True, 1.0, False, False, 4.0),
+    "a part was dropped, the loss is bad": (1.0, False, NAN, False, False, 8.0),
+    "a part was dropped, and skipped on condition": (1.0, False, 1.0, True, False, 4.0),
+    "skipped on condition": (1.0, True, 1.0, True, False, 8.0),
+}
+
+
+@pytest.mark.parametrize("method", ["update", "update_and_apply"])
+@pytest.mark.parametrize(("grad", "parts", "value", "skip_if", "applied", "scale"), VERDICTS.values(), ids=VERDICTS)
+def test_a_dropped_part_lowers_the_scale_of_a_step_that_is_applied(grad, parts, value, skip_if, applied, scale, method):
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, 1))
+    params = jnp.float32(1.0)
+    _, state = getattr(tx, method)(
+        jnp.float32(grad), tx.init(params), params, value=value, skip_if=skip_if, grads_finite=jnp.array(parts)
+    )
+    assert (state.applied_steps, state.loss_scale()) == (int(applied), scale)
+    assert state.grads_finite == (parts and np.isfinite(grad))
+
+
+def test_without_a_loss_scale_nothing_is_checked():
+    tx = jls.loss_scaled(optax.sgd(0.1), None)
+    _, state = tx.update(jnp.float32(1.0), tx.init(jnp.float32(1.0)), grads_finite=False)
+    assert (state.applied_steps, state.grads_finite) == (1, True)
+
+
+def test_explain_tells_of_a_dropped_microbatch():
+    tx = jls.loss_scaled(optax.sgd(0.1), "dynamic")
+    _, state = tx.update(jnp.float32(1.0), tx.init(jnp.float32(1.0)), grads_finite=False)
+    assert "a micro-batch overflowed, and was left out" in jls.diagnostics.explain(state)
+
+
+# On many devices.
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    params, batch = make_params(), make_batch(32)
+    expected = jls.accumulate_gradients(loss_fn, SCALE, 4)(params, batch)
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P("data"))), batch)
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        compiled = jax.jit(jls.accumulate_gradients(loss_fn, SCALE, 4)).lower(params, placed).compile()
+        text = compiled.as_text()
+        assert not any(f" {gather}" in text for gather in ("all-gather", "all-to-all", "collective-permute"))
+        window = compiled(params, placed)
+    for name, grads in window.grads.items():
+        np.testing.assert_allclose(grads, expected.grads[name], rtol=1e-5, atol=1e-3)
+    assert window.grads_finite
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
+def test_under_shard_map_the_devices_agree_which_microbatches_are_kept(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, batch = make_params(), with_bad_example(make_batch(32), 5, NAN)  # device 1, its micro-batch 1 of 4
+
+    def local(params, batch):
+        if check_vma:
+            params = jax.lax.pcast(params, "data", to="varying")  # or jax would sum the gradients itself
+        window = jls.accumulate_gradients(loss_fn, SCALE, 4, drop="microbatch", axis_name="data")(params, batch)
+        return jax.lax.pmean(window.grads, "data"), window.num_kept[None]
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")), check_vma=check_vma)
+    grads, kept = jax.jit(mapped)(params, batch)
+    assert kept.tolist() == [3] * 8
+    good = jax.tree.map(lambda leaf: jnp.delete(leaf, jnp.arange(1, 32, 4), axis=0), batch)
+    for name, expected in jax.grad(loss_fn)(params, good).items():
+        np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)
+
+
+# Bad input.
+
+BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
+REFUSED = {
+    "no number": ({"num_microbatches": 2.0}, (BATCH,), "num_microbatches.*2.0"),
+    "a bool": ({"num_microbatches": True}, (BATCH,), "num_microbatches.*True"),
+    "none": ({"num_microbatches": 0}, (BATCH,), "num_microbatches.*0"),
+    "drop": ({"drop": "both"}, (BATCH,), "drop.*'both'"),
+    "no loss scale": ({"loss_scale": "dynamic"}, (BATCH,), r"accumulate_gradients\(loss_scale=...\).*'dynamic'"),
+    "uneven": ({"num_microbatches": 4}, (BATCH,), "must divide the 6 examples"),
+    "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "must divide the 0 examples"),
+    "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
+    "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
+    "no arrays": ({}, (None,), "same number of examples"),
+    "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch by position"),
+}
+
+
+@pytest.mark.parametrize(("options", "batch", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_by_name(options, batch, message):
+    options = {"loss_scale": 8.0, "num_microbatches": 2} | options
+    with pytest.raises(ValueError, match=message):
+        jls.accumulate_gradients(loss_fn, **options)(make_params(), *batch)
+
+
+def test_a_verdict_that_is_no_boolean_is_refused():
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"update\(grads_finite=...\)"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), grads_finite=jnp.array([True, True]))
