@@ -1,6 +1,6 @@
 """Loss scaling for float16 training in JAX and optax."""
 
-from jax_lossscale import diagnostics
+from jax_lossscale import diagnostics, plotting
 from jax_lossscale._accumulation import AccumulatedGradients, accumulate_gradients
 from jax_lossscale._finite import all_finite
 from jax_lossscale._gradients import scaled_grad, value_and_scaled_grad
@@ -44,6 +44,7 @@ __all__ = [
     "loss_scale_for",
     "loss_scaled",
     "metrics",
+    "plotting",
     "raise_if_stuck",
     "scaled_grad",
     "select_tree",

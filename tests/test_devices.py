@@ -1,6 +1,12 @@
-"""`loss_scaled` on eight host devices: every device takes the same decision, and shardings stay."""
+"""`loss_scaled` on eight host devices: every device takes the same decision, and shardings stay.
 
+First the optimizer step alone, then whole training steps: on a mesh, inside `jax.shard_map`, and under `jax.pmap`.
+"""
+
+import functools
+import itertools
 import re
+from typing import NamedTuple
 
 import chex
 import jax
@@ -160,11 +166,12 @@ def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, chec
     assert (after_state.loss_scale(), after_state.applied_steps, after_state.skipped_steps) == (4.0, 1, 1)
 
 
-MAPS = {"pmap": jax.pmap, "vmap": jax.vmap}
+has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of jax has no pmap any more")
 
 
-@pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
-def test_under_a_named_map_one_bad_member_is_seen_by_all(mapped):
+@pytest.mark.parametrize("name", [pytest.param("pmap", marks=has_pmap), "vmap"])
+def test_under_a_named_map_one_bad_member_is_seen_by_all(name):
+    mapped = getattr(jax, name)
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="member")
     params = jnp.full((8, 2), 8.0)
     step = mapped(tx.update_and_apply, axis_name="member")
@@ -172,3 +179,341 @@ def test_under_a_named_map_one_bad_member_is_seen_by_all(mapped):
     bad = step(params.at[3, 1].set(jnp.nan), good[1], good[0])
     chex.assert_trees_all_equal((bad[0], bad[1].inner_state), (good[0], good[1].inner_state))
     assert bad[1].loss_scale().tolist() == [4.0] * 8
+
+
+# A whole training step: float16 compute, a forward and a backward pass, the optimizer.
+
+START = jls.DynamicLossScale(2.0**10)
+RANDOM = np.random.default_rng(0)
+PARAMS = {
+    "kernel": RANDOM.normal(size=(8, 32)).astype(np.float32),
+    "bias": np.zeros(32, np.float32),
+    "readout": RANDOM.normal(size=(32, 8)).astype(np.float32),
+    "offset": np.zeros(8, np.float32),
+}
+BATCH = {name: RANDOM.normal(size=(16, 8)).astype(np.float16) for name in ("x", "y")}
+
+
+def loss_fn(params, batch, **dot_options):
+    compute = jls.cast_floating(params, jnp.float16)
+    hidden = jnp.tanh(batch["x"] @ compute["kernel"] + compute["bias"][None])
+    error = jnp.dot(hidden, compute["readout"], **dot_options) + compute["offset"][None] - batch["y"]
+    return jnp.mean(jnp.square(error.astype(jnp.float32)))
+
+
+def with_one_element(array, value):
+    """A copy with one element changed, which belongs to one example, and on a sharded axis to one shard."""
+    changed = np.array(array)
+    changed[11, 2] = value
+    return changed
+
+
+# What happens to one element, and the scale after it. A forward pass that diverged does not lower the scale.
+SPOILED_BATCHES = {
+    "a NaN in the batch": ({**BATCH, "x": with_one_element(BATCH["x"], np.nan)}, 2.0**10),
+    "an infinity in the batch": ({**BATCH, "y": with_one_element(BATCH["y"], np.inf)}, 2.0**10),
+    "a gradient that float16 does not hold": ({**BATCH, "y": with_one_element(BATCH["y"], 6e4)}, 2.0**9),
+}
+
+
+@functools.cache
+def loss_and_grads_on_one_device():
+    return jax.jit(jax.value_and_grad(loss_fn))(PARAMS, BATCH)
+
+
+def assert_is_the_first_step_on_one_device(inner_state, loss):
+    expected_loss, expected_grads = loss_and_grads_on_one_device()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
+    # The first moments are a tenth of the gradients, which float16 rounds in another order here.
+    grads = jax.tree.map(lambda moment: 10 * np.asarray(moment), inner_state[0].mu)
+    chex.assert_trees_all_close(grads, jax.device_get(expected_grads), rtol=1e-2, atol=2e-2)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def on_each_device(scalar):
+    """The copies of a replicated scalar, which nothing but the program keeps equal."""
+    return [shard.data.item() for shard in scalar.addressable_shards]
+
+
+def shard_bits(tree):
+    """The bits of every copy and every shard, each device by itself."""
+    return [bits([shard.data for shard in leaf.addressable_shards]) for leaf in jax.tree.leaves(tree)]
+
+
+class Layout(NamedTuple):
+    mesh: dict[str, int]
+    batch: P
+    params: dict[str, P]
+    gathers: int  # collectives of whole arrays that the model itself asks for
+
+
+LAYOUTS = {
+    "data parallel": Layout({"data": 8}, P("data"), dict.fromkeys(PARAMS, P()), 0),
+    "fully sharded": Layout({"data": 8}, P("data"), dict.fromkeys(PARAMS, P("data")), len(PARAMS)),
+    "data and model": Layout(
+        {"data": 2, "model": 4},
+        P("data"),
+        {"kernel": P(None, "model"), "bias": P("model"), "readout": P("model"), "offset": P()},
+        0,
+    ),
+}
+
+
+class Training:
+    """A compiled training step on a mesh, and what it starts from."""
+
+    def __init__(self, layout, axis_type, skip):
+        is_explicit = axis_type is AxisType.Explicit
+        self.layout = layout
+        self.mesh = jax.make_mesh(
+            tuple(layout.mesh.values()), tuple(layout.mesh), axis_types=(axis_type,) * len(layout.mesh)
+        )
+        tx = jls.loss_scaled(optax.adam(0.1), START, skip=skip)
+        gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+        # With explicit axes the user says how a product is laid out whose summed dimension is sharded.
+        dot_options = {"out_sharding": P("data")} if is_explicit else {}
+
+        def sharded_loss_fn(params, batch):
+            if layout.gathers:
+                compute = jls.cast_floating(params, jnp.float16)
+                params = jax.tree.map(lambda leaf: gather(leaf, P()), compute)
+            return loss_fn(params, batch, **dot_options)
+
+        def step(params, state, batch, spoil):
+            loss, grads = jls.value_and_scaled_grad(sharded_loss_fn, state)(params, batch)
+            grads = {**grads, "kernel": grads["kernel"] + spoil}
+            return *tx.update_and_apply(grads, state, params, value=loss), loss
+
+        with jax.set_mesh(self.mesh):
+            self.params = {name: self.put(PARAMS[name], spec) for name, spec in layout.params.items()}
+            state = tx.init(self.params)  # the moments lie as the parameters do; the scalars are put on every device
+            self.state = jax.tree.map(lambda leaf: leaf if leaf.ndim else self.put(leaf, P()), state)
+            arguments = self.params, self.state, self.placed_batch(BATCH), self.placed_spoil(0.0)
+            self.compiled = jax.jit(step).lower(*arguments).compile()
+
+    def put(self, array, spec):
+        return jax.device_put(array, NamedSharding(self.mesh, spec))
+
+    def placed_batch(self, batch):
+        return {name: self.put(array, self.layout.batch) for name, array in batch.items()}
+
+    def placed_spoil(self, value):
+        """What is added to the gradient of the kernel: nothing but in one element."""
+        spoil = np.zeros((8, 32), np.float32)
+        spoil[5, 13] = value
+        return self.put(spoil, self.layout.params["kernel"])
+
+    def step(self, params, state, batch=BATCH, spoil=0.0):
+        return self.compiled(params, state, self.placed_batch(batch), self.placed_spoil(spoil))
+
+
+@functools.cache
+def training(layout, axis_type, skip):
+    return Training(LAYOUTS[layout], MESH[axis_type], skip)
+
+
+on_every_mesh = pytest.mark.parametrize(
+    ("layout", "axis_type", "skip"), list(itertools.product(LAYOUTS, MESH, ["cond", "select"]))
+)
+
+
+@on_every_mesh
+def test_a_training_step_on_a_mesh_is_that_of_one_device_and_leaves_everything_where_it_lay(layout, axis_type, skip):
+    run = training(layout, axis_type, skip)
+    params, state, loss = run.step(run.params, run.state)
+    assert_is_the_first_step_on_one_device(state.inner_state, loss)
+    assert not set(bits(params)) & set(bits(run.params))
+    assert on_each_device(state.applied_steps) == [1] * 8
+    for before, after in zip(jax.tree.leaves((run.params, run.state)), jax.tree.leaves((params, state)), strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+    for name, spec in run.layout.params.items():
+        for leaf in params[name], state.inner_state[0].mu[name], state.inner_state[0].nu[name]:
+            assert leaf.sharding.is_equivalent_to(NamedSharding(run.mesh, spec), leaf.ndim)
+
+
+@on_every_mesh
+def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_training_step(layout, axis_type, skip):
+    run = training(layout, axis_type, skip)
+    params, state, _ = run.step(run.params, run.state)
+    spoiled = [(batch, 0.0, scale) for batch, scale in SPOILED_BATCHES.values()]
+    spoiled += [(BATCH, value, 2.0**9) for value in (np.nan, -np.inf)]
+    for batch, value, scale in spoiled:
+        after, after_state, _ = run.step(params, state, batch, value)
+        assert on_each_device(after_state.loss_scale()) == [scale] * 8
+        assert on_each_device(after_state.grads_finite) == [False] * 8
+        assert on_each_device(after_state.skipped_steps) == [1] * 8
+        assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
+
+
+@on_every_mesh
+def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_type, skip):
+    run = training(layout, axis_type, skip)
+    found = re.findall(
+        r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+        run.compiled.as_text(),
+    )
+    verdicts = [result for result, kind in found if kind == "all-reduce" and re.search(r"(s32|pred)\[\]", result)]
+    assert len(verdicts) == 1
+    moves = [kind for _, kind in found if kind != "all-reduce"]
+    assert moves == ["all-gather"] * run.layout.gathers  # those of the forward pass
+
+
+# The same step inside `jax.shard_map`, where the user adds up the gradients. These are the ways to do it.
+
+
+def transformation(names):
+    return jls.loss_scaled(optax.adam(0.1), START, axis_name=names)
+
+
+def mean_over(names, tree):
+    return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, names), tree)
+
+
+def local_grads(names, params, state, batch):
+    """With ``check_vma`` JAX adds up the gradients of what is the same everywhere; of varying copies it does not."""
+    copies = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, names, to="varying"), params)
+    return jls.value_and_scaled_grad(loss_fn, state)(copies, batch)
+
+
+def by_hand(grads, should_apply, loss_scale, params, state):
+    updates, inner_state = optax.adam(0.1).update(grads, state.inner_state, params)
+    new = optax.apply_updates(params, updates), inner_state
+    params, inner_state = jls.select_tree(should_apply, new, (params, state.inner_state))
+    return params, state._replace(loss_scale=loss_scale, inner_state=inner_state, grads_finite=should_apply)
+
+
+def averaged_before(names, params, state, batch):
+    loss, grads = local_grads(names, params, state, batch)
+    loss, grads = mean_over(names, (loss, grads))
+    return *transformation(names).update_and_apply(grads, state, params, value=loss), loss
+
+
+def averaged_before_with_the_local_loss(names, params, state, batch):
+    loss, grads = local_grads(names, params, state, batch)
+    updates, state = transformation(names).update(mean_over(names, grads), state, params, value=loss)
+    return optax.apply_updates(params, updates), state, mean_over(names, loss)
+
+
+def averaged_by_jax(names, params, state, batch):
+    def global_loss(params):
+        return mean_over(names, loss_fn(params, batch))
+
+    loss, grads = jls.value_and_scaled_grad(global_loss, state)(params)
+    return *transformation(names).update_and_apply(grads, state, params, value=loss), loss
+
+
+def averaged_after_a_joint_verdict(names, params, state, batch):
+    loss, grads = local_grads(names, params, state, batch)
+    grads = state.loss_scale.unscale(grads)
+    loss_scale, should_apply = state.loss_scale.update(grads, axis_name=names)
+    return *by_hand(mean_over(names, grads), should_apply, loss_scale, params, state), mean_over(names, loss)
+
+
+def averaged_after_and_judged_then(names, params, state, batch):
+    loss, grads = local_grads(names, params, state, batch)
+    grads = mean_over(names, state.loss_scale.unscale(grads))
+    grads_finite = jls.all_finite(grads)  # no name: an average of one bad gradient is bad on all devices
+    loss_scale = state.loss_scale.adjust(grads_finite)
+    return *by_hand(grads, grads_finite, loss_scale, params, state), mean_over(names, loss)
+
+
+def fully_sharded(names, params, state, batch):
+    """Each device holds, and steps, an eighth of every parameter."""
+
+    def share_of_loss(params, batch):
+        compute = jls.cast_floating(params, jnp.float16)
+        whole = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, names, tiled=True), compute)
+        return loss_fn(whole, batch) / 8
+
+    share, grads = jls.value_and_scaled_grad(share_of_loss, state)(params, batch)
+    loss = jax.lax.psum(share, names)
+    return *transformation(names).update_and_apply(grads, state, params, value=loss), loss
+
+
+# By hand nobody looks at the loss: the scale comes down also for a batch that no scale would have saved.
+WAYS = {
+    averaged_before: {"check": [True, False], "sharded": False, "looks_at_loss": True},
+    averaged_before_with_the_local_loss: {"check": [True, False], "sharded": False, "looks_at_loss": True},
+    averaged_by_jax: {"check": [True], "sharded": False, "looks_at_loss": True},
+    averaged_after_a_joint_verdict: {"check": [True, False], "sharded": False, "looks_at_loss": False},
+    averaged_after_and_judged_then: {"check": [True, False], "sharded": False, "looks_at_loss": False},
+    fully_sharded: {"check": [True, False], "sharded": True, "looks_at_loss": True},
+}
+DEVICES = {
+    "one axis": ((8,), ("data",), AxisType.Auto),
+    "two axes": ((4, 2), ("data", "model"), AxisType.Explicit),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "check_vma", "devices"),
+    [
+        (way, check_vma, devices)
+        for way, properties in WAYS.items()
+        for check_vma in properties["check"]
+        for devices in (DEVICES if way in (averaged_before, fully_sharded) else ["one axis"])
+    ],
+)
+def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma, devices):
+    shape, names, axis_type = DEVICES[devices]
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+    lies = P(names) if WAYS[way]["sharded"] else P()
+    state = transformation(names).init(PARAMS)
+    state_specs = jax.tree.map(lambda leaf: lies if leaf.ndim else P(), state)
+    step = jax.shard_map(
+        functools.partial(way, names),
+        mesh=mesh,
+        in_specs=(lies, state_specs, P(names)),
+        out_specs=(lies, state_specs, P()),
+        check_vma=check_vma,
+    )
+    step = jax.jit(step)
+
+    with jax.set_mesh(mesh):
+        put = functools.partial(jax.tree.map, lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)))
+        specs = dict.fromkeys(PARAMS, lies)
+        batch_specs = dict.fromkeys(BATCH, P(names))
+        params, state, loss = step(put(PARAMS, specs), put(state, state_specs), put(BATCH, batch_specs))
+        assert_is_the_first_step_on_one_device(state.inner_state, loss)
+        for batch, scale in SPOILED_BATCHES.values():
+            after, after_state, _ = step(params, state, put(batch, batch_specs))
+            assert on_each_device(after_state.loss_scale()) == [scale if WAYS[way]["looks_at_loss"] else 2.0**9] * 8
+            assert on_each_device(after_state.grads_finite) == [False] * 8
+            assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
+
+
+def test_under_shard_map_without_jit_one_bad_shard_is_seen_by_all():
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE, axis_name="shard")
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    params = jnp.ones(8)
+    specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), (params, tx.init(params), params))
+    step = jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1]))
+    good = step(params, tx.init(params), params)
+    bad = step(params.at[5].set(jnp.nan), *reversed(good))
+    assert (good[0] < 1).all()
+    assert bits(bad[0]) == bits(good[0])
+    assert on_each_device(bad[1].loss_scale()) == [4.0] * 8
+
+
+@has_pmap
+@pytest.mark.parametrize("way", [averaged_before, averaged_after_a_joint_verdict])
+def test_under_pmap_one_bad_example_skips_the_training_step(way):
+    step = jax.pmap(functools.partial(way, "data"), axis_name="data")
+
+    def on_devices(tree):
+        return jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), tree)
+
+    def shards(batch):
+        return {name: array.reshape(8, 2, 8) for name, array in batch.items()}
+
+    params, state, losses = step(on_devices(PARAMS), on_devices(transformation("data").init(PARAMS)), shards(BATCH))
+    assert not set(bits(params)) & set(bits(on_devices(PARAMS)))
+    assert_is_the_first_step_on_one_device(*jax.tree.map(lambda leaf: leaf[-1], (state.inner_state, losses)))
+    for batch, scale in SPOILED_BATCHES.values():
+        after, after_state, _ = step(params, state, shards(batch))
+        assert after_state.loss_scale().tolist() == [scale if WAYS[way]["looks_at_loss"] else 2.0**9] * 8
+        assert after_state.grads_finite.tolist() == [False] * 8
+        assert bits((after, after_state.inner_state)) == bits((params, state.inner_state))

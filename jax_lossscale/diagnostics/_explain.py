@@ -18,6 +18,7 @@ _MANY_SKIPS_IN_A_ROW = 16
 _LARGE_SHARE_OF_SKIPS = 0.05
 _FEW_STEPS = 100
 
+_PERHAPS_AN_OVERFLOW = "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
 _AN_OVERFLOW = "That is how the scale finds what the gradients bear: there is nothing to do."
 _A_NAN_THAT_STAYS = (
     "An overflow goes away when the scale falls, and a NaN that stays is none. Look for the derivative of a square "
@@ -152,7 +153,7 @@ def _what_to_do(state: LossScaledState) -> str:
         return _THE_LOSS
     stuck = bool(cannot_go_lower(state.loss_scale))
     if not stuck and state.consecutive_skips < _MANY_SKIPS_IN_A_ROW:
-        return _AN_OVERFLOW
+        return _AN_OVERFLOW if record is not None and not record.has_nan else _PERHAPS_AN_OVERFLOW
     reason = _UNKNOWN_GRADIENTS
     if record is not None:
         reason = _A_NAN_THAT_STAYS if record.has_nan else _AN_INFINITY_THAT_STAYS

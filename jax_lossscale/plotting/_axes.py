@@ -1,0 +1,34 @@
+"""What all figures share: matplotlib, imported on the first call, new Axes, and colours.
+
+The colours are of the palette of Okabe and Ito, which most colour-blind people can tell apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, VERMILLION, GREEN = "#0072b2", "#d55e00", "#009e73"
+GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
+
+
+def require_matplotlib(caller: str) -> None:
+    """Raise an `ImportError` that names the extra, unless matplotlib is there."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'`{caller}` needs matplotlib: `pip install "jax_lossscale[plot]"`.') from error
+
+
+def new_axes() -> Axes:
+    """Axes of a new figure, which a notebook shows."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(layout="constrained")[1]
+
+
+def remove_box(ax: Axes) -> None:
+    """Leave the axes at the left and at the bottom, and nothing else of the box around them."""
+    ax.spines[["top", "right"]].set_visible(False)

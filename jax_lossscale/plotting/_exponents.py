@@ -1,0 +1,241 @@
+"""Gradients in the range of a dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.registry import is_number
+from jax_lossscale._tree import checked_dtype, widen
+from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
+from jax_lossscale.plotting._axes import BLUE, GRAY, PALE, PALER, VERMILLION, new_axes, remove_box, require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_exponents(
+    tree_or_histogram: chex.ArrayTree | ExponentHistogram,
+    loss_scale: ArrayLike | LossScale = 1.0,
+    *,
+    dtype: DTypeLike = jnp.float16,
+    yscale: Literal["linear", "log"] = "linear",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw how gradients lie in the range of a dtype, before and after they are multiplied by a loss scale.
+
+    A loss scale moves the histogram to the right by ``log2(loss_scale)``. It is well chosen when nothing is left where
+    gradients become zero, below half of the smallest subnormal number, and nothing has arrived where they overflow.
+    The legend gives the shares, of all finite gradients that are not zero, like
+    `jax_lossscale.diagnostics.underflow_fraction`; for a loss scale that is no power of two, to within one bar.
+
+    Args:
+      tree_or_histogram: *unscaled* gradients, best computed in float32; or the `ExponentHistogram` of some, whose
+        subnormal numbers, of any size, are neither drawn nor counted among those that become zero.
+      loss_scale: a positive number, or a `LossScale`, of which the current scale is taken; with 1, the gradients are
+        drawn as they are and no more.
+      dtype: the floating dtype whose range is shown; that of bfloat16 is marked as well (beside bfloat16, float16's).
+      yscale: ``"log"`` shows the rare exponents, too.
+      ax: where to draw; by default a new figure of `matplotlib.pyplot`.
+
+    Returns:
+      The Axes; bars are drawn over the powers of two, 0 stands for a magnitude of 1.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      ValueError: if there are no gradients, or several histograms; if ``loss_scale`` is not a positive finite number,
+        ``dtype`` is not a real floating dtype, or ``yscale`` is neither of the two.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> from matplotlib.figure import Figure
+      >>> grads = {"kernel": jnp.array([1e-9, 1e-6, 1e-4, 1e-2])}
+      >>> ax = jls.plotting.plot_exponents(grads, 2.0**15, ax=Figure().subplots())
+      >>> print(*(text.get_text() for text in ax.get_legend().get_texts()), sep=chr(10))
+      gradients: 25 % become zero
+      times $2^{15}$: 0 % become zero (25 % rescued)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+    """
+    require_matplotlib("plot_exponents")
+    from matplotlib.ticker import MaxNLocator
+
+    dtype = checked_dtype(dtype, "plot_exponents(dtype=...)")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`plot_exponents(dtype=...)` must be a real floating dtype, got {dtype.name}.")
+    if yscale not in ("linear", "log"):
+        raise ValueError(f"`plot_exponents(yscale=...)` must be 'linear' or 'log', got {yscale!r}.")
+    scale = _as_number(loss_scale)
+    histogram = _one_histogram(tree_or_histogram)
+    counts = np.asarray(histogram.counts, np.int64)
+    numbers = int(counts.sum()) + int(histogram.subnormals)
+    undrawn = {
+        "exactly zero": int(histogram.zeros),
+        "not finite": int(histogram.nonfinite),
+        "subnormal in their own dtype": int(histogram.subnormals),
+    }
+    if counts.sum() + sum(undrawn.values()) == 0:
+        raise ValueError("`plot_exponents(tree_or_histogram=...)` holds no floating or complex number to draw.")
+
+    shift = float(np.log2(scale))
+    shifts = (0.0, shift) if scale != 1 else (0.0,)
+    edges = np.append(histogram.exponents, histogram.exponents[-1] + 1).astype(float)
+    faint = 0 if isinstance(tree_or_histogram, ExponentHistogram) else int(histogram.subnormals)
+    shares = [np.divide(_lost_and_over(counts, edges + shift, faint, dtype), max(numbers, 1)) for shift in shifts]
+    rescued = shares[0][0] - shares[-1][0]
+
+    ax = new_axes() if ax is None else ax
+    remove_box(ax)
+    heights, bars = _between_the_first_and_the_last(100 * counts / max(numbers, 1), edges)
+    gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "fill": scale != 1}
+    ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)
+    if scale != 1:
+        end = f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
+        label = f"times {_power_or_number(scale)}: {_told(*shares[1])}{end}"
+        ax.stairs(heights, bars + shift, color=BLUE, linewidth=2.2, label=label)
+    bottom, _, top = _range_of(dtype)
+    for moved in shifts:
+        _hatch(ax, heights, np.clip(bars + moved, None, bottom))
+        _hatch(ax, heights, np.clip(bars + moved, top, None))
+
+    left, right = min(bottom, bars[0] + min(shifts) - 1), max(top, bars[-1] + max(shifts) + 1)
+    margin = 0.12 * (right - left)  # room for the names of what lies outside
+    ax.set_xlim(min(left, bottom - margin), max(right, top + margin))
+    _set_share_axis(ax, heights, yscale)
+    _draw_ranges(ax, dtype)
+    ax.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 4, 8, 10], integer=True))
+    ax.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
+    ax.set(xlabel="magnitude of a gradient", ylabel="share of non-zero gradients (%)")
+    _add_exponent_legend(ax, undrawn, int(counts.sum()) + sum(undrawn.values()))
+    return ax
+
+
+def _as_number(loss_scale: Any) -> float:
+    value = loss_scale() if isinstance(loss_scale, LossScale) else loss_scale
+    if not is_number(value) or not 0 < float(value) < np.inf:
+        raise ValueError(f"`plot_exponents(loss_scale=...)` must be one positive finite number, got {value!r}.")
+    return float(value)
+
+
+def _one_histogram(tree: Any) -> ExponentHistogram:
+    if isinstance(tree, ExponentHistogram) and tree.counts.ndim == 1:
+        return tree
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))
+    if any(isinstance(node, ExponentHistogram) for node in nodes):
+        raise ValueError("`plot_exponents(tree_or_histogram=...)` holds several histograms. Draw one at a time.")
+    # As float32, the subnormal numbers of float16 have exponents of their own; bfloat16 has those of float32 already.
+    return exponent_histogram(widen(tree, keep=(jnp.bfloat16,)))
+
+
+def _range_of(dtype: DTypeLike) -> tuple[int, int, int]:
+    """The powers of two below which a number rounds to zero or is subnormal, and from which it overflows."""
+    info = jnp.finfo(dtype)
+    return info.minexp - info.nmant - 1, info.minexp, int(np.floor(np.log2(float(info.max)))) + 1
+
+
+def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any) -> tuple[float, float]:
+    """How many numbers become zero, and how many overflow, if the bars of ``counts`` stand between ``edges``.
+
+    ``faint`` are numbers of which no more is known than that they lie below the first edge.
+    """
+    bottom, _, top = _range_of(dtype)
+    cumulative = np.append(0, counts.cumsum())
+    below, up_to_top = np.interp([bottom, top], edges, cumulative)
+    return float(below) + (faint if edges[0] <= bottom else 0), float(cumulative[-1] - up_to_top)
+
+
+def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bars and their edges without the empty ones at both ends; at least one bar."""
+    drawn = np.flatnonzero(heights)
+    first, last = (drawn[0], drawn[-1]) if len(drawn) else (np.searchsorted(edges, 0), np.searchsorted(edges, 0))
+    return heights[first : last + 1], edges[first : last + 2]
+
+
+def _hatch(ax: Axes, heights: np.ndarray, edges: np.ndarray) -> None:
+    """Hatch what the dtype loses; bars that it keeps have no width between these edges."""
+    if np.any(np.diff(edges) * heights):
+        style: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
+        ax.stairs(heights, edges, fill=True, zorder=1.1, **style)
+
+
+def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
+    """An axis that ends where the bars do, with room above it for the ranges and the legend."""
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+    tallest = float(heights.max()) or 1.0
+    ticks: Any
+    if yscale == "log":
+        lowest = heights[heights > 0].min(initial=tallest) / 2
+        ax.set_ylim(lowest, tallest * (tallest / lowest) ** 0.7)
+        ax.set_yscale("log")  # after the limits, which else it would look for, in vain if there is no bar
+        ticks = LogLocator(numticks=8).tick_values(lowest, tallest)
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter("{x:g}")
+    else:
+        lowest = 0.0
+        ax.set_ylim(lowest, tallest / 0.6)
+        ticks = MaxNLocator(6).tick_values(lowest, tallest)
+    ax.yaxis.set_major_locator(FixedLocator(ticks[(ticks >= lowest) & (ticks <= tallest)]))
+    ax.spines["left"].set_bounds(lowest, tallest)
+
+
+def _draw_ranges(ax: Axes, dtype: Any) -> None:
+    """Gray where gradients are lost, and names above; below these the range of another dtype, as a line."""
+    bottom, normal, top = _range_of(dtype)
+    left, right = ax.get_xlim()
+    zones = [
+        ("to zero", left, bottom, PALE),
+        ("subnormal", bottom, normal, PALER),
+        (f"normal {dtype.name}", normal, top, "white"),
+        ("overflow", top, right, PALE),
+    ]
+    row: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
+    for name, start, end, color in zones:
+        rotation = 90 if end - start < 0.085 * (right - left) else 0  # a narrow zone has its name upright
+        box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
+        ax.axvspan(start, end, facecolor=color, edgecolor="none", zorder=0)
+        ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **row)
+    for edge in bottom, normal, top:
+        ax.axvline(edge, color=GRAY, linewidth=0.8, linestyle=":", zorder=0.5)
+
+    other = jnp.dtype(jnp.float16 if dtype == jnp.bfloat16 else jnp.bfloat16)
+    _, normal, top = _range_of(other)
+    line: Any = {"color": GRAY, "clip_on": False, "transform": ax.get_xaxis_transform()}
+    ends = max(left, normal), min(right, top)
+    ax.plot(ends, (0.91, 0.91), linewidth=1.2, **line)
+    for end, marker in zip(ends, ("<" if left > normal else "|", ">" if right < top else "|"), strict=True):
+        ax.plot(end, 0.91, marker, markersize=6, **line)
+    ax.text((normal + top) / 2, 0.9, f"normal {other.name}: $2^{{{normal}}}$ to $2^{{{top}}}$", **row)
+
+
+def _add_exponent_legend(ax: Axes, undrawn: dict[str, int], everything: int) -> None:
+    words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(0.0, 0.82),  # below the ranges
+        title=f"not drawn: {', '.join(words)}" if words else None,
+        alignment="left",
+        fontsize="small",
+        title_fontsize="small",
+    )
+
+
+def _told(lost: float, over: float) -> str:
+    return f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
+
+
+def _power_or_number(scale: float) -> str:
+    mantissa, exponent = np.frexp(scale)
+    return f"$2^{{{exponent - 1}}}$" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %" if share == 0 or share >= 1e-4 else "< 0.01 %"

@@ -1,0 +1,246 @@
+"""What happened over the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_lossscale.plotting._axes import BLUE, GREEN, VERMILLION, new_axes, remove_box, require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_METRICS = ("grads_finite", "applied_steps", "skipped_steps", "consecutive_skips", "last_bad_leaf")
+_HISTORY = ("loss", "loss_scale", "skipped", "underflow", *_METRICS)
+
+
+def plot_loss_scale(
+    loss_scale: ArrayLike | Sequence[ArrayLike],
+    skipped: ArrayLike | Sequence[ArrayLike] | None = None,
+    *,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the history of a loss scale: where it grew, and which steps were skipped.
+
+    Args:
+      loss_scale: ``[steps]``, the scale after each step, as `jax_lossscale.metrics` gives it. Numbers that are not
+        finite and positive leave gaps.
+      skipped: ``bool[steps]``, whether the step was skipped. If omitted, the steps at which the scale fell are marked;
+        that misses skipped steps that did not lower it, and one before the first number.
+      ax: where to draw; by default a new figure of `matplotlib.pyplot`.
+
+    Returns:
+      The Axes; steps count from 1.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      ValueError: if one of the two is not one-dimensional or holds nothing, or their lengths differ.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> from matplotlib.figure import Figure
+      >>> skipped = [False, True, False, False]
+      >>> ax = jls.plotting.plot_loss_scale([8.0, 4.0, 4.0, 8.0], skipped, ax=Figure().subplots())
+      >>> [text.get_text() for text in ax.get_legend().get_texts()]
+      ['skipped step (1)', 'growth (1)']
+    """
+    require_matplotlib("plot_loss_scale")
+    given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
+    columns = _columns(given, "plot_loss_scale")
+    ax = new_axes() if ax is None else ax
+    _draw_loss_scale(ax, columns["loss_scale"], _was_skipped(columns))
+    ax.set(xlabel="step", ylabel="loss scale (power of two)")
+    return ax
+
+
+def plot_run(
+    history: Mapping[str, ArrayLike | Sequence[ArrayLike]] | Sequence[Mapping[str, ArrayLike]],
+    *,
+    axes: Sequence[Axes] | np.ndarray | None = None,
+) -> tuple[Axes, ...]:
+    """Draw a run over its steps: the loss, the loss scale, the steps skipped so far, and the underflow.
+
+    A panel is drawn for each of these that the history tells of. A loss that is not finite leaves a gap, with a mark
+    below it.
+
+    Args:
+      history: sequences by name, all as long as the run, or one dictionary for each step: ``"loss"``; ``"loss_scale"``,
+        as in `plot_loss_scale`; ``"skipped"``, or else the rest of `jax_lossscale.metrics`, that is
+        ``"consecutive_skips"``, ``"skipped_steps"`` or ``"grads_finite"``, the first of them that is there;
+        ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured.
+      axes: where to draw, as many Axes as there are panels; by default a new figure of `matplotlib.pyplot`.
+
+    Returns:
+      The Axes, from top to bottom; steps count from 1.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      ValueError: if a name is unknown, a sequence is not one-dimensional or not as long as the others, there is nothing
+        to draw, or the number of Axes is not that of the panels.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> from matplotlib.figure import Figure
+      >>> history = {"loss": [2.0, 1.5, 1.0], "loss_scale": [8.0, 4.0, 4.0], "skipped": [False, True, False]}
+      >>> axes = jls.plotting.plot_run(history, axes=Figure().subplots(3))
+      >>> [ax.get_title("left") for ax in axes]
+      ['loss', 'loss scale (power of two)', 'skipped steps (total)']
+    """
+    require_matplotlib("plot_run")
+    columns = _columns(history, "plot_run")
+    skipped = _was_skipped(columns)
+    panels: dict[str, Any] = {}
+    if "loss" in columns:
+        panels["loss"] = lambda ax: _draw_loss(ax, columns["loss"])
+    if "loss_scale" in columns:
+        panels["loss scale (power of two)"] = lambda ax: _draw_loss_scale(ax, columns["loss_scale"], skipped)
+    if skipped is not None:
+        total = columns.get("skipped_steps", skipped.cumsum())
+        panels["skipped steps (total)"] = lambda ax: _draw_total(ax, total)
+    if "underflow" in columns:
+        panels["underflow (% of gradients)"] = lambda ax: _draw_underflow(ax, columns["underflow"])
+    if not panels:
+        raise ValueError(f"`plot_run(history=...)` has nothing to draw, only {sorted(columns)}.")
+
+    axes = _new_panels(len(panels)) if axes is None else tuple(np.ravel(np.asarray(axes, object)))
+    if len(axes) != len(panels):
+        names = ", ".join(panels)
+        raise ValueError(f"`plot_run(axes=...)` must be {len(panels)} Axes, for: {names}; got {len(axes)}.")
+    for ax, (name, draw) in zip(axes, panels.items(), strict=True):
+        draw(ax)
+        ax.set_title(name, loc="left", fontsize="medium")  # beside a low panel a label would not have room
+        ax.tick_params(labelsize="small")
+    axes[-1].set_xlabel("step")
+    return axes
+
+
+def _new_panels(number: int) -> tuple[Axes, ...]:
+    from matplotlib import pyplot
+
+    size = (6.4, 0.8 + 1.2 * number)
+    _, axes = pyplot.subplots(number, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
+    return tuple(axes[:, 0])
+
+
+def _columns(history: Any, caller: str) -> dict[str, np.ndarray]:
+    """The sequences by name, as NumPy arrays of the same length."""
+    history = jax.device_get(history)
+    if not isinstance(history, Mapping):
+        steps = list(history)
+        names = list(dict.fromkeys(name for step in steps for name in step))
+        history = {name: [step[name] for step in steps if name in step] for name in names}
+    unknown = sorted(set(history) - set(_HISTORY))
+    if unknown:
+        raise ValueError(f"`{caller}(history=...)` does not know {unknown}; it knows {', '.join(_HISTORY)}.")
+    columns = {name: np.asarray(values) for name, values in history.items()}
+    shapes = {name: column.shape for name, column in columns.items()}
+    if any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
+        raise ValueError(f"`{caller}` draws sequences of one number a step, got the shapes {shapes}.")
+    if len(set(shapes.values())) > 1:
+        lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
+        raise ValueError(
+            f"`{caller}` got sequences of unequal length: {lengths}. Where a number was not measured, write NaN."
+        )
+    return {
+        name: column.astype(bool if name in ("skipped", "grads_finite") else float) for name, column in columns.items()
+    }
+
+
+def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
+    """Whether each step was skipped, by the first of the names that can tell."""
+    if "skipped" in columns:
+        return columns["skipped"]
+    if "consecutive_skips" in columns:
+        return columns["consecutive_skips"] > 0
+    if "skipped_steps" in columns:
+        return np.diff(columns["skipped_steps"], prepend=0) > 0
+    if "grads_finite" in columns:
+        return ~columns["grads_finite"]
+    return None
+
+
+def _draw_loss(ax: Axes, loss: np.ndarray) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    finite = np.isfinite(loss)
+    _draw_with_gaps(ax, np.where(finite, loss, np.nan))
+    if finite.any() and 0 < loss[finite].min() <= loss[finite].max() / 10:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 3) if loss[finite].max() < 1e3 * loss[finite].min() else (1,)))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter("{x:g}")
+    if not finite.all():
+        steps = np.flatnonzero(~finite) + 1
+        foot = np.full(len(steps), 0.06)
+        label = f"not finite ({len(steps)})"
+        ax.plot(steps, foot, "|", color=VERMILLION, markersize=8, transform=ax.get_xaxis_transform(), label=label)
+    _finish(ax, len(loss))
+
+
+def _draw_loss_scale(ax: Axes, loss_scale: np.ndarray, skipped: np.ndarray | None) -> None:
+    from matplotlib.ticker import LogLocator
+
+    steps = np.arange(1, len(loss_scale) + 1)
+    drawable = np.isfinite(loss_scale) & (loss_scale > 0)
+    loss_scale = np.where(drawable, loss_scale, np.nan)
+    change = np.diff(loss_scale, prepend=loss_scale[0])
+    falls, name = (change < 0, "backoff") if skipped is None else (skipped, "skipped step")
+    ax.step(steps, loss_scale, where="mid", color="black", linewidth=1.5)
+    mark: Any = {"linestyle": "none", "markersize": 6, "markeredgewidth": 1.8}
+    if falls.any():
+        label = f"{name} ({falls.sum()})"
+        ax.plot(steps[falls], loss_scale[falls], marker="x", color=VERMILLION, label=label, **mark)
+    if (change > 0).any():
+        label = f"growth ({(change > 0).sum()})"
+        ax.plot(steps[change > 0], loss_scale[change > 0], marker="^", color=GREEN, label=label, **mark)
+
+    powers = np.log2(loss_scale[drawable]) if drawable.any() else np.zeros(1)
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(2.0 ** (np.floor(powers.min()) - 0.5), 2.0 ** (np.ceil(powers.max()) + 0.5))
+    ax.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
+    _finish(ax, len(loss_scale))
+
+
+def _draw_total(ax: Axes, total: np.ndarray) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.step(np.arange(1, len(total) + 1), total, where="mid", color=VERMILLION, linewidth=1.5)
+    _set_ylim_from_zero(ax, max(1.0, total.max()))
+    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    _finish(ax, len(total))
+
+
+def _draw_underflow(ax: Axes, underflow: np.ndarray) -> None:
+    percent = np.where(np.isfinite(underflow), 100 * underflow, np.nan)
+    _draw_with_gaps(ax, percent)
+    _set_ylim_from_zero(ax, np.max(percent, initial=0, where=np.isfinite(percent)) or 1.0)
+    _finish(ax, len(underflow))
+
+
+def _set_ylim_from_zero(ax: Axes, highest: float) -> None:
+    ax.set_ylim(-0.06 * highest, 1.1 * highest)  # a line at zero is not hidden by the axis
+
+
+def _draw_with_gaps(ax: Axes, values: np.ndarray) -> None:
+    """A line that breaks at NaN; a number between two of them, which has no line, is a dot."""
+    known = np.isfinite(values)
+    around = np.pad(known, 1)
+    lonely = np.flatnonzero(known & ~around[:-2] & ~around[2:]).tolist()
+    ax.plot(np.arange(1, len(values) + 1), values, color=BLUE, linewidth=1.5, marker=".", markevery=lonely)
+
+
+def _finish(ax: Axes, steps: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    remove_box(ax)
+    ax.set_xlim(1 - 0.015 * steps, 1.015 * steps)
+    ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    ax.grid(color="#e6e6e6")
+    ax.set_axisbelow(True)
+    if ax.get_legend_handles_labels()[0]:  # above the Axes, where it hides nothing
+        place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
+        ax.legend(ncols=2, fontsize="small", frameon=False, handletextpad=0.2, columnspacing=1.2, **place)

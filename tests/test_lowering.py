@@ -1,0 +1,251 @@
+"""The optimizer step as another machine would get it: lowered with `jax.export`, read, stored, and called again."""
+
+import re
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+
+PLATFORMS = ["cpu", "cuda", "rocm", "tpu"]
+LEAVES = 5
+SHAPE = (7, 11)  # of no other array in these programs
+PARAMS = {str(n): np.full(SHAPE, n, np.float32) for n in range(LEAVES)}
+
+
+def transformation(skip="auto"):
+    return jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), skip=skip)
+
+
+def lowered(function, platforms, *args):
+    return jax.export.export(jax.jit(function), platforms=platforms)(*args).mlir_module()
+
+
+class Branching(NamedTuple):
+    on: str  # "flag" or "platform"
+    branches: int
+    results: str
+
+
+def branchings(text):
+    """Every conditional with more than one branch; JAX leaves those with one where it knows the platform."""
+    found, regions, converted_flags = [], [], set()
+    for line in map(str.strip, text.splitlines()):
+        if name := re.match(r"(%\w+)(?::\d+)? = ", line):
+            converted_flags.discard(name[1])
+        if flag := re.match(r"(%\w+) = stablehlo\.convert %\w+ : \(tensor<i1>\) -> tensor<i32>", line):
+            converted_flags.add(flag[1])
+        if opened := re.search(r'"stablehlo\.(\w+)"\((%\w+).*\({$', line):
+            on = "flag" if opened[1] == "if" or opened[2] in converted_flags else "platform"
+            regions.append((opened[1] in ("case", "if"), on, 1))
+        elif line == "}, {":
+            is_conditional, on, branches = regions.pop()
+            regions.append((is_conditional, on, branches + 1))
+        elif line.startswith("}) :"):
+            is_conditional, on, branches = regions.pop()
+            if is_conditional and branches > 1:
+                found.append(Branching(on, branches, line.split("->")[1]))
+    assert not regions
+    return found
+
+
+def parameter_branchings(text):
+    return [found for found in branchings(text) if "tensor<7x11xf32>" in found.results]
+
+
+def parameter_selections(text):
+    return len(re.findall(r"stablehlo\.select .*tensor<7x11xf32>", text))
+
+
+# Parameters, or updates, and two moments are chosen for each leaf: in one conditional or one by one.
+CHOSEN = 3 * LEAVES
+STEPS = {  # (skip, platforms): (conditionals on the verdict, on the platform, selections)
+    ("auto", ("cpu",)): (1, 0, 0),
+    ("auto", ("cuda",)): (0, 0, CHOSEN),
+    ("auto", ("rocm",)): (0, 0, CHOSEN),
+    ("auto", ("tpu",)): (0, 0, CHOSEN),
+    ("auto", ("cuda", "rocm", "tpu")): (0, 0, CHOSEN),
+    ("auto", tuple(PLATFORMS)): (1, 1, CHOSEN),
+    **{("cond", (platform,)): (1, 0, 0) for platform in PLATFORMS},
+    ("cond", tuple(PLATFORMS)): (1, 0, 0),
+    **{("select", (platform,)): (0, 0, CHOSEN) for platform in PLATFORMS},
+    ("select", tuple(PLATFORMS)): (0, 0, CHOSEN),
+}
+
+
+@pytest.mark.parametrize("method", ["update", "update_and_apply"])
+@pytest.mark.parametrize(
+    ("skip", "platforms", "expected"),
+    [(*situation, expected) for situation, expected in STEPS.items()],
+    ids=["-".join((skip, *platforms)) for skip, platforms in STEPS],
+)
+def test_a_bad_step_is_skipped_by_a_conditional_or_by_selections(skip, platforms, expected, method):
+    tx = transformation(skip)
+    text = lowered(getattr(tx, method), platforms, PARAMS, tx.init(PARAMS), PARAMS)
+    found = parameter_branchings(text)
+    on_verdict, on_platform = ([branching for branching in found if branching.on == on] for on in ("flag", "platform"))
+    assert (len(on_verdict), len(on_platform), parameter_selections(text)) == expected
+    assert all(branching.branches == 2 for branching in found)
+    assert all(branching.results.count("tensor<7x11xf32>") == CHOSEN for branching in found)
+    assert "custom_call" not in text
+
+
+# How the elements of a large leaf are read: tested one by one, or added up; where a sum on a CPU is not finite, they
+# are tested after all.
+LARGE = (512, 128)
+READINGS = {  # (dtype, platform): (tests of each element, sums, views of bytes, conditionals on a first answer)
+    **{(dtype, platform): (1, 0, 0, 0) for dtype in ("float16", "bfloat16", "float32") for platform in PLATFORMS},
+    ("float16", "cpu"): (0, 0, 1, 0),
+    ("bfloat16", "cpu"): (1, 1, 0, 1),
+    ("float32", "cpu"): (1, 1, 0, 1),
+}
+
+
+@pytest.mark.parametrize(("dtype", "platform", "expected"), [(*key, value) for key, value in READINGS.items()])
+def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, expected):
+    text = lowered(jls.all_finite, [platform], jax.ShapeDtypeStruct(LARGE, dtype))
+    counts = (
+        len(re.findall(r"stablehlo\.is_finite .*tensor<512x128x", text)),
+        len(re.findall(r"applies stablehlo\.add across", text)),
+        len(re.findall(r"stablehlo\.bitcast_convert .*tensor<512x128x2xui8>", text)),
+        len([found for found in branchings(text) if found.on == "flag"]),
+    )
+    assert counts == expected
+    assert "custom_call" not in text
+
+
+LOSS_SCALES = {
+    "fixed": jls.FixedLossScale(8.0),
+    "fixed, skipping": jls.FixedLossScale(8.0, skip_nonfinite=True),
+    "none": jls.NoOpLossScale(),
+    "dynamic": jls.DynamicLossScale(8.0, 2),
+    "hysteresis": jls.DynamicLossScale(8.0, 2, hysteresis=2),
+}
+CALLS = {"all_finite": lambda _, grads: jls.all_finite(grads), "update": lambda scale, grads: scale.update(grads)}
+
+
+def through_storage(function, *args):
+    """``function``, exported for all platforms, stored and loaded; its arguments cross as lists of leaves.
+
+    `jax.export` does not store the types of a tree that are not registered with it.
+    """
+    structure = jax.tree.structure(args)
+    result_structure = jax.tree.structure(jax.eval_shape(function, *args))
+
+    def of_leaves(leaves):
+        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
+
+    exported = jax.export.export(jax.jit(of_leaves), platforms=PLATFORMS)(jax.tree.leaves(args))
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == tuple(PLATFORMS)
+    return lambda *args: jax.tree.unflatten(result_structure, again.call(jax.tree.leaves(args)))
+
+
+def assert_same_bits(found, expected):
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+GRADS = {"kernel": np.linspace(-1, 1, 77, dtype=np.float32).reshape(SHAPE), "half": np.ones(3, np.float16)}
+SEQUENCE = [
+    GRADS,
+    GRADS,
+    {**GRADS, "half": np.float16([1, np.nan, 1])},
+    {**GRADS, "kernel": np.full(SHAPE, -np.inf, np.float32)},
+]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES.values(), ids=LOSS_SCALES)
+def test_a_stored_verdict_is_the_verdict(loss_scale, call):
+    stored = through_storage(call, loss_scale, GRADS)
+    for grads in SEQUENCE:
+        found, expected = stored(loss_scale, grads), jax.jit(call)(loss_scale, grads)
+        assert_same_bits(found, expected)
+        loss_scale = expected[0] if isinstance(expected, tuple) else loss_scale
+
+
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
+@pytest.mark.parametrize("method", ["update", "update_and_apply"])
+def test_a_stored_step_is_the_step(method, skip):
+    tx = transformation(skip)
+    step = jax.jit(getattr(tx, method))
+    params, state = GRADS, tx.init(GRADS)
+    stored = through_storage(step, GRADS, state, params)
+    for grads in SEQUENCE:
+        found, expected = stored(grads, state, params), step(grads, state, params)
+        assert_same_bits(found, expected)
+        state = expected[1]
+    assert state.skipped_steps == 2
+
+
+def train_step(tx, batch, state, params):
+    def loss_fn(params, batch):
+        compute = jls.cast_floating(params, jnp.float16)
+        return jnp.mean(jnp.square((batch @ compute["kernel"]).astype(jnp.float32)))
+
+    loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params, batch)
+    return *tx.update_and_apply(grads, state, params, value=loss), loss
+
+
+# Which sizes are known only when the program is called: of the batch, of the parameters.
+SYMBOLIC = {"batch": ("b", "7, 11"), "batch and parameters": ("b", "d, 11")}
+
+
+@pytest.mark.parametrize(("batch_size", "kernel_shape"), SYMBOLIC.values(), ids=SYMBOLIC)
+def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape):
+    tx = transformation()
+    step = jax.jit(lambda *args: train_step(tx, *args))
+    sizes = jax.export.SymbolicScope()
+    kernel_dims = jax.export.symbolic_shape(kernel_shape, scope=sizes)
+    batch_dims = (*jax.export.symbolic_shape(batch_size, scope=sizes), kernel_dims[0])
+
+    def arguments(batch_dims, kernel_dims):
+        params = {"kernel": jax.ShapeDtypeStruct(kernel_dims, jnp.float32)}
+        concrete_state = tx.init({"kernel": np.zeros(SHAPE, np.float32)})
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(kernel_dims if leaf.ndim else (), leaf.dtype), concrete_state
+        )
+        return jax.ShapeDtypeStruct(batch_dims, jnp.float16), state, params
+
+    exported = jax.export.export(step, platforms=PLATFORMS)(*arguments(batch_dims, kernel_dims))
+    for examples, features in (3, 7), (5, 9 if "d" in kernel_shape else 7):
+        params = {"kernel": np.linspace(-1, 1, features * 11, dtype=np.float32).reshape(features, 11)}
+        state = tx.init(params)
+        for value in 0.5, np.inf:
+            batch = np.full((examples, features), 0.25, np.float16)
+            batch[-1, -1] = value
+            found = exported.call(batch, state, params)
+            assert_same_bits(found, step(batch, state, params))
+            assert found[1].applied_steps == np.isfinite(value)
+
+
+def test_a_sharded_step_is_exported_from_inside_shard_map():
+    """There the verdict is agreed by name, without the callback that a mesh under `jax.jit` needs."""
+    tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), axis_name="shard")
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    params = {"kernel": np.ones((16, 4), np.float32)}
+    specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), (params, tx.init(params), params))
+    step = jax.jit(jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1])))
+
+    def placed(*trees):
+        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), trees, specs)
+
+    exported = jax.export.export(step, platforms=PLATFORMS)(*placed(params, tx.init(params), params))
+    assert exported.nr_devices == 8
+    bad = {"kernel": np.ones((16, 4), np.float32)}
+    bad["kernel"][11, 2] = np.nan
+    for grads in params, bad:
+        args = placed(grads, tx.init(params), params)
+        found = jax.jit(exported.call)(*args)
+        assert_same_bits(found, step(*args))
+        assert found[1].skipped_steps == (grads is bad)

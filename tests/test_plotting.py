@@ -1,0 +1,530 @@
+"""What the figures show, read back from the Axes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib import colors
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle, StepPatch
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import exponent_histogram, underflow_fraction
+from jax_lossscale.plotting import plot_exponents, plot_loss_scale, plot_run
+
+PACKAGE = Path(jls.__file__).parent
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def ax():
+    return Figure(layout="constrained").subplots()
+
+
+@pytest.fixture
+def four_axes():
+    return Figure(layout="constrained").subplots(4, sharex=True)
+
+
+def numbers():
+    """Gradients as they are: log-normal, of either sign, a few exactly zero; none at an edge of float16."""
+    rng = np.random.default_rng(0)
+    values = np.exp(rng.normal(np.log(2e-7), 2.4, 4000)) * rng.choice([-1, 1], 4000)
+    values[:1000] = 0
+    return values.astype(np.float32)
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def legend_title(ax):
+    return ax.get_legend().get_title().get_text()
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def histograms(ax):
+    """The outlines in the order of the legend, then what is hatched: values and edges."""
+    patches = [patch for patch in ax.patches if isinstance(patch, StepPatch)]
+    outlines = [patch.get_data()[:2] for patch in patches if not patch.get_hatch()]
+    return outlines, [patch.get_data()[:2] for patch in patches if patch.get_hatch()]
+
+
+def drawn(ax):
+    """The labels of the ticks on both axes, once the figure has been drawn, which must give no warning."""
+    ax.figure.draw_without_rendering()
+    visible = []
+    for axis in ax.xaxis, ax.yaxis:
+        low, high = axis.get_view_interval()
+        ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        visible.append([tick.label1.get_text() for tick in ticks])
+    return visible
+
+
+def points(line):
+    x, y = line.get_data()
+    return np.asarray(x).tolist(), np.asarray(y).tolist()
+
+
+# The range of a dtype.
+
+
+@pytest.mark.parametrize("log2_scale", [0, 15, -30, 60])
+def test_the_bars_are_the_shares_by_power_of_two_and_the_scale_moves_them(ax, log2_scale):
+    plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
+    values = numbers()[1000:]
+    exponents = np.floor(np.log2(np.abs(values.astype(np.float64)))).astype(int)
+    edges = np.arange(exponents.min(), exponents.max() + 2)
+    shares = 100 * np.bincount(exponents - exponents.min()) / len(values)
+    outlines, _ = histograms(ax)
+    assert len(outlines) == (1 if log2_scale == 0 else 2)
+    for (heights, where), moved in zip(outlines, (0, log2_scale), strict=False):
+        np.testing.assert_allclose(heights, shares)
+        np.testing.assert_array_equal(where, edges + moved)
+    assert ax.get_ylim()[1] > shares.max()
+    left, right = ax.get_xlim()
+    assert left < min(-25, edges[0] + min(0, log2_scale))
+    assert right > max(16, edges[-1] + max(0, log2_scale))
+
+
+@pytest.mark.parametrize("log2_scale", [0, 4, 15, 31, -3])
+def test_the_legend_tells_what_a_cast_would_do(ax, log2_scale):
+    plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
+    values = numbers()[1000:]
+
+    def told(scale):
+        with np.errstate(over="ignore"):
+            cast = (values * np.float32(scale)).astype(np.float16)
+        lost, over = 100 * np.mean(cast == 0), 100 * np.mean(np.isinf(cast))
+        return lost, f"{lost:.3g} % become zero" + (f", {over:.3g} % overflow" if over else "")
+
+    before, words = told(1)
+    after, scaled_words = told(2.0**log2_scale)
+    rescued = f" ({before - after:.3g} % rescued)" if after < before else ""
+    expected = [f"gradients: {words}", f"times $2^{{{log2_scale}}}$: {scaled_words}{rescued}"]
+    assert legend(ax) == expected[: 1 if log2_scale == 0 else 2]
+    assert legend_title(ax) == "not drawn: 25 % exactly zero"
+    assert ("overflow" in scaled_words) == (log2_scale == 31)  # the table has both kinds
+    assert before == pytest.approx(100 * float(underflow_fraction(numbers()).zero), rel=1e-5)
+
+
+def test_what_is_lost_is_hatched_and_nothing_else(ax):
+    values = np.array([2.0**-27, 2.0**-26, 1.5 * 2.0**-25, 1.0, 2.0**5, 2.0**6], np.float32)
+    plot_exponents(values, 2.0**10, ax=ax)
+    _, hatched = histograms(ax)
+    bars = [list(zip(edges[:-1], edges[1:], heights, strict=True)) for heights, edges in hatched]
+    areas = [[(left, right, height) for left, right, height in row if left < right and height] for row in bars]
+    sixth = pytest.approx(100 / 6)
+    assert areas == [[(-27, -26, sixth), (-26, -25, sixth)], [(16, 17, sixth)]]
+
+
+SITUATIONS = {
+    # situation: (tree, loss scale, legend, title of the legend)
+    "no scale": ([1.0, 2.0], 1, ["gradients: 0 % become zero"], ""),
+    "a scale of no power of two": ([1.0], 3.0, ["gradients: 0 % become zero", "times 3: 0 % become zero"], ""),
+    "a loss scale": ([1.0], jls.DynamicLossScale(8.0), [..., "times $2^{3}$: 0 % become zero"], ""),
+    "too little to give": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
+    "zeros alone": ([0.0, 0.0], 4, [..., "times $2^{2}$: 0 % become zero"], "not drawn: 100 % exactly zero"),
+    "nothing finite": ([NAN, INF], 1, [...], "not drawn: 100 % not finite"),
+    "a bit of all": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
+    "half a bar": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
+    "subnormal numbers of float32": (
+        np.array([1e-40, 1.0], np.float32), 2.0**15,
+        ["gradients: 50 % become zero", "times $2^{15}$: 50 % become zero"],
+        "not drawn: 50 % subnormal in their own dtype",
+    ),
+    "and of bfloat16": (
+        jnp.array([1e-40, 1.0], jnp.bfloat16), 1,
+        ["gradients: 50 % become zero"],
+        "not drawn: 50 % subnormal in their own dtype",
+    ),
+    "those of float16, which it holds": (np.array([2.0**-24, 1.0], np.float16), 1, ["gradients: 0 % become zero"], ""),
+    "leaves of other kinds": ({"step": 3, "none": None, "kernel": jnp.ones(2)}, 1, ["gradients: 0 % become zero"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("yscale", ["linear", "log"])
+@pytest.mark.parametrize(("tree", "loss_scale", "labels", "title"), SITUATIONS.values(), ids=SITUATIONS)
+def test_situations(ax, tree, loss_scale, labels, title, yscale):
+    if isinstance(tree, list):
+        tree = np.array(tree, np.float32)
+    assert plot_exponents(tree, loss_scale, yscale=yscale, ax=ax) is ax
+    drawn(ax)
+    assert ax.get_yscale() == yscale
+    assert [label if expected is not ... else ... for label, expected in zip(legend(ax), labels, strict=True)] == labels
+    assert legend_title(ax) == title
+
+
+def test_a_histogram_gives_the_figure_of_its_tree(four_axes):
+    first, second = four_axes[:2]
+    plot_exponents({"kernel": numbers()}, 8.0, ax=first)
+    plot_exponents(jax.jit(exponent_histogram)({"kernel": numbers()}), 8.0, ax=second)
+    for one, other in zip(histograms(first), histograms(second), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert legend(first) == legend(second)
+
+
+def test_of_a_histogram_nobody_knows_how_small_the_subnormal_numbers_were(ax):
+    plot_exponents(exponent_histogram(np.array([2.0**-20, 1.0], np.float16)), ax=ax)
+    assert legend(ax) == ["gradients: 0 % become zero"]
+    assert legend_title(ax) == "not drawn: 50 % subnormal in their own dtype"
+
+
+RANGES = [  # dtype, where it becomes zero, subnormal, overflows; the range of the other
+    (jnp.float16, -25, -14, 16, "normal bfloat16: $2^{-126}$ to $2^{128}$", (-126, 128)),
+    (jnp.bfloat16, -134, -126, 128, "normal float16: $2^{-14}$ to $2^{16}$", (-14, 16)),
+    (jnp.float32, -150, -126, 128, "normal bfloat16: $2^{-126}$ to $2^{128}$", (-126, 128)),
+    (jnp.float8_e5m2, -17, -14, 16, "normal bfloat16: $2^{-126}$ to $2^{128}$", (-126, 128)),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "normal", "top", "other", "extent"), RANGES, ids=[name.__name__ for name, *_ in RANGES]
+)
+def test_the_ranges(ax, dtype, zero, normal, top, other, extent):
+    plot_exponents(np.float32([1e-3]), dtype=dtype, ax=ax)
+    left, right = ax.get_xlim()
+    names = ["to zero", "subnormal", f"normal {jnp.dtype(dtype).name}", "overflow", other]
+    assert texts(ax) == names
+    zones = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    assert [(zone.get_x(), zone.get_x() + zone.get_width()) for zone in zones] == [
+        (left, zero),
+        (zero, normal),
+        (normal, top),
+        (top, right),
+    ]
+    line, *caps = ax.lines[-3:]
+    ends = [max(extent[0], left), min(extent[1], right)]
+    assert line.get_xdata().tolist() == ends
+    assert [cap.get_xdata().tolist() for cap in caps] == [[end] for end in ends]
+    # An arrow where the range goes on.
+    assert [cap.get_marker() for cap in caps] == ["<" if extent[0] < left else "|", ">" if extent[1] > right else "|"]
+    # The limits of a dtype by what rounding to it does, half of the smallest subnormal number included.
+    assert np.ldexp(np.float64(1), zero).astype(dtype) == 0 != np.ldexp(np.float64(1.01), zero).astype(dtype)
+    assert np.ldexp(np.float64(1), normal) == jnp.finfo(dtype).smallest_normal
+    assert 2.0 ** (top - 1) < float(jnp.finfo(dtype).max) < 2.0**top
+
+
+def test_the_axes_of_the_exponents(ax):
+    plot_exponents(numbers(), 2.0**15, ax=ax)
+    xticks, yticks = drawn(ax)
+    assert {"$2^{-24}$", "$2^{0}$", "$2^{16}$"} <= set(xticks)
+    assert ax.get_xlabel() == "magnitude of a gradient"
+    assert ax.get_ylabel() == "share of non-zero gradients (%)"
+    tallest = max(heights.max() for heights, _ in histograms(ax)[0])
+    assert max(map(float, yticks)) <= tallest  # none beside the legend
+
+
+def test_rare_exponents_have_height_on_a_log_axis(ax):
+    plot_exponents(np.array([1.0] * 10000 + [2.0**-20], np.float32), yscale="log", ax=ax)
+    low, high = ax.get_ylim()
+    assert low < 100 / 10001 < 100 < high
+    assert {"0.1", "1", "10"} <= set(drawn(ax)[1])
+    assert "1000" not in drawn(ax)[1]
+
+
+ERRORS = [
+    (lambda ax: plot_exponents({}, ax=ax), "tree_or_histogram"),
+    (lambda ax: plot_exponents({"step": 3}, ax=ax), "tree_or_histogram"),
+    (lambda ax: plot_exponents(exponent_histogram([np.ones(1)] * 2, per_leaf=True), ax=ax), "one at a time"),
+    (lambda ax: plot_exponents(jax.vmap(exponent_histogram)(np.ones((2, 3))), ax=ax), "Draw one"),
+    (lambda ax: plot_exponents(np.ones(1), 0.0, ax=ax), "loss_scale=...)` must be one positive finite number, got 0.0"),
+    (lambda ax: plot_exponents(np.ones(1), -2.0, ax=ax), "got -2.0"),
+    (lambda ax: plot_exponents(np.ones(1), INF, ax=ax), "got inf"),
+    (lambda ax: plot_exponents(np.ones(1), NAN, ax=ax), "got nan"),
+    (lambda ax: plot_exponents(np.ones(1), None, ax=ax), "got None"),
+    (lambda ax: plot_exponents(np.ones(1), "dynamic", ax=ax), "got 'dynamic'"),
+    (lambda ax: plot_exponents(np.ones(1), np.ones(2), ax=ax), "got array([1., 1.])"),
+    (lambda ax: plot_exponents(np.ones(1), jax.vmap(jls.FixedLossScale)(jnp.ones(2)), ax=ax), "got Array([1., 1."),
+    (lambda ax: plot_exponents(np.ones(1), dtype=jnp.int32, ax=ax), "got int32"),
+    (lambda ax: plot_exponents(np.ones(1), dtype="half a float", ax=ax), "got 'half a float'"),
+    (lambda ax: plot_exponents(np.ones(1), yscale="symlog", ax=ax), "got 'symlog'"),
+    (lambda ax: plot_loss_scale([8.0, 4.0], [True], ax=ax), "loss_scale: 2, skipped: 1"),
+    (lambda ax: plot_loss_scale([], ax=ax), "'loss_scale': (0,)"),
+    (lambda ax: plot_loss_scale(8.0, ax=ax), "'loss_scale': ()"),
+    (lambda ax: plot_loss_scale(np.ones((2, 3)), ax=ax), "'loss_scale': (2, 3)"),
+    (lambda ax: plot_run({"loss": [1.0], "accuracy": [0.5], "lr": [0.1]}, axes=ax), "['accuracy', 'lr']"),
+    (lambda ax: plot_run({"loss": [1.0, 2.0], "skipped": [True]}, axes=ax), "loss: 2, skipped: 1"),
+    (lambda ax: plot_run([{"loss": 1.0}, {"loss": 1.0, "loss_scale": 8.0}], axes=ax), "loss: 2, loss_scale: 1"),
+    (lambda ax: plot_run({"loss": np.ones((2, 3))}, axes=ax), "'loss': (2, 3)"),
+    (lambda ax: plot_run({}, axes=ax), "nothing to draw"),
+    (lambda ax: plot_run([], axes=ax), "nothing to draw"),
+    (lambda ax: plot_run({"applied_steps": [1, 2]}, axes=ax), "only ['applied_steps']"),
+    (lambda ax: plot_run({"loss": [1.0], "skipped": [0]}, axes=ax), "2 Axes, for: loss, skipped steps (total); got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), ERRORS, ids=[words for _, words in ERRORS])
+def test_errors_say_what_was_wrong_and_leave_the_axes_as_they_were(ax, call, words):
+    with pytest.raises(ValueError) as error_info:
+        call(ax)
+    assert words in str(error_info.value)
+    assert not ax.has_data()
+
+
+# What happened over the steps.
+
+# steps:  1     2     3     4     5     6     7    8
+SCALES = [16.0, 16.0, 8.0, 8.0, 16.0, 16.0, NAN, 4.0]
+SKIPPED = [False, True, True, False, False, False, False, True]
+
+
+def test_the_loss_scale_over_the_steps(ax):
+    assert plot_loss_scale(SCALES, SKIPPED, ax=ax) is ax
+    curve, skips, growths = ax.lines
+    np.testing.assert_array_equal(curve.get_data(), [range(1, 9), SCALES])
+    assert curve.get_drawstyle() == "steps-mid"
+    assert points(skips) == ([2, 3, 8], [16.0, 8.0, 4.0])
+    assert points(growths) == ([5], [16.0])
+    assert legend(ax) == ["skipped step (3)", "growth (1)"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale (power of two)")
+    assert drawn(ax)[1] == ["$\\mathdefault{2^{2}}$", "$\\mathdefault{2^{3}}$", "$\\mathdefault{2^{4}}$"]
+    low, high = ax.get_ylim()
+    assert low < 4
+    assert high > 16
+
+
+def test_without_the_skipped_steps_falls_of_the_scale_are_marked(ax):
+    plot_loss_scale(jnp.array(SCALES[:6]), ax=ax)
+    assert points(ax.lines[1]) == ([3], [8.0])
+    assert legend(ax) == ["backoff (1)", "growth (1)"]
+
+
+def test_marks_differ_also_without_colour(ax):
+    plot_loss_scale(SCALES, SKIPPED, ax=ax)
+    assert len({line.get_marker() for line in ax.lines}) == 3
+    assert len({colors.to_hex(line.get_color()) for line in ax.lines}) == 3
+
+
+@pytest.mark.parametrize(
+    ("scales", "ticks"),
+    [
+        ([8.0] * 3, [3]),
+        ([2.0**10, 2.0**15, 2.0**30], range(12, 31, 3)),
+        ([3.0, 9.0, 27.0], range(1, 6)),
+        ([NAN, 0.0, -1.0, INF], [0]),
+        ([2.0**127], [127]),
+    ],
+)  # fmt: skip
+def test_the_ticks_are_powers_of_two(ax, scales, ticks):
+    plot_loss_scale(scales, ax=ax)
+    low, high = ax.get_ylim()
+    drawn(ax)
+    visible = [tick for tick in ax.get_yticks() if low <= tick <= high]
+    assert np.log2(visible).tolist() == [float(tick) for tick in ticks]
+    assert ax.get_yticks(minor=True).size == 0
+
+
+def test_a_scale_that_never_changes_needs_no_legend_and_steps_are_whole(ax):
+    plot_loss_scale([8.0] * 3, [False] * 3, ax=ax)
+    assert len(ax.lines) == 1
+    assert ax.get_legend() is None
+    assert drawn(ax)[0] == [*"123"]
+
+
+HISTORY = {
+    "loss": [4.0, NAN, 2.0, 1.5, INF, 1.0, 0.5, 0.25],
+    "loss_scale": [16.0, 8.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0],
+    "skipped": [False, True, False, False, True, False, False, False],
+    "underflow": [0.5, 0.25, NAN, 0.125, NAN, NAN, 0.25, 0.5],
+}
+TITLES = ["loss", "loss scale (power of two)", "skipped steps (total)", "underflow (% of gradients)"]
+
+
+def test_a_run_on_one_page(four_axes):
+    axes = plot_run(HISTORY, axes=four_axes)
+    assert axes == tuple(four_axes)
+    assert [ax.get_title("left") for ax in axes] == TITLES
+    assert [ax.get_xlabel() for ax in axes] == ["", "", "", "step"]
+    loss, scale, total, underflow = (ax.lines[0] for ax in axes)
+    for line, expected in [
+        (loss, [4.0, NAN, 2.0, 1.5, NAN, 1.0, 0.5, 0.25]),
+        (scale, HISTORY["loss_scale"]),
+        (total, [0, 1, 1, 1, 2, 2, 2, 2]),
+        (underflow, [50, 25, NAN, 12.5, NAN, NAN, 25, 50]),
+    ]:
+        np.testing.assert_array_equal(line.get_data(), [range(1, 9), expected])
+    assert [ax.get_yscale() for ax in axes] == ["log", "log", "linear", "linear"]
+    assert len({ax.get_xlim() for ax in axes}) == 1
+    assert drawn(axes[3])[0] == [*"12345678"]
+    assert drawn(axes[2])[1] == [*"012"]
+
+
+def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(four_axes):
+    ax = plot_run(HISTORY, axes=four_axes)[0]
+    gaps = ax.lines[1]
+    assert gaps.get_xdata().tolist() == [2, 5]
+    assert all(0 < height < 0.2 for height in gaps.get_ydata())  # of the Axes, at its foot
+    assert gaps.get_transform() == ax.get_xaxis_transform()
+    assert legend(ax) == ["not finite (2)"]
+    assert ax.get_ylim()[0] > 0
+
+
+def test_a_number_between_gaps_is_a_dot(four_axes):
+    axes = plot_run(HISTORY, axes=four_axes)
+    assert [np.asarray(axes[i].lines[0].get_markevery()).tolist() for i in (0, 3)] == [[0], [3]]
+    assert axes[0].lines[0].get_marker() == "."
+
+
+def test_a_line_at_zero_is_to_be_seen(four_axes):
+    total, underflow = plot_run({"skipped": [False] * 3, "underflow": [0.0, NAN, 0.0]}, axes=four_axes[:2])
+    for ax in total, underflow:
+        drawn(ax)
+        low, high = ax.get_ylim()
+        assert low < 0 < 0.9 * high
+
+
+LOSSES = [
+    ([4.0, 2.0, 0.4], "log"),
+    ([4.0, 2.0, 1.0], "linear"),
+    ([4.0, 2.0, -1.0], "linear"),
+    ([4.0, 0.0], "linear"),
+    ([NAN, NAN], "linear"),
+    ([1e6, 1e-3], "log"),
+]
+
+
+@pytest.mark.parametrize(("loss", "yscale"), LOSSES)
+def test_a_positive_loss_that_falls_far_has_a_log_axis(ax, loss, yscale):
+    plot_run({"loss": loss}, axes=ax)
+    assert ax.get_yscale() == yscale
+    drawn(ax)
+
+
+WHO_TELLS = [  # history: steps skipped, total
+    ({"skipped": [0, 1, 0], "consecutive_skips": [1, 0, 0]}, [2], [0, 1, 1]),
+    ({"consecutive_skips": [0, 1, 2], "grads_finite": [True, True, True]}, [2, 3], [0, 1, 2]),
+    ({"skipped_steps": [1, 1, 2], "grads_finite": [True, True, True]}, [1, 3], [1, 1, 2]),
+    ({"skipped_steps": [5, 5, 6], "consecutive_skips": [0, 0, 1]}, [3], [5, 5, 6]),  # a run that went on
+    ({"grads_finite": [True, False, True]}, [2], [0, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("history", "steps", "total"), WHO_TELLS)
+def test_who_tells_which_steps_were_skipped(four_axes, history, steps, total):
+    scale, skips = plot_run({"loss_scale": [8.0, 8.0, 8.0]} | history, axes=four_axes[:2])
+    assert scale.lines[1].get_xdata().tolist() == steps
+    assert skips.lines[0].get_ydata().tolist() == total
+
+
+@pytest.mark.parametrize(
+    ("names", "titles"),
+    [
+        (["loss"], TITLES[:1]),
+        (["loss_scale"], TITLES[1:2]),
+        (["underflow", "loss"], [TITLES[0], TITLES[3]]),
+        (["skipped"], TITLES[2:3]),
+    ],
+)
+def test_there_are_panels_for_what_is_given(four_axes, names, titles):
+    axes = plot_run({name: HISTORY[name] for name in names}, axes=four_axes[: len(names)])
+    assert [ax.get_title("left") for ax in axes] == titles
+
+
+def test_the_metrics_of_a_training_as_they_come(four_axes):
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, increment_period=2))
+    params = jnp.ones(2)
+    state = tx.init(params)
+    step = jax.jit(tx.update_and_apply)
+    history = []
+    for loss, grads in (3.0, 1.0), (2.0, jnp.inf), (1.5, 1.0), (NAN, 1.0), (1.0, 1.0):
+        params, state = step(jnp.full(2, grads), state, params, value=loss)
+        history.append({"loss": loss, **jls.metrics(state)})
+    loss, scale, total = plot_run(history, axes=four_axes[:3])
+    np.testing.assert_array_equal(loss.lines[0].get_ydata(), [3.0, 2.0, 1.5, NAN, 1.0])
+    assert scale.lines[0].get_ydata().tolist() == [8.0, 4.0, 4.0, 4.0, 8.0]
+    assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])  # the second for its loss, whose gradients were finite
+    assert points(scale.lines[2]) == ([5], [8.0])
+    assert total.lines[0].get_ydata().tolist() == [0, 1, 1, 2, 2]
+
+
+def test_rows_and_columns_give_the_same_figure(four_axes):
+    rows = [dict(zip(HISTORY, step, strict=True)) for step in zip(*HISTORY.values(), strict=True)]
+    others = Figure().subplots(4)
+    for one, other in zip(plot_run(HISTORY, axes=four_axes), plot_run(rows, axes=others), strict=True):
+        assert len(one.lines) == len(other.lines)
+        for line, same in zip(one.lines, other.lines, strict=True):
+            np.testing.assert_array_equal(line.get_data(), same.get_data())
+
+
+# Where it draws, and what it needs.
+
+CALLS = {
+    "plot_exponents": "plot_exponents(np.ones(2, np.float32), 8.0, {})",
+    "plot_loss_scale": "plot_loss_scale([8.0, 4.0], {})",
+    "plot_run": "plot_run({{'loss': [8.0, 4.0]}}, {})",
+}
+
+
+@pytest.fixture
+def pyplot():
+    from matplotlib import pyplot
+
+    pyplot.switch_backend("Agg")
+    pyplot.close("all")
+    yield pyplot
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_by_default_it_draws_on_a_new_figure_of_pyplot(pyplot, name):
+    other = pyplot.figure()
+    result = eval(CALLS[name].format(""))
+    ax = result[0] if name == "plot_run" else result
+    assert pyplot.get_fignums() == [1, 2]
+    assert ax.figure is pyplot.gcf() is not other
+    assert ax.lines
+    assert other.axes == []
+
+
+def test_a_run_on_a_new_figure_shares_the_step_axis(pyplot):
+    axes = plot_run(HISTORY)
+    assert [ax.figure for ax in axes] == [pyplot.gcf()] * 4
+    axes[0].set_xlim(2, 3)
+    assert [ax.get_xlim() for ax in axes] == [(2, 3)] * 4
+
+
+def run_python(code):
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import sys\n" + code]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout.splitlines()
+
+
+def test_importing_does_not_import_matplotlib():
+    code = "import jax_lossscale.plotting\nprint('jax' in sys.modules, 'matplotlib' in sys.modules)"
+    assert run_python(code) == ["True False"]
+
+
+def test_on_given_axes_pyplot_is_not_even_imported():
+    calls = [call.format("axes=axes" if name == "plot_run" else "ax=axes") for name, call in CALLS.items()]
+    code = f"""
+import numpy as np
+from matplotlib.figure import Figure
+from jax_lossscale.plotting import *
+axes = Figure().subplots()
+{"; ".join(calls)}
+axes.figure.savefig("{os.devnull}", format="png")
+print("matplotlib.pyplot" in sys.modules)
+"""
+    assert run_python(code) == ["False"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError) as error_info:
+        eval(CALLS[name].format(""))
+    assert f"`{name}`" in str(error_info.value)
+    assert 'pip install "jax_lossscale[plot]"' in str(error_info.value)
