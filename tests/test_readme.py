@@ -11,11 +11,19 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def test_every_python_snippet_runs():
+def test_every_python_snippet_runs_and_prints_what_stands_below_it(capsys):
     namespace = {"__name__": "readme"}
+    printed = {}
     for number, source in enumerate(blocks("python"), start=1):
         exec(compile(source, f"README.md, python block {number}", "exec"), namespace)
+        printed[source] = capsys.readouterr().out
     assert namespace["loss"] > 0
+    shown = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    # From the last snippet's opening fence on: the expression above starts at the first one.
+    shown = [(source.rpartition("```python\n")[2], output) for source, output in shown]
+    assert shown
+    for source, output in shown:
+        assert printed[source] == output
 
 
 def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():

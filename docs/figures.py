@@ -1,0 +1,61 @@
+"""Draw the figures of README.md but main_job.png: ``python docs/figures.py``. Needs the extras ``demo`` and ``plot``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+import jax_lossscale as jls
+from jax_lossscale.demo import job
+
+FOLDER = Path(__file__).parent
+STEPS = 300
+
+
+def trained_params(patches: jax.Array) -> job.Params:
+    """The network of the main job after some steps in float32."""
+    optimizer = job.make_optimizer(STEPS)
+    params = job.init_params(jax.random.key(0), patches)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(job.loss_fn)(params, patches, jnp.float32), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.jit(lambda carry: jax.lax.scan(step, carry, length=STEPS)[0])((params, optimizer.init(params)))[0]
+
+
+def main() -> None:
+    """Train, and draw."""
+    patches = job.load_patches()
+    with Progress(transient=True) as progress:
+        task = progress.add_task("Training", total=2 * STEPS)
+        grads = jax.grad(job.loss_fn)(trained_params(patches), patches, jnp.float32)
+        progress.advance(task, STEPS)
+        dtype, loss_scale = job.arms()["float16_dynamic"]
+        trace = job.train(
+            patches, dtype, loss_scale, steps=STEPS, seed=0, advance=lambda steps: progress.advance(task, steps)
+        ).trace
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    suggestion = jls.diagnostics.suggest_loss_scale(grads)
+    jls.plotting.plot_exponents(grads, suggestion.loss_scale, ax=figure.subplots())
+    figure.savefig(FOLDER / "exponents.png", dpi=130)
+
+    history = {
+        "loss": trace.loss,
+        "loss_scale": trace.loss_scale,
+        "skipped": np.diff(trace.skipped_steps, prepend=0) > 0,
+        "underflow": trace.zero_fraction,
+    }
+    jls.plotting.plot_run(history)[0].figure.savefig(FOLDER / "run.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Execute the notebooks of this folder from top to bottom, in place: ``python notebooks/execute.py [NAME ...]``.
+
+With ``--check`` nothing is written: each notebook must run without an error, and within its time. Needs the extra
+``notebooks``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+FOLDER = Path(__file__).parent
+SECONDS_PER_NOTEBOOK = 180
+
+
+def main() -> int:
+    """Execute what the command line names; the exit status is 1 if a notebook takes too long."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", type=Path, help="by default all of this folder")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    paths = options.notebooks or sorted(FOLDER.glob("*.ipynb"))
+
+    console = Console()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    too_long = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        for path in paths:
+            task = progress.add_task(path.name)
+            notebook = nbformat.read(path, as_version=4)
+            start = time.perf_counter()
+            execute(notebook)
+            seconds = time.perf_counter() - start
+            progress.remove_task(task)
+            console.print(f"{path.name}: {seconds:.0f} s")
+            if seconds > SECONDS_PER_NOTEBOOK:
+                too_long.append(path.name)
+            if not options.check:
+                nbformat.write(notebook, path)
+    if too_long:
+        console.print(f"Longer than {SECONDS_PER_NOTEBOOK} s: {', '.join(too_long)}")
+    return 1 if too_long else 0
+
+
+def execute(notebook: nbformat.NotebookNode) -> None:
+    """Run all cells in a fresh kernel of this interpreter; an error in a cell is raised."""
+    client = NotebookClient(
+        notebook,
+        timeout=SECONDS_PER_NOTEBOOK,
+        kernel_name="python3",
+        record_timing=False,  # or every execution would change the file
+        resources={"metadata": {"path": str(FOLDER)}},
+    )
+    client.execute()
+    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
