@@ -13,4 +13,5 @@ BENCHMARKS = {
     "compile_time": "trace, lower and compile",
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
+    "cuda": "the program for an H100, compiled and not run (extra `cuda`)",
 }

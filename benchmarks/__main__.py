@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from rich.console import Console
 
-    # Tables are wide. A file or a pipe has no width that they would have to fit.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    # Tables are wide. A file or a pipe has no width that they would have to fit. Brackets are text, not markup.
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     tables, gpu, failed = _run(options.benchmarks, options.quick, console)
     print_summary(tables, console)
     command = shlex.join(["python", "-m", "benchmarks", *options.asked_for, *(["--quick"] if options.quick else [])])
