@@ -28,8 +28,8 @@ def choose(
 
     if skip == "auto":
         # On a CPU, selecting takes two to three times as long (benchmarks/RESULTS.md): XLA copies what it selects from.
-        # Compiled for a GPU, a selection is part of the kernel that computes the step anyway, and a branch copies all its
-        # results, twice the bytes of the step (`python -m benchmarks cuda`). No GPU was timed.
+        # Compiled for a GPU, a selection is part of the kernel that computes the step anyway, and a branch copies all
+        # its results: twice the bytes of the step (`python -m benchmarks cuda`). No GPU was timed.
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 

@@ -1,0 +1,139 @@
+"""`loss_scaled` in several processes: one of them has bad data, all take the same decisions, to the same bits.
+
+Each test starts the processes itself, on the loopback interface. Their devices are four in all; what they must give is
+what four devices of this process give.
+"""
+
+import contextlib
+import functools
+import socket
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import data_parallel
+from programs.data_parallel import DEVICES, STEP_MAKERS
+from programs.starting import started
+
+import jax_lossscale as jls
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups, and gloo")
+
+SECONDS = 120
+
+
+@functools.cache
+def in_this_process(make_step, bad_shard):
+    return data_parallel.train(make_step, jax.devices("cpu")[:DEVICES], bad_shard)
+
+
+def in_processes(number, bad_shard, folder):
+    """Train in so many processes; each leaves its results in ``folder``."""
+    for _ in range(3):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        codes = start_and_wait(number, port, bad_shard, folder)
+        # Between our leaving the port and the coordinator's taking it, another program may have come.
+        if not failed(codes) or not is_taken(port):
+            break
+    said = [(folder / f"{process}.stderr").read_text() for process in range(number)]
+    assert not failed(codes), "\n".join(
+        f"Process {process} {'was stopped' if code is None else f'ended with {code}'}. It said:\n{words}"
+        for process, (code, words) in enumerate(zip(codes, said, strict=True))
+    )
+
+
+def start_and_wait(number, port, bad_shard, folder):
+    """The exit codes when all have ended, one has failed, or time is up; ``None`` where a process had to be killed."""
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                started(
+                    "data_parallel.py",
+                    *(port, number, process, bad_shard, folder / str(process)),
+                    devices=DEVICES // number,
+                    errors=folder / f"{process}.stderr",
+                )
+            )
+            for process in range(number)
+        ]
+        deadline = time.monotonic() + SECONDS
+        while True:
+            codes = [process.poll() for process in processes]
+            if None not in codes or any(codes) or time.monotonic() > deadline:
+                return codes
+            time.sleep(0.05)
+
+
+def failed(codes):
+    return any(code != 0 for code in codes)
+
+
+def is_taken(port):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+        return False
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_one_process_has_bad_data_and_all_do_what_a_single_process_does(number, tmp_path):
+    bad_shard = DEVICES // number  # the first one of process 1
+    in_processes(number, bad_shard, tmp_path)
+    for name, make_step in STEP_MAKERS.items():
+        expected = in_this_process(make_step, bad_shard)
+        for process in range(number):
+            with np.load(tmp_path / f"{process}.{name}.npz") as seen:
+                assert set(seen) == set(expected)
+                for value in expected:
+                    by_process, by_one = seen[value], expected[value]
+                    if value.startswith("step/"):
+                        by_one = by_one[:, : DEVICES // number]  # only a process's own devices are in what it sees
+                    assert by_process.dtype == by_one.dtype
+                    assert by_process.tobytes() == by_one.tobytes(), f"{name}: {value} in process {process}"
+
+
+# That the run is the one to look at.
+
+
+@pytest.mark.parametrize("make_step", STEP_MAKERS.values(), ids=STEP_MAKERS)
+def test_the_run_skips_and_grows_on_all_devices_alike(make_step):
+    expected = [
+        # scale, finite, applied, skipped
+        (2.0**10, True, 1, 0),
+        (2.0**10, True, 2, 0),
+        (2.0**11, True, 3, 0),
+        (2.0**11, True, 4, 0),
+        (2.0**10, False, 4, 1),
+        (2.0**10, True, 5, 1),
+        (2.0**10, True, 6, 1),
+        (2.0**9, False, 6, 2),
+        (2.0**9, True, 7, 2),
+        (2.0**9, False, 7, 3),  # a loss that is not finite: the scale stays
+        (2.0**9, True, 8, 3),
+        (2.0**10, True, 9, 3),
+    ]
+    run = in_this_process(make_step, 2)
+    for device in range(DEVICES):
+        columns = ("loss_scale", "grads_finite", "applied_steps", "skipped_steps")
+        assert list(zip(*(run[f"step/{name}"][:, device].tolist() for name in columns), strict=True)) == expected
+    assert np.isfinite(run["loss"]).all(axis=1).tolist() == [step != 9 for step in range(12)]
+    assert run["state/inner_state/1/count"] == 9
+
+
+@pytest.mark.parametrize(
+    ("step", "row"), [(data_parallel.FIRST_FEATURE_IS_HUGE, 0), (data_parallel.LAST_FEATURE_IS_HUGE, 7)]
+)
+def test_the_overflow_is_in_the_rows_of_a_single_device(step, row):
+    """All others have to be told."""
+    params, scale = data_parallel.initial_params(), jls.FixedLossScale(2.0**10)
+    grads = jls.scaled_grad(data_parallel.loss_fn, scale)(params, data_parallel.shard_of_batch(step, 2, bad_shard=2))
+    assert np.flatnonzero(~jnp.isfinite(grads.pop("kernel")).all(axis=1)).tolist() == [row]
+    assert jls.all_finite(grads)
