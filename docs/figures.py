@@ -1,4 +1,4 @@
-"""Draw the figures of README.md but main_job.png: ``python docs/figures.py``. Needs the extras ``demo`` and ``plot``."""
+"""Draw the figures of README.md but the main job's: ``python docs/figures.py``. Needs the extras demo and plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trained_params(patches: jax.Array) -> job.Params:
     optimizer = job.make_optimizer(STEPS)
     params = job.init_params(jax.random.key(0), patches)
 
-    def step(carry, _):
+    def step(carry: tuple[job.Params, optax.OptState], _: None) -> tuple[tuple[job.Params, optax.OptState], None]:
         params, state = carry
         updates, state = optimizer.update(jax.grad(job.loss_fn)(params, patches, jnp.float32), state, params)
         return (optax.apply_updates(params, updates), state), None

@@ -31,8 +31,10 @@ AxisName: TypeAlias = str | tuple[str, ...] | None
 # vector would cost more to compile and to launch than to run.
 _SMALL_LEAF = 2**15
 _BLOCK = 2**18
-# Large leaves of one shape are checked together where a reduction costs more than its reading. Of many more, XLA would
-# write the flags of each element to memory.
+# Large leaves of one shape are checked together where a reduction costs more than what it reads: on a CPU, where there
+# would be more than so many reductions to compile; elsewhere always, by so many leaves. (Of many more, XLA would write
+# a flag for each element to memory.)
+_REDUCTIONS = 64
 _TOGETHER = 32
 
 
@@ -154,19 +156,19 @@ def _measure_anywhere(*leaves: jax.Array) -> jax.Array:
 
 def _exactly_together(large: Iterable[jax.Array], blocks: Iterable[jax.Array]) -> jax.Array:
     """`_exact`, with one reduction for many leaves of the same shape."""
-    together = (_all(map(jnp.isfinite, alike)).all() for alike in _alike(large))
+    together = (_all(map(jnp.isfinite, alike)).all() for alike in _alike(large, _TOGETHER))
     return _all([*together, *(jnp.isfinite(block).all() for block in blocks)])
 
 
 def _measure_on_cpu(*leaves: jax.Array) -> jax.Array:
     """What is fastest on a CPU; ``python -m benchmarks finite`` measured it, ``benchmarks/RESULTS.md`` has the numbers.
 
-    ========  ======================  =================================================================================
-    float16   `_high_byte_is_finite`  faster than `_exact`; a sum converts one element at a time and is slower
-    bfloat16  `_sum_is_finite`        several times as fast as `_exact`
-    float32   `_sum_is_finite`        several times as fast as `_exact`
+    ========  ========================  ===============================================================================
+    float16   `_high_bytes_are_finite`  faster than `_exact`; a sum converts one element at a time and is slower
+    bfloat16  `_sum_is_finite`          several times as fast as `_exact`
+    float32   `_sum_is_finite`          several times as fast as `_exact`
     others    `_sum_is_finite`
-    ========  ======================  =================================================================================
+    ========  ========================  ===============================================================================
 
     Maxima and minima would be fast as well, but XLA drops NaN from those of float32 here. Integer views of 16 and 32
     bits gain little, and ``(leaf * 0).sum()`` is slower than a sum alone.
@@ -174,37 +176,41 @@ def _measure_on_cpu(*leaves: jax.Array) -> jax.Array:
     large = _large(leaves)
     quick = [leaf for leaf in large if leaf.dtype == jnp.float16]
     summed = [leaf for leaf in large if leaf.dtype != jnp.float16]
-    certain = [*map(_high_byte_is_finite, quick), *(jnp.isfinite(block).all() for block in _blocks(leaves))]
+    # A leaf alone is read fastest. But each reduction is compiled, and of hundreds that takes longer than the step.
+    together = -(-len(large) // _REDUCTIONS)
+    certain = [
+        *map(_high_bytes_are_finite, _alike(quick, together)),
+        *(jnp.isfinite(block).all() for block in _blocks(leaves)),
+    ]
     if not summed:
         return _all(certain)
-    finite = _all([*certain, *map(_sum_is_finite, summed)])
-    # The sum of finite numbers may overflow: then it takes a second look, which almost never runs and costs little to
-    # compile.
+    finite = _all([*certain, *map(_sum_is_finite, _alike(summed, together))])
+    # The sum of finite numbers may overflow: then it takes a second look, which almost never runs.
     return jax.lax.cond(finite, lambda: finite, lambda: _all([*certain, _exactly_together(summed, ())]))
 
 
-def _high_byte_is_finite(leaf: jax.Array) -> jax.Array:
+def _high_bytes_are_finite(alike: Sequence[jax.Array]) -> jax.Array:
     """Float16: the high byte is one bit of sign, five of exponent and two more; all exponent bits mean inf or NaN."""
-    without_sign = jax.lax.bitcast_convert_type(leaf, jnp.uint8)[..., 1] << 1
-    return without_sign.max() < 0b11111_000
+    without_sign = (jax.lax.bitcast_convert_type(leaf, jnp.uint8)[..., 1] << 1 for leaf in alike)
+    return functools.reduce(jnp.maximum, without_sign).max() < 0b11111_000
 
 
-def _sum_is_finite(leaf: jax.Array) -> jax.Array:
+def _sum_is_finite(alike: Sequence[jax.Array]) -> jax.Array:
     """False if any element is not finite; also if finite ones add up to an infinity."""
-    return jnp.isfinite(leaf.sum())
+    return jnp.isfinite(functools.reduce(jnp.add, alike).sum())
 
 
 def _large(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 
-def _alike(leaves: Iterable[jax.Array]) -> Iterator[list[jax.Array]]:
-    """The leaves by shape, a few at a time."""
-    by_shape: dict[tuple[int, ...], list[jax.Array]] = {}
+def _alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
+    """The leaves by shape and dtype, up to ``number`` at a time."""
+    by_type: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
-        by_shape.setdefault(leaf.shape, []).append(leaf)
-    for alike in by_shape.values():
-        yield from (alike[start : start + _TOGETHER] for start in range(0, len(alike), _TOGETHER))
+        by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
+    for alike in by_type.values():
+        yield from (alike[start : start + number] for start in range(0, len(alike), number))
 
 
 def _blocks(leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:

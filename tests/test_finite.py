@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale import _finite
 
 DTYPES = (
     "float8_e3m4",
@@ -118,6 +119,32 @@ def test_one_bad_value_among_values_whose_sum_overflows(dtype, bad):
     leaf = np.full(SIZE, jnp.finfo(dtype).max, dtype)
     leaf[2**15] = bad
     assert not jls.all_finite([leaf])
+
+
+# So many leaves that several of one shape and dtype are read together; a CPU reads them in one way, others in another.
+MANY_SHAPES = [(200, 200), (2**15 + 3,), (100, 401)]
+MANY = [(MANY_SHAPES[n % 3], ("float16", "bfloat16", "float32", "complex64")[n % 4]) for n in range(140)]
+READINGS = {"here": jls.all_finite, "elsewhere": lambda tree: _finite._measure_anywhere(*tree)}
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_one_bad_value_in_one_of_many_large_leaves(read):
+    leaves = [jnp.ones(shape, dtype) for shape, dtype in MANY]
+    read = jax.jit(read)
+    assert read(leaves)
+
+    def found(n, bad):
+        spoiled = leaves[n].at[(-1,) * leaves[n].ndim].set(bad)
+        return not read([*leaves[:n], spoiled, *leaves[n + 1 :]])
+
+    assert [n for n in range(len(leaves)) for bad in BAD if not found(n, bad)] == []
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_large_values_in_many_large_leaves_are_finite(read):
+    assert jax.jit(read)([jnp.full(shape, jnp.finfo(dtype).max, dtype) for shape, dtype in MANY])
+    alternating = [jnp.full(s, (-1) ** n * float(jnp.finfo(dtype).max), dtype) for n, (s, dtype) in enumerate(MANY)]
+    assert jax.jit(read)(alternating)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
