@@ -533,3 +533,19 @@ def test_explanations(loss_scale, record, steps, said, unsaid):
 def test_without_parameters_the_leaf_is_a_number():
     state = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [NAN_GRADS])
     assert "first in leaf 1" in explain(state)
+
+
+def test_copies_of_a_leaf_that_differ_are_told():
+    """A fault of one device: the verdict reads every copy, looking for the leaf reads one."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    copies = NamedSharding(mesh, P(None, "model"))
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(np.ones((8, 8), np.float32), copies)
+        shards = [np.array(shard.data) for shard in params.addressable_shards]
+        shards[5][3, 1] = INF
+        placed = [jax.device_put(data, device) for data, device in zip(shards, mesh.devices.flat, strict=True)]
+        grads = jax.make_array_from_single_device_arrays(params.shape, copies, placed)
+        _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)
+        assert state.skipped_steps == 1
+        assert "whose copies on several devices differ" in explain(state, params)

@@ -140,6 +140,9 @@ def _fault(state: LossScaledState, params: chex.ArrayTree | None) -> str:
         what = "a NaN" if record.has_nan else "an infinity"
         where = f"leaf {int(record.leaf)}" if params is None else leaf_path(params, record.leaf)
         return f"there was {what} in the gradients, first in {where}"
+    if state.consecutive_skips and not state.grads_finite:
+        # Looking for the leaf reads one copy of it; the verdict has read all.
+        return "there was a NaN or an infinity in the gradients, in a leaf whose copies on several devices differ"
     return "`skip_if` was true" if record.value_finite else "its loss was not finite"
 
 
