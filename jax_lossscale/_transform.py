@@ -334,11 +334,11 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     else:
         return
     raise RuntimeError(
-        f"The last {skips.max()} steps were skipped, {situation} (it is {np.asarray(loss_scale())}): the loss scale is "
-        "not the cause. Look at the gradients for a NaN that is there at every scale (log of zero, division by zero, "
-        "a mask of -1e9 in float16), at the loss (if it is not finite, the forward pass overflows), and at the "
-        "condition given as `skip_if`, if any. If the gradients are infinite and the loss is finite, lower "
-        "`min_loss_scale`."
+        f"The last {skips.max()} steps were skipped, {situation} (it is {np.asarray(loss_scale())}). Look at the "
+        "gradients for a NaN that is there at every scale (log of zero, division by zero, a mask of -1e9 in float16), "
+        "at the loss (if it is not finite, the forward pass overflows), and at the condition given as `skip_if`, if "
+        "any. If the gradients are infinite though the loss is finite, lower `min_loss_scale`. "
+        "`jls.diagnostics.explain(opt_state)` tells which it is."
     )
 
 

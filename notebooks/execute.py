@@ -15,6 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from traitlets.config import Config
 
 FOLDER = Path(__file__).parent
 SECONDS_PER_NOTEBOOK = 180
@@ -57,6 +58,7 @@ def execute(notebook: nbformat.NotebookNode) -> None:
         kernel_name="python3",
         record_timing=False,  # or every execution would change the file
         resources={"metadata": {"path": str(FOLDER)}},
+        config=Config(KernelManager={"transport": "ipc"}),  # nothing listens on a port
     )
     client.execute()
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

@@ -516,6 +516,14 @@ EXPLAINED = {
     "a condition": ("dynamic", True, [CONDITION], ["`skip_if` was true", "condition of your own"], ["forward pass"]),
     "a fixed scale that does not skip": (8.0, False, [NAN_GRADS], ["applied all the same", "checkpoint"], ["skipped:"]),
     "no loss scale": (None, False, [GOOD], ["not checked (NoOpLossScale)"], ["2^"]),
+    "often, a NaN at the floor": (
+        jls.DynamicLossScale(1.0),
+        True,
+        [NAN_GRADS, *[GOOD] * 4] * 20,
+        ["20% of", "is none"],
+        [],
+    ),
+    "often, a loss": ("dynamic", True, [NAN_LOSS, *[GOOD] * 4] * 20, ["20% of", "forward pass"], ["increment_period"]),
     "often": (jls.DynamicLossScale(2.0**15, 9), True, [INF_GRADS, *[GOOD] * 9] * 10, ["10% of all steps", "often"], []),
 }
 

@@ -37,7 +37,7 @@ def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
 def test_links_and_pictures_exist():
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert targets
-    assert [target for target in targets if not (ROOT / target).is_file()] == []
+    assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
 def test_continuous_integration_runs_the_readme_test_command():

@@ -25,8 +25,8 @@ _A_NAN_THAT_STAYS = (
     "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16."
 )
 _AN_INFINITY_THAT_STAYS = (
-    "The gradients overflow almost without a scale. Look for a division by a tiny number, lower the learning rate, or "
-    "allow a scale below 1 with `min_loss_scale`."
+    "The gradients overflow almost without a scale. Look for a sum where a mean is meant, for inputs that are not "
+    "normalized, and for a division by a tiny number; or allow a scale below 1 with `min_loss_scale`."
 )
 _UNKNOWN_GRADIENTS = "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
 _THE_LOSS = (
@@ -120,13 +120,20 @@ def _how_long_ago(state: LossScaledState, params: chex.ArrayTree | None) -> list
     if state.last_bad_step is not None and state.last_bad_step.step >= 0:
         ago = steps - int(state.last_bad_step.step)
         lines.append(f"The last bad step was {_steps(ago)} ago: {_fault(state, params)}.")
-    elif not skipped:
-        lines.append("None has been skipped.")
-    elif (good := getattr(state.loss_scale, "num_good_steps", None)) is not None:
+    elif skipped and (good := getattr(state.loss_scale, "num_good_steps", None)) is not None:
         lines.append(f"The last {_steps(int(good))} at least were good.")
     if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
-        lines.append(f"{skipped / steps:.0%} of all steps were skipped. {_OFTEN}")
+        lines.append(f"{skipped / steps:.0%} of all steps were skipped. {_what_to_do_about_many(state)}")
     return lines
+
+
+def _what_to_do_about_many(state: LossScaledState) -> str:
+    record = state.last_bad_step
+    if record is not None and not record.value_finite:
+        return _THE_LOSS
+    if cannot_go_lower(state.loss_scale):
+        return f"The scale cannot go lower. {_the_reason(state)}"
+    return _OFTEN
 
 
 def _fault(state: LossScaledState, params: chex.ArrayTree | None) -> str:
@@ -157,7 +164,10 @@ def _what_to_do(state: LossScaledState) -> str:
     stuck = bool(cannot_go_lower(state.loss_scale))
     if not stuck and state.consecutive_skips < _MANY_SKIPS_IN_A_ROW:
         return _AN_OVERFLOW if record is not None and not record.has_nan else _PERHAPS_AN_OVERFLOW
-    reason = _UNKNOWN_GRADIENTS
-    if record is not None:
-        reason = _A_NAN_THAT_STAYS if record.has_nan else _AN_INFINITY_THAT_STAYS
-    return f"The scale cannot go lower. {reason}" if stuck else reason
+    return f"The scale cannot go lower. {_the_reason(state)}" if stuck else _the_reason(state)
+
+
+def _the_reason(state: LossScaledState) -> str:
+    if state.last_bad_step is None:
+        return _UNKNOWN_GRADIENTS
+    return _A_NAN_THAT_STAYS if state.last_bad_step.has_nan else _AN_INFINITY_THAT_STAYS

@@ -106,7 +106,10 @@ def plot_exponents(
         _hatch(ax, heights, np.clip(bars + moved, None, bottom))
         _hatch(ax, heights, np.clip(bars + moved, top, None))
 
-    left, right = min(bottom, bars[0] + min(shifts) - 1), max(top, bars[-1] + max(shifts) + 1)
+    # Bars too low to be seen do not widen the view.
+    lowest = 0.0 if yscale == "log" else 0.002 * heights.max()
+    _, seen = _between_the_first_and_the_last(np.where(heights > lowest, heights, 0), bars)
+    left, right = min(bottom, seen[0] + min(shifts) - 1), max(top, seen[-1] + max(shifts) + 1)
     margin = 0.12 * (right - left)  # room for the names of what lies outside
     ax.set_xlim(min(left, bottom - margin), max(right, top + margin))
     _set_share_axis(ax, heights, yscale)

@@ -201,7 +201,7 @@ def _draw_loss_scale(ax: Axes, loss_scale: np.ndarray, skipped: np.ndarray | Non
     powers = np.log2(loss_scale[drawable]) if drawable.any() else np.zeros(1)
     ax.set_yscale("log", base=2)
     ax.set_ylim(2.0 ** (np.floor(powers.min()) - 0.5), 2.0 ** (np.ceil(powers.max()) + 0.5))
-    ax.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
+    ax.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
     _finish(ax, len(loss_scale))
 
 
