@@ -171,6 +171,16 @@ def test_dropping_a_microbatch_takes_the_mean_over_the_others(bad, backs_off):
     assert not (after["out"] == params["out"]).all()
 
 
+def test_a_loss_that_is_not_finite_costs_its_microbatch_though_its_gradients_are():
+    def loss_of_examples(w, x):
+        return jnp.mean(w * x) + jnp.where(x.max() > 10, INF, 0.0)  # infinite, and constant
+
+    window = jls.accumulate_gradients(loss_of_examples, SCALE, 2, drop="microbatch")(
+        1.0, jnp.array([1.0, 20.0, 3.0, 4.0])
+    )
+    assert (window.num_kept, window.value, window.grads / SCALE, window.grads_finite) == (1, 2.0, 2.0, True)
+
+
 def test_where_all_are_bad_the_window_is_skipped():
     params, batch = make_params(), {**make_batch(), "flag": jnp.ones(24, bool)}
     tx = jls.loss_scaled(optax.sgd(0.1))

@@ -221,6 +221,12 @@ def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, has_nan,
     assert jls.metrics(state)["last_bad_leaf"] == leaf
 
 
+def test_steps_are_counted_whether_they_were_applied_or_not():
+    bad = ([1.0, NAN], 1.0, False)
+    state = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [bad, GOOD, bad, bad, GOOD])
+    assert state.last_bad_step.step == 3
+
+
 def test_before_the_first_bad_step_there_is_no_leaf_and_by_default_there_is_no_record():
     recording = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [GOOD])
     assert (recording.last_bad_step.step, recording.last_bad_step.leaf) == (-1, -1)
