@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
+from jax_lossscale._branch import vary
 from jax_lossscale._finite import AxisName, agree, all_finite
 from jax_lossscale._gradients import as_loss_scale, value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import positive_integer
@@ -19,18 +21,19 @@ class AccumulatedGradients(NamedTuple):
     """What `accumulate_gradients` knows of a window, that is of all micro-batches of one step.
 
     Attributes:
-      value: the mean of the true losses: ``float32[]``.
+      value: the mean of the true losses: ``float32[]``, or of a wider dtype of their own.
       grads: the mean of the gradients, scaled like those of `value_and_scaled_grad`, in float32 or a wider dtype of
         their own.
-      grads_finite: whether no micro-batch overflowed: ``bool[]``. One whose loss is not finite did not overflow.
-      num_kept: how many micro-batches the mean is taken over: ``int32[]``.
+      parts_finite: ``bool[]``, what ``update`` takes by that name. With ``drop="microbatch"``, whether no micro-batch
+        overflowed (one whose loss is not finite did not); with ``drop="window"``, whether ``grads`` are finite.
+      kept: which micro-batches the mean is taken over: ``bool[num_microbatches]``.
       aux: the auxiliary data of each micro-batch, stacked along a new first axis; ``None`` without ``has_aux``.
     """
 
     value: jax.Array
     grads: chex.ArrayTree
-    grads_finite: jax.Array
-    num_kept: jax.Array
+    parts_finite: jax.Array
+    kept: jax.Array
     aux: Any = None
 
 
@@ -61,10 +64,12 @@ def accumulate_gradients(
 
           window = jls.accumulate_gradients(loss_fn, opt_state, 4, drop="microbatch")(params, batch)
           params, opt_state = tx.update_and_apply(
-              window.grads, opt_state, params, value=window.value, grads_finite=window.grads_finite
+              window.grads, opt_state, params, value=window.value, parts_finite=window.parts_finite
           )
 
-      Where all are bad the gradients are NaN, and the window is skipped.
+      Where all are bad the gradients are NaN, and the window is skipped, if the loss scale skips such steps.
+
+    Call it under `jax.jit`, or ``fun`` is traced at every call.
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
@@ -85,8 +90,8 @@ def accumulate_gradients(
 
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
-        integer of at least 1, or ``drop`` not one of the two. When called: if the batch is not there, or cannot be
-        divided evenly.
+        integer of at least 1, ``drop`` not one of the two, or an argument both differentiated and split. When called:
+        if the batch is not there, or cannot be divided evenly.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -108,7 +113,12 @@ def accumulate_gradients(
     if drop not in ("window", "microbatch"):
         raise ValueError(f"`accumulate_gradients(drop=...)` must be 'window' or 'microbatch', got {drop!r}.")
     value_and_grads = value_and_scaled_grad(fun, loss_scale, argnums, has_aux)
-    batch_argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    batch_argnums, differentiated = _as_tuple(batch_argnums), _as_tuple(argnums)
+    if set(batch_argnums) & set(differentiated):
+        raise ValueError(
+            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` have arguments in common. The "
+            "gradients of a batch that is split cannot be added up: use `value_and_scaled_grad`."
+        )
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         microbatches = _split(args, batch_argnums, num_microbatches)
@@ -119,34 +129,42 @@ def accumulate_gradients(
                 arguments[argnum] = argument
             result, scaled_grads = value_and_grads(*arguments, **kwargs)
             value, aux = result if has_aux else (result, None)
-            value, grads = _tree.widen(value), loss_scale.unscale(scaled_grads)
+            # No loss scale unscales nothing, and leaves the dtype, too.
+            value, grads = _tree.widen((value, loss_scale.unscale(scaled_grads)))
             if drop == "window":
-                return _Sums(value, grads, jnp.int32(1), jnp.int32(1), jnp.int32(0)), aux
+                return _Sums(value, grads, jnp.int32(1), jnp.int32(1), jnp.int32(0)), (jnp.array(True), aux)
             finite = agree(jnp.stack([all_finite(grads), all_finite(value)]), axis_name)
             keep = finite.all()
             overflowed = finite[1] & ~finite[0]
             counts = (flag.astype(jnp.int32) for flag in (finite[1], keep, overflowed))
-            return _Sums(_zero_unless(finite[1], value), _zero_unless(keep, grads), *counts), aux
+            return _Sums(_zero_unless(finite[1], value), _zero_unless(keep, grads), *counts), (keep, aux)
 
         def add(sums: _Sums, microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
-            summands, aux = gradients_of(microbatch)
-            return jax.tree.map(jnp.add, sums, summands), aux
+            summands, kept_and_aux = gradients_of(microbatch)
+            return jax.tree.map(jnp.add, sums, summands), kept_and_aux
 
         first = jax.tree.map(lambda leaf: leaf[0], microbatches)
-        nothing, _ = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients_of, first))
-        sums, aux = jax.lax.scan(add, nothing, microbatches)
+        nothing = jax.tree.map(_zeros, jax.eval_shape(gradients_of, first)[0])
+        sums, (kept, aux) = jax.lax.scan(add, nothing, microbatches)
 
         grads = jax.tree.map(lambda leaf: leaf / sums.num_kept, sums.grads)
-        grads_finite = all_finite(grads, axis_name=axis_name) if drop == "window" else sums.num_overflowed == 0
+        parts_finite = all_finite(grads, axis_name=axis_name) if drop == "window" else sums.num_overflowed == 0
         return AccumulatedGradients(
             value=sums.value / sums.num_values,
             grads=loss_scale.scale(grads),
-            grads_finite=grads_finite,
-            num_kept=sums.num_kept,
+            parts_finite=parts_finite,
+            kept=kept,
             aux=aux,
         )
 
     return accumulate
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return jnp.zeros_like(like)  # sharded alike, on a mesh of explicit axes
+    zeros = jnp.zeros(like.shape, like.dtype)
+    return zeros if like.manual_axis_type is None else vary(zeros, like.manual_axis_type.varying)
 
 
 def _zero_unless(flag: jax.Array, tree: chex.ArrayTree) -> chex.ArrayTree:
@@ -161,9 +179,13 @@ class _Sums(NamedTuple):
     num_overflowed: jax.Array
 
 
+def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else (operator.index(argnums),)
+
+
 def _split(args: tuple[Any, ...], batch_argnums: tuple[int, ...], num_microbatches: int) -> tuple[Any, ...]:
     """The batch, each leaf with a new first axis: that of the micro-batches."""
-    if not all(0 <= argnum < len(args) for argnum in batch_argnums):
+    if not all(-len(args) <= argnum < len(args) for argnum in batch_argnums):
         raise ValueError(
             f"`accumulate_gradients(batch_argnums={batch_argnums})` names arguments that were not given: the function "
             f"was called with {len(args)} positional arguments. Pass the batch by position."
@@ -179,7 +201,7 @@ def _split(args: tuple[Any, ...], batch_argnums: tuple[int, ...], num_microbatch
     if size % num_microbatches or size == 0:
         raise ValueError(
             f"`accumulate_gradients(num_microbatches={num_microbatches})` must divide the {size} examples of the batch "
-            "evenly. Drop the last few, or pad the batch and give the padding no weight in the loss."
+            "evenly. Drop the last few, or draw as many more."
         )
 
     def split(leaf: Any) -> jax.Array:

@@ -57,14 +57,15 @@ def _varying_alike(
     def varying(branch: Callable[[], chex.ArrayTree]) -> Callable[[], chex.ArrayTree]:
         def with_axes() -> chex.ArrayTree:
             leaves, structure = jax.tree.flatten(branch())
-            return jax.tree.unflatten(structure, [_vary(leaf, over) for leaf, over in zip(leaves, axes, strict=True)])
+            return jax.tree.unflatten(structure, [vary(leaf, over) for leaf, over in zip(leaves, axes, strict=True)])
 
         return with_axes
 
     return varying(run), varying(leave)
 
 
-def _vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
+def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
     missing = tuple(sorted(axes - _axes_varied_over(leaf)))
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 

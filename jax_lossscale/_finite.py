@@ -70,12 +70,12 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     One number that can be computed inside `jax.jit` and kept in a state; `leaf_path` makes a path of it on the host.
 
     Args:
-      tree: any pytree. Only the leaves of the leaf rule are looked at, but all leaves are counted, so the index fits
-        `jax.tree.leaves` of any tree of the same structure.
+      tree: any pytree. Only the leaves of the leaf rule are looked at, but all are counted, and ``None`` is counted as
+        one: so the index fits the parameters also where frozen ones have no gradient.
       axis_name: as in `all_finite`.
 
     Returns:
-      ``int32[]``: its index among `jax.tree.leaves`, or -1 if all are finite.
+      ``int32[]``: its index among the leaves, or -1 if all are finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -83,15 +83,15 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
       >>> jls.diagnostics.first_nonfinite({"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])})
       Array(1, dtype=int32)
     """
-    leaves = jax.tree.leaves(tree)
+    index, _ = first_fault(tree, axis_name)
+    return index
+
+
+def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """The index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
+    leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
-    return _first_nonfinite([leaves[position] for position in positions], positions, axis_name)
-
-
-def any_nan(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
-    """Whether an inexact leaf holds a NaN: ``bool[]``."""
-    leaves = [_at_least_16_bits(jnp.asarray(leaf)) for leaf in _tree.inexact_leaves(tree)]
-    return ~agree(_all([jnp.array(True), *(~jnp.isnan(leaf).any() for leaf in leaves)]), axis_name)
+    return _first_fault([leaves[position] for position in positions], positions, axis_name)
 
 
 def agree(flags: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -119,12 +119,25 @@ def _all_finite(tree: list[ArrayLike], axis_name: AxisName) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _first_nonfinite(leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName) -> jax.Array:
+def _first_fault(
+    leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
     if not leaves:
-        return jnp.int32(-1)
-    finite = jnp.stack([_exact([_at_least_16_bits(jnp.asarray(leaf))]) for leaf in leaves])
-    finite = agree(finite, axis_name)
-    return jnp.where(finite.all(), -1, jnp.array(positions, jnp.int32)[jnp.argmin(finite)])
+        return jnp.int32(-1), jnp.array(False)
+    severity = jnp.stack([_severity(_at_least_16_bits(jnp.asarray(leaf))) for leaf in leaves])
+    finite, not_nan = agree(jnp.stack([severity < _INFINITE, severity < _NAN]), axis_name)
+    first = jnp.argmin(finite)
+    none = finite.all()
+    return jnp.where(none, -1, jnp.array(positions, jnp.int32)[first]), ~none & ~not_nan[first]
+
+
+_INFINITE, _NAN = 1, 2
+
+
+def _severity(leaf: jax.Array) -> jax.Array:
+    """0 for a finite leaf, `_INFINITE`, or `_NAN` if there is one: ``int32[]``, in one reduction."""
+    of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
+    return jnp.max(of_each, initial=0)
 
 
 def _at_least_16_bits(leaf: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The optax side: a transformation that unscales, checks, and runs a whole chain or leaves it untouched.
 
-One function decides (`_decide`), one chooses between the step and its absence (`_branch.choose`), and ``update`` and
-``update_and_apply`` differ only in what they make of the inner chain's updates.
+One function decides (`_verdict.decide`), one chooses between the step and its absence (`_branch.choose`), and
+``update`` and ``update_and_apply`` differ only in what they make of the inner chain's updates.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._branch import Skip, choose
-from jax_lossscale._finite import AxisName, agree, all_finite, any_nan, first_nonfinite
+from jax_lossscale._finite import AxisName, first_fault
 from jax_lossscale._loss_scale import LossScale, get
 from jax_lossscale._loss_scale.registry import find_one
+from jax_lossscale._verdict import Verdict, as_checked, decide
 
 # MindSpore's manager gives up after as many skipped steps in a row.
 _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
@@ -35,13 +36,17 @@ class BadStep(NamedTuple):
       step: its number, from 0, counted over applied and skipped steps; -1 before there was one.
       leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` makes a
         path of; -1 if all were finite.
-      has_nan: whether a gradient was NaN. If not, and a leaf is named, it was infinite.
+      num_leaves: how many leaves the gradients had, ``None`` counted as one.
+      has_nan: whether that leaf held a NaN. If not, it held infinities.
+      grads_finite: whether the gradients were finite.
       value_finite: whether the loss was finite, as far as it was given as ``value``.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
     leaf: jax.Array  # shape=(), dtype=jnp.int32
+    num_leaves: jax.Array  # shape=(), dtype=jnp.int32
     has_nan: jax.Array  # shape=(), dtype=jnp.bool_
+    grads_finite: jax.Array  # shape=(), dtype=jnp.bool_
     value_finite: jax.Array  # shape=(), dtype=jnp.bool_
 
 
@@ -129,25 +134,25 @@ def loss_scaled(
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
         bytes, though no GPU has been timed. The results are the same.
-      record_bad_steps: whether the state keeps a `BadStep`: which leaf was not finite, and how. Looking for it costs
-        nothing on a good step but a branch.
+      record_bad_steps: whether ``init`` makes a state that keeps a `BadStep`: which leaf was not finite, and how;
+        ``update`` follows the state. On a good step that costs a branch; to compile, a reduction a leaf.
 
     Returns:
       A `LossScaledTransformation`. Its functions, beside ``init(params)``:
 
-      ``update(scaled_grads, state, params=None, *, value=None, skip_if=None, grads_finite=None, **extra_args)``
+      ``update(scaled_grads, state, params=None, *, value=None, skip_if=None, parts_finite=None, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
         gives them for this state; ``value`` the true loss, a scalar, which is passed on to the chain; ``skip_if`` a
-        ``bool[]``; ``grads_finite`` a ``bool[]`` that is false if a part of these gradients overflowed and was left
+        ``bool[]``; ``parts_finite`` a ``bool[]`` that is false if a part of these gradients overflowed and was left
         out (`accumulate_gradients`): the scale then backs off, though the step is applied. Other extra arguments reach
         the chain as they are: gradients among them must be unscaled ones.
 
-      ``update_and_apply(scaled_grads, state, params, *, value=None, skip_if=None, grads_finite=None, **extra_args)``
+      ``update_and_apply(scaled_grads, state, params, *, value=None, skip_if=None, parts_finite=None, **extra_args)``
         returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster.
 
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
-        ``axis_name`` or ``skip`` is not one of the above; if ``skip_if`` or ``grads_finite`` is no boolean scalar.
+        ``axis_name`` or ``skip`` is not one of the above; if ``skip_if`` or ``parts_finite`` is no boolean scalar.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -200,7 +205,7 @@ def loss_scaled(
         extra_args: dict[str, Any],
     ) -> tuple[chex.ArrayTree, LossScaledState]:
         loss_scale = state.loss_scale
-        verdict = _decide(scaled_grads, loss_scale, value, skip_if, parts_finite, axis_name)
+        verdict = decide(scaled_grads, loss_scale, value, skip_if, parts_finite, axis_name)
         if value is not None:
             extra_args = {**extra_args, "value": value}
 
@@ -231,7 +236,7 @@ def loss_scaled(
         *,
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
-        grads_finite: ArrayLike | None = None,
+        parts_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         def with_untouched_leaves(inner_updates: optax.Updates) -> optax.Updates:
@@ -241,7 +246,7 @@ def loss_scaled(
             inner_updates, _ = jax.eval_shape(run_inner)
             return jax.tree.map(jnp.zeros_like, inner_updates)
 
-        return step(updates, state, params, with_untouched_leaves, zeros, value, skip_if, grads_finite, extra_args)
+        return step(updates, state, params, with_untouched_leaves, zeros, value, skip_if, parts_finite, extra_args)
 
     def update_and_apply(
         scaled_grads: optax.Updates,
@@ -250,7 +255,7 @@ def loss_scaled(
         *,
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
-        grads_finite: ArrayLike | None = None,
+        parts_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
         if params is None:
@@ -259,7 +264,7 @@ def loss_scaled(
         def applied(inner_updates: optax.Updates) -> optax.Params:
             return _fill(optax.apply_updates(_tree.inexact_only(params), inner_updates), params)
 
-        return step(scaled_grads, state, params, applied, lambda _: params, value, skip_if, grads_finite, extra_args)
+        return step(scaled_grads, state, params, applied, lambda _: params, value, skip_if, parts_finite, extra_args)
 
     return LossScaledTransformation(init, _compiled(update), _compiled(update_and_apply))
 
@@ -338,7 +343,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         "gradients for a NaN that is there at every scale (log of zero, division by zero, a mask of -1e9 in float16), "
         "at the loss (if it is not finite, the forward pass overflows), and at the condition given as `skip_if`, if "
         "any. If the gradients are infinite though the loss is finite, lower `min_loss_scale`. "
-        "`jls.diagnostics.explain(opt_state)` tells which it is."
+        "With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` tells which it is."
     )
 
 
@@ -377,70 +382,8 @@ def _is_concrete_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, bool, int, float, complex)) and not isinstance(leaf, jax.core.Tracer)
 
 
-class _Verdict(NamedTuple):
-    loss_scale: LossScale
-    grads_finite: jax.Array  # bool[]
-    parts_finite: jax.Array  # bool[]: and so was everything that they were made of
-    value_finite: jax.Array  # bool[]
-    should_apply: jax.Array | None  # bool[]; None: yes, known without looking
-
-
-def _decide(
-    scaled_grads: optax.Updates,
-    loss_scale: LossScale,
-    value: ArrayLike | None,
-    skip_if: ArrayLike | None,
-    parts_finite: ArrayLike | None,
-    axis_name: AxisName,
-) -> _Verdict:
-    """The table in `loss_scaled`. All flags are agreed over devices at once: one all-reduce."""
-    flags: dict[str, jax.Array] = {}
-    if loss_scale.checks_gradients:
-        # Below a scale of 1 unscaling can overflow where the scaled gradients are finite.
-        safe = loss_scale.min_loss_scale >= 1
-        flags["grads_finite"] = all_finite(scaled_grads if safe else loss_scale.unscale(scaled_grads))
-        if value is not None:
-            flags["value_finite"] = all_finite(value)
-        if parts_finite is not None:
-            _tree.check_bool_scalar(parts_finite, "update(grads_finite=...)")
-            flags["parts_finite"] = jnp.asarray(parts_finite)
-    if skip_if is not None:
-        _tree.check_bool_scalar(skip_if, "update(skip_if=...)")
-        flags["allowed"] = ~jnp.asarray(skip_if)
-    if flags:
-        flags = dict(zip(flags, agree(jnp.stack(list(flags.values())), axis_name), strict=True))
-
-    reasons_to_apply = [flags[name] for name in ("value_finite", "allowed") if name in flags]
-    if loss_scale.skip_nonfinite and "grads_finite" in flags:
-        reasons_to_apply.append(flags["grads_finite"])
-    all_parts_finite = _all([flags[name] for name in ("grads_finite", "parts_finite") if name in flags])
-    if all_parts_finite is not None:
-        adjusted = loss_scale.adjust(all_parts_finite)
-        reasons_to_react = [flags["value_finite"]] if "value_finite" in flags else []
-        if "allowed" in flags:
-            reasons_to_react.append(flags["allowed"] | ~all_parts_finite)
-        reacts = _all(reasons_to_react)
-        loss_scale = adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
-    true = jnp.array(True)
-    return _Verdict(
-        loss_scale=loss_scale,
-        grads_finite=flags.get("grads_finite", true),
-        parts_finite=true if all_parts_finite is None else all_parts_finite,
-        value_finite=flags.get("value_finite", true),
-        should_apply=_all(reasons_to_apply),
-    )
-
-
-def _all(flags: list[jax.Array]) -> jax.Array | None:
-    """Their conjunction; ``None``, for true, of none."""
-    result = None
-    for flag in flags:
-        result = flag if result is None else result & flag
-    return result
-
-
 def _record(
-    state: LossScaledState, scaled_grads: optax.Updates, verdict: _Verdict, axis_name: AxisName
+    state: LossScaledState, scaled_grads: optax.Updates, verdict: Verdict, axis_name: AxisName
 ) -> BadStep | None:
     if state.last_bad_step is None:
         return None
@@ -448,10 +391,13 @@ def _record(
     is_bad = ~(verdict.grads_finite & should_apply)
 
     def look() -> BadStep:
+        leaf, has_nan = first_fault(as_checked(scaled_grads, state.loss_scale), axis_name)
         return BadStep(
             step=_saturating_add(state.applied_steps, state.skipped_steps),
-            leaf=first_nonfinite(scaled_grads, axis_name=axis_name),
-            has_nan=any_nan(scaled_grads, axis_name=axis_name),
+            leaf=leaf,
+            num_leaves=jnp.array(len(_tree.leaves_and_nones(scaled_grads)), jnp.int32),
+            has_nan=has_nan,
+            grads_finite=verdict.grads_finite,
             value_finite=verdict.value_finite,
         )
 
@@ -460,11 +406,18 @@ def _record(
 
 
 def _no_bad_step() -> BadStep:
-    return BadStep(jnp.array(-1, jnp.int32), jnp.array(-1, jnp.int32), jnp.array(False), jnp.array(True))
+    return BadStep(
+        step=jnp.array(-1, jnp.int32),
+        leaf=jnp.array(-1, jnp.int32),
+        num_leaves=jnp.array(0, jnp.int32),
+        has_nan=jnp.array(False),
+        grads_finite=jnp.array(True),
+        value_finite=jnp.array(True),
+    )
 
 
 def _next_state(
-    state: LossScaledState, verdict: _Verdict, inner_state: optax.OptState, last_bad_step: BadStep | None
+    state: LossScaledState, verdict: Verdict, inner_state: optax.OptState, last_bad_step: BadStep | None
 ) -> LossScaledState:
     if verdict.should_apply is None:
         applied = skipped = None
@@ -565,4 +518,10 @@ def _check_state(state: Any) -> None:
         raise ValueError(
             "`update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got "
             f"{type(state).__name__}. The order is `update(scaled_grads, state, params)`."
+        )
+    if not isinstance(state.last_bad_step, (BadStep, type(None))):
+        raise ValueError(
+            f"`update(state=...)` has a {type(state.last_bad_step).__name__} for `last_bad_step`. Where it was "
+            "restored from a run that recorded bad steps, `state._replace(last_bad_step=None)` ends that, and the same "
+            "with that of `init` goes on with it."
         )

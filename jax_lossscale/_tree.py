@@ -38,6 +38,11 @@ def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
+def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
+    """The leaves, and ``None`` where something is missing, which `jax.tree.leaves` leaves out."""
+    return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
+
+
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
     """The same tree with ``None`` for every leaf that the leaf rule does not touch."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)

@@ -56,7 +56,7 @@ def test_the_window_is_the_whole_batch(number, drop, compiled):
     jax.tree.map(
         lambda ours, whole: np.testing.assert_allclose(ours / SCALE, whole, rtol=2e-6, atol=1e-6), window.grads, grads
     )
-    assert (window.grads_finite, window.num_kept, window.aux) == (True, number, None)
+    assert (window.parts_finite, window.kept.sum(), window.aux) == (True, number, None)
 
 
 def test_the_sum_is_made_in_float32_bit_for_bit():
@@ -72,6 +72,14 @@ def test_the_sum_is_made_in_float32_bit_for_bit():
     for name, grads in window.grads.items():
         assert grads.dtype == jnp.float32
         np.testing.assert_array_equal(grads, total[name] / 4 * SCALE)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_without_a_loss_scale_the_sum_is_made_in_float32_too(dtype):
+    window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), jls.NoOpLossScale(), 4096)(
+        jnp.ones([], dtype), jnp.ones(4096, dtype)
+    )
+    assert (window.grads, window.grads.dtype) == (1.0, jnp.float32)
 
 
 @pytest.mark.parametrize("exponent", [0, 15, 100, 127])
@@ -113,7 +121,7 @@ def test_dropping_the_window_leaves_it_to_update():
     tx = jls.loss_scaled(optax.adam(0.1), "dynamic")
     state = tx.init(params)
     window = jls.accumulate_gradients(loss_fn, state, 4)(params, batch)
-    assert not window.grads_finite
+    assert not window.parts_finite
     after, after_state = tx.update_and_apply(window.grads, state, params)
     jax.tree.map(np.testing.assert_array_equal, after, params)
     assert (after_state.loss_scale(), after_state.skipped_steps) == (2.0**14, 1)
@@ -152,7 +160,7 @@ def test_dropping_a_microbatch_takes_the_mean_over_the_others(bad, backs_off):
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(SCALE, increment_period=1))
     state = tx.init(params)
     window = jax.jit(jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch"))(params, batch)
-    assert (window.num_kept, window.grads_finite) == (3, not backs_off)
+    assert (window.kept.sum(), window.parts_finite) == (3, not backs_off)
 
     values, grads = zip(*(jax.value_and_grad(loss_fn)(params, kept) for kept in good), strict=True)
     if bad != "overflow":  # a loss that is finite counts, though its gradients were dropped
@@ -163,7 +171,7 @@ def test_dropping_a_microbatch_takes_the_mean_over_the_others(bad, backs_off):
         lambda ours, mean: np.testing.assert_allclose(ours / SCALE, mean, rtol=2e-6, atol=1e-6), window.grads, expected
     )
     after, after_state = tx.update_and_apply(
-        window.grads, state, params, value=window.value, grads_finite=window.grads_finite
+        window.grads, state, params, value=window.value, parts_finite=window.parts_finite
     )
     assert after_state.applied_steps == 1
     assert after_state.loss_scale() == (SCALE / 2 if backs_off else SCALE * 2)
@@ -178,7 +186,7 @@ def test_a_loss_that_is_not_finite_costs_its_microbatch_though_its_gradients_are
     window = jls.accumulate_gradients(loss_of_examples, SCALE, 2, drop="microbatch")(
         1.0, jnp.array([1.0, 20.0, 3.0, 4.0])
     )
-    assert (window.num_kept, window.value, window.grads / SCALE, window.grads_finite) == (1, 2.0, 2.0, True)
+    assert (window.kept.sum(), window.value, window.grads / SCALE, window.parts_finite) == (1, 2.0, 2.0, True)
 
 
 def test_where_all_are_bad_the_window_is_skipped():
@@ -187,9 +195,9 @@ def test_where_all_are_bad_the_window_is_skipped():
     state = tx.init(params)
     for spoiled, scale in (batch, 2.0**14), ({**batch, "x": batch["x"] * NAN}, 2.0**15):
         window = jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch")(params, spoiled)
-        assert window.num_kept == 0
+        assert window.kept.sum() == 0
         after, after_state = tx.update_and_apply(
-            window.grads, state, params, value=window.value, grads_finite=window.grads_finite
+            window.grads, state, params, value=window.value, parts_finite=window.parts_finite
         )
         jax.tree.map(np.testing.assert_array_equal, after, params)
         assert (after_state.skipped_steps, after_state.loss_scale()) == (1, scale)
@@ -203,7 +211,7 @@ def test_a_window_moves_the_scale_once():
     @jax.jit
     def step(params, state):
         window = jls.accumulate_gradients(loss_fn, state, 4, drop="microbatch")(params, batch)
-        return tx.update_and_apply(window.grads, state, params, value=window.value, grads_finite=window.grads_finite)
+        return tx.update_and_apply(window.grads, state, params, value=window.value, parts_finite=window.parts_finite)
 
     scales = []
     for _ in range(4):
@@ -213,7 +221,7 @@ def test_a_window_moves_the_scale_once():
     assert state.applied_steps == 4
 
 
-# `grads_finite` of `update`: the table of `loss_scaled`, with a column more.
+# `parts_finite` of `update`: the table of `loss_scaled`, with a column more.
 
 VERDICTS = {
     # gradients, parts finite, loss, skip_if: applied, scale (of 8; doubles on a good step)
@@ -233,7 +241,7 @@ def test_a_dropped_part_lowers_the_scale_of_a_step_that_is_applied(grad, parts, 
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, 1))
     params = jnp.float32(1.0)
     _, state = getattr(tx, method)(
-        jnp.float32(grad), tx.init(params), params, value=value, skip_if=skip_if, grads_finite=jnp.array(parts)
+        jnp.float32(grad), tx.init(params), params, value=value, skip_if=skip_if, parts_finite=jnp.array(parts)
     )
     assert (state.applied_steps, state.loss_scale()) == (int(applied), scale)
     assert state.grads_finite == (parts and np.isfinite(grad))
@@ -241,13 +249,13 @@ def test_a_dropped_part_lowers_the_scale_of_a_step_that_is_applied(grad, parts, 
 
 def test_without_a_loss_scale_nothing_is_checked():
     tx = jls.loss_scaled(optax.sgd(0.1), None)
-    _, state = tx.update(jnp.float32(1.0), tx.init(jnp.float32(1.0)), grads_finite=False)
+    _, state = tx.update(jnp.float32(1.0), tx.init(jnp.float32(1.0)), parts_finite=False)
     assert (state.applied_steps, state.grads_finite) == (1, True)
 
 
 def test_explain_tells_of_a_dropped_microbatch():
     tx = jls.loss_scaled(optax.sgd(0.1), "dynamic")
-    _, state = tx.update(jnp.float32(1.0), tx.init(jnp.float32(1.0)), grads_finite=False)
+    _, state = tx.update(jnp.float32(1.0), tx.init(jnp.float32(1.0)), parts_finite=False)
     assert "a micro-batch overflowed, and was left out" in jls.diagnostics.explain(state)
 
 
@@ -268,7 +276,7 @@ def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
         window = compiled(params, placed)
     for name, grads in window.grads.items():
         np.testing.assert_allclose(grads, expected.grads[name], rtol=1e-5, atol=1e-3)
-    assert window.grads_finite
+    assert window.parts_finite
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
@@ -280,13 +288,30 @@ def test_under_shard_map_the_devices_agree_which_microbatches_are_kept(check_vma
         if check_vma:
             params = jax.lax.pcast(params, "data", to="varying")  # or jax would sum the gradients itself
         window = jls.accumulate_gradients(loss_fn, SCALE, 4, drop="microbatch", axis_name="data")(params, batch)
-        return jax.lax.pmean(window.grads, "data"), window.num_kept[None]
+        return jax.lax.pmean(window.grads, "data"), window.kept.sum()[None]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")), check_vma=check_vma)
     grads, kept = jax.jit(mapped)(params, batch)
     assert kept.tolist() == [3] * 8
     good = jax.tree.map(lambda leaf: jnp.delete(leaf, jnp.arange(1, 32, 4), axis=0), batch)
     for name, expected in jax.grad(loss_fn)(params, good).items():
+        np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_under_shard_map_over_some_axes_of_a_mesh(drop):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params, batch = make_params(), make_batch(32)
+
+    def local(params, batch):
+        params = jax.lax.pcast(params, "data", to="varying")
+        window = jls.accumulate_gradients(loss_fn, SCALE, 4, drop=drop, axis_name="data")(params, batch)
+        return jax.lax.pmean(window.grads, "data")
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(local, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+        grads = jax.jit(mapped)(params, batch)
+    for name, expected in jax.grad(loss_fn)(params, batch).items():
         np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -304,6 +329,7 @@ REFUSED = {
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
     "no arrays": ({}, (None,), "same number of examples"),
+    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "have arguments in common"),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch by position"),
 }
 
@@ -317,5 +343,5 @@ def test_bad_input_is_refused_by_name(options, batch, message):
 
 def test_a_verdict_that_is_no_boolean_is_refused():
     tx = jls.loss_scaled(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"update\(grads_finite=...\)"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), grads_finite=jnp.array([True, True]))
+    with pytest.raises(ValueError, match=r"update\(parts_finite=...\)"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), parts_finite=jnp.array([True, True]))

@@ -153,7 +153,7 @@ FIRST = {
     "finite": ({"a": [1.0], "b": [2.0]}, -1, None),
     "the second": ({"a": [1.0], "b": [2.0, INF], "c": [NAN]}, 1, "['b']"),
     "integers are counted, not looked at": ({"a": 3, "b": [NAN]}, 1, "['b']"),
-    "None is no leaf": ({"a": None, "b": [NAN]}, 0, "['b']"),
+    "None is counted too": ({"a": None, "b": [NAN]}, 1, "['b']"),
     "nothing to look at": ({"a": 3}, -1, None),
 }
 
@@ -388,6 +388,7 @@ def test_underflow_is_what_a_cast_by_numpy_does(dtype):
 def test_zeros_are_not_lost_and_nothing_is_no_share():
     assert underflow_fraction(jnp.array([0.0, 0.0, 1e-9, 1.0])).zero == 0.5
     assert underflow_fraction(jnp.zeros(3)) == (0, 0)
+    assert underflow_fraction(jnp.ones(2**25).at[0].set(1e-9)).zero == np.float32(2.0**-25)
     assert underflow_fraction({"steps": 3}) == (0, 0)
 
 
@@ -441,7 +442,10 @@ BAD_ARGUMENTS = {
     "no trace": (lambda: simulate(jls.get("dynamic")), "one of them"),
     "two traces": (lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), largest=jnp.ones(2)), "one of them"),
     "a trace of numbers": (lambda: simulate(jls.get("dynamic"), jnp.ones(2)), "must be booleans, got float32"),
-    "magnitudes that are flags": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)), "must be numbers"),
+    "magnitudes that are flags": (
+        lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)),
+        "must be real numbers",
+    ),
     "a scalar trace": (lambda: simulate(jls.get("dynamic"), jnp.array(True)), r"one dimension.*\(\)"),
     "dtype, simulation": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), dtype=int), "floating dtype"),
     "a batch of runs": (lambda: explain(jax.vmap(jls.loss_scaled(optax.sgd(0.1)).init)(jnp.ones(2))), "batch of runs"),
@@ -496,7 +500,7 @@ EXPLAINED = {
         ["The last bad step was 3 steps ago", "['kernel']"],
         ["try"],
     ),
-    "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD, GOOD], ["The last 2 steps at least were good"], []),
+    "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], ["Of 2 steps, 1 were applied"], ["last"]),
     "an overflow": (
         "dynamic",
         True,
@@ -517,9 +521,57 @@ EXPLAINED = {
     "at the floor, not recorded": ("dynamic", False, [NAN_GRADS] * 15, ["cannot go lower", "nonfinite_report"], []),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, ["nothing to do"], ["cannot go lower"]),
     "a loss": ("dynamic", True, [NAN_LOSS], ["its loss was not finite", "forward pass"], ["cannot"]),
-    "a loss and its gradients": ("dynamic", True, [([NAN, 1.0], NAN, False)], ["a NaN", "forward pass"], ["nothing"]),
+    "a loss and its gradients": (
+        "dynamic",
+        True,
+        [([NAN, 1.0], NAN, False)],
+        ["its loss was not finite", "forward pass"],
+        ["nothing to do"],
+    ),
     "a loss, not recorded": ("dynamic", False, [NAN_LOSS], ["its loss was not finite, or `skip_if` was true"], []),
     "a condition": ("dynamic", True, [CONDITION], ["`skip_if` was true", "condition of your own"], ["forward pass"]),
+    "a scale that started too high": (
+        jls.DynamicLossScale(2.0**60),
+        True,
+        [INF_GRADS] * 17,
+        ["nothing to do"],
+        ["almost without a scale"],
+    ),
+    "at a floor that is high": (
+        jls.DynamicLossScale(2.0**10, min_loss_scale=2.0**10),
+        True,
+        [INF_GRADS],
+        ["Allow a lower one"],
+        ["almost"],
+    ),
+    "a fixed scale that skips": (
+        jls.FixedLossScale(8.0, skip_nonfinite=True),
+        True,
+        [INF_GRADS],
+        ["Take a smaller one"],
+        ["min_loss_scale"],
+    ),
+    "an infinity in one leaf, a NaN in the next": (
+        "dynamic",
+        True,
+        [([INF, NAN], 1.0, False)],
+        ["an infinity in the gradients, first in ['bias']"],
+        ["a NaN"],
+    ),
+    "unscaling overflows": (
+        jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10),
+        True,
+        [([1.0, 1e38], 1.0, False), GOOD],
+        ["2 steps ago: there was an infinity in the gradients, first in ['kernel']"],
+        ["skip_if", "copies"],
+    ),
+    "often on condition": (
+        "dynamic",
+        True,
+        [CONDITION, *[GOOD] * 4] * 20,
+        ["20% of", "your own"],
+        ["increment_period"],
+    ),
     "a fixed scale that does not skip": (8.0, False, [NAN_GRADS], ["applied all the same", "checkpoint"], ["skipped:"]),
     "no loss scale": (None, False, [GOOD], ["not checked (NoOpLossScale)"], ["2^"]),
     "often, a NaN at the floor": (
@@ -542,6 +594,34 @@ def test_explanations(loss_scale, record, steps, said, unsaid):
         assert phrase in text
     for phrase in unsaid:
         assert phrase not in text
+
+
+def after_one_bad_step(grads):
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    params = jax.tree.map(jnp.ones_like, grads)
+    return tx.update_and_apply(grads, tx.init(params), params)[1]
+
+
+def test_a_frozen_parameter_has_no_gradient_and_keeps_its_place():
+    state = after_one_bad_step({"a": None, "b": jnp.array([NAN])})
+    assert "first in ['b']" in explain(state, {"a": jnp.ones(3), "b": jnp.ones(1)})
+
+
+def test_the_only_leaf_has_no_path():
+    state = after_one_bad_step(jnp.array([NAN]))
+    assert "first in the only leaf." in explain(state, jnp.ones(1))
+    assert str(nonfinite_report(jnp.ones(1))).endswith("is in the only leaf.")
+
+
+def test_a_tree_of_another_structure_is_refused():
+    with pytest.raises(ValueError, match="has 3 leaves, but the gradients had 2"):
+        explain(after_one_bad_step({"a": jnp.ones(1), "b": jnp.array([NAN])}), {"a": 1, "b": 2, "c": 3})
+
+
+def test_a_traced_state_is_refused():
+    state = jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)
+    with pytest.raises(ValueError, match="values that are traced"):
+        jax.jit(lambda state: explain(state) and state)(state)
 
 
 def test_without_parameters_the_leaf_is_a_number():

@@ -493,6 +493,30 @@ def test_flax_refuses_the_state_of_another_configuration():
         flax.serialization.from_state_dict(jls.DynamicLossScale(), state)
 
 
+def after_a_bad_step(record):
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, record_bad_steps=record)
+    return tx, tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS)[1]
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["off", "on"])
+def test_recording_is_turned_on_and_off_between_steps(record):
+    """When something has gone wrong, it may be time to record it."""
+    _, state = after_a_bad_step(not record)
+    tx, _ = after_a_bad_step(record)
+    state = state._replace(last_bad_step=tx.init(PARAMS).last_bad_step)
+    _, state = jax.jit(tx.update)(BAD_GRADS, state, PARAMS)
+    assert state.skipped_steps == 2
+    assert state.last_bad_step.step == 1 if record else state.last_bad_step is None
+
+
+def test_what_flax_makes_of_a_record_that_the_target_has_not_is_refused():
+    _, recorded = after_a_bad_step(True)
+    tx, _ = after_a_bad_step(False)
+    state = flax.serialization.from_bytes(tx.init(PARAMS), flax.serialization.to_bytes(recorded))
+    with pytest.raises(ValueError, match=r"a dict for `last_bad_step`.*_replace\(last_bad_step=None\)"):
+        tx.update(BAD_GRADS, state, PARAMS)
+
+
 # Reading the state.
 
 

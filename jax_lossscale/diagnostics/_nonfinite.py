@@ -117,9 +117,8 @@ class NonfiniteReport(Sequence[LeafReport]):
         first = self[0]
         if first.largest_finite is None:  # all leaves are empty
             return f"All {len(self)} leaves are finite."
-        return (
-            f"All {len(self)} leaves are finite; the largest magnitude, {first.largest_finite:.4g}, is in {first.path}."
-        )
+        where = first.path or "the only leaf"
+        return f"All {len(self)} leaves are finite; the largest magnitude, {first.largest_finite:.4g}, is in {where}."
 
 
 _HEADINGS = ("leaf", "dtype", "shape", "NaN", "+inf", "-inf", "share", "largest finite", "first at")
@@ -179,7 +178,8 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
     """The path of the leaf that `first_nonfinite` has found.
 
     Args:
-      tree: the tree that was looked at, or another of the same structure, such as the parameters.
+      tree: the tree that was looked at, or another of the same structure, such as the parameters; ``None`` counts as a
+        leaf.
       index: what `first_nonfinite` returned, on the host.
 
     Returns:
@@ -195,7 +195,8 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
       >>> jls.diagnostics.leaf_path(grads, jls.diagnostics.first_nonfinite(grads))
       "['block3']['kernel']"
     """
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+    paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
     position = int(index)  # type: ignore[arg-type]
     if not -1 <= position < len(paths):
         raise ValueError(

@@ -278,10 +278,12 @@ def _limits(dtype: jnp.dtype) -> _Limits:
 @partial(jax.jit, static_argnums=1)
 def _underflow(leaves: list[ArrayLike], dtype: jnp.dtype) -> Underflow:
     limits = _limits(dtype)
-    numbers, not_zero, normal = (
-        _count_above(leaves, partial(_bits_of, limit)) for limit in (0.0, limits.zero, limits.subnormal)
+    nothing, zero, subnormal = (partial(_bits_of, limit) for limit in (0.0, *limits))
+    numbers = _count(leaves, nothing, _largest)
+    return Underflow(
+        zero=_share(_count(leaves, nothing, zero), numbers),
+        subnormal=_share(_count(leaves, zero, subnormal), numbers),
     )
-    return Underflow(_share(numbers - not_zero, numbers), _share(not_zero - normal, numbers))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -293,7 +295,7 @@ def _suggestion(leaves: list[ArrayLike], dtype: jnp.dtype, top: float) -> LossSc
         largest_here = jnp.max(magnitudes, where=magnitudes < _infinity(layout), initial=0)
         log2_scale = jnp.minimum(log2_scale, _log2_room(largest_here, _bits_of(top, layout), layout))
         largest = jnp.maximum(largest, _as_float32(largest_here, layout))
-    numbers = _count_above(leaves, partial(_bits_of, 0.0))
+    numbers = _count(leaves, partial(_bits_of, 0.0), _largest)
     log2_scale = jnp.where(numbers > 0, jnp.maximum(log2_scale, 0), 0)
 
     # A scale of 2**k moves the limit of what becomes zero down by k powers of two.
@@ -302,9 +304,8 @@ def _suggestion(leaves: list[ArrayLike], dtype: jnp.dtype, top: float) -> LossSc
     def limit_with_scale(layout: _Layout) -> jax.Array:
         return jnp.array([_bits_of(limit, layout) for limit in limits])[log2_scale]
 
-    without = _count_above(leaves, partial(_bits_of, limits[0]))
-    with_scale = _count_above(leaves, limit_with_scale)
-    return LossScaleSuggestion(jnp.ldexp(jnp.float32(1), log2_scale), _share(with_scale - without, numbers), largest)
+    rescued = _count(leaves, limit_with_scale, partial(_bits_of, limits[0]))
+    return LossScaleSuggestion(jnp.ldexp(jnp.float32(1), log2_scale), _share(rescued, numbers), largest)
 
 
 def _log2_room(magnitudes: jax.Array, top: Any, layout: _Layout) -> jax.Array:
@@ -314,18 +315,22 @@ def _log2_room(magnitudes: jax.Array, top: Any, layout: _Layout) -> jax.Array:
     return jnp.minimum(exponents - ((magnitudes & mantissa) > (top & mantissa)), 127)
 
 
-def _count_above(leaves: list[ArrayLike], limit: Callable[[_Layout], Any]) -> jax.Array:
-    """How many finite numbers have a magnitude above a limit, given as bits: ``float32[]``, for it may be billions."""
+def _count(leaves: list[ArrayLike], above: Callable[[_Layout], Any], up_to: Callable[[_Layout], Any]) -> jax.Array:
+    """How many magnitudes lie between two, the second included: ``float32[]``, for it may be billions."""
     count = jnp.float32(0)
     for leaf in leaves:
         magnitudes, layout = _magnitudes(leaf)
-        is_above = (magnitudes > limit(layout)) & (magnitudes < _infinity(layout))
-        count = count + is_above.sum(dtype=jnp.uint32).astype(jnp.float32)
+        is_between = (magnitudes > above(layout)) & (magnitudes <= up_to(layout))
+        count = count + is_between.sum(dtype=jnp.uint32).astype(jnp.float32)
     return count
 
 
 def _infinity(layout: _Layout) -> Any:
     return layout.integer(layout.largest_field << layout.mantissa_bits)
+
+
+def _largest(layout: _Layout) -> Any:
+    return _infinity(layout) - layout.integer(1)
 
 
 def _as_float32(magnitude: jax.Array, layout: _Layout) -> jax.Array:

@@ -75,8 +75,9 @@ def simulate(
     trace = jnp.asarray(given)
     if trace.ndim != 1:
         raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
-    if (trace.dtype == jnp.bool_) != (name == "grads_finite"):
-        expected = "numbers" if name == "largest" else "booleans"
+    is_real = jnp.issubdtype(trace.dtype, jnp.floating) or jnp.issubdtype(trace.dtype, jnp.integer)
+    if not (is_real if name == "largest" else trace.dtype == jnp.bool_):
+        expected = "real numbers" if name == "largest" else "booleans"
         raise ValueError(f"`simulate({name}=...)` must be {expected}, got {trace.dtype}.")
     dtype = _tree.checked_dtype(dtype, "simulate(dtype=...)")
     if not jnp.issubdtype(dtype, jnp.floating):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _METRICS = ("grads_finite", "applied_steps", "skipped_steps", "consecutive_skips", "last_bad_leaf")
+_FLAGS = ("skipped", "grads_finite")
 _HISTORY = ("loss", "loss_scale", "skipped", "underflow", *_METRICS)
 
 
@@ -145,9 +146,10 @@ def _columns(history: Any, caller: str) -> dict[str, np.ndarray]:
         raise ValueError(
             f"`{caller}` got sequences of unequal length: {lengths}. Where a number was not measured, write NaN."
         )
-    return {
-        name: column.astype(bool if name in ("skipped", "grads_finite") else float) for name, column in columns.items()
-    }
+    for name in set(columns) & set(_FLAGS):
+        if np.isnan(columns[name].astype(float)).any():
+            raise ValueError(f"`{caller}` got NaN in {name}, which must be known for every step.")
+    return {name: column.astype(bool if name in _FLAGS else float) for name, column in columns.items()}
 
 
 def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
@@ -157,7 +159,9 @@ def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
     if "consecutive_skips" in columns:
         return columns["consecutive_skips"] > 0
     if "skipped_steps" in columns:
-        return np.diff(columns["skipped_steps"], prepend=0) > 0
+        total = columns["skipped_steps"]
+        before = 0 if total[0] <= 1 else total[0]  # a run that begins here, or goes on
+        return np.diff(total, prepend=before) > 0
     if "grads_finite" in columns:
         return ~columns["grads_finite"]
     return None
