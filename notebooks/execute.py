@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,15 +53,17 @@ def main() -> int:
 
 def execute(notebook: nbformat.NotebookNode) -> None:
     """Run all cells in a fresh kernel of this interpreter; an error in a cell is raised."""
-    client = NotebookClient(
-        notebook,
-        timeout=SECONDS_PER_NOTEBOOK,
-        kernel_name="python3",
-        record_timing=False,  # or every execution would change the file
-        resources={"metadata": {"path": str(FOLDER)}},
-        config=Config(KernelManager={"transport": "ipc"}),  # nothing listens on a port
-    )
-    client.execute()
+    with tempfile.TemporaryDirectory() as folder:
+        sockets = {"transport": "ipc", "ip": str(Path(folder) / "kernel")}  # files: nothing listens on a port
+        client = NotebookClient(
+            notebook,
+            timeout=SECONDS_PER_NOTEBOOK,
+            kernel_name="python3",
+            record_timing=False,  # or every execution would change the file
+            resources={"metadata": {"path": str(FOLDER)}},
+            config=Config(KernelManager=sockets),
+        )
+        client.execute()
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
