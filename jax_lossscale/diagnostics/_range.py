@@ -173,8 +173,8 @@ def suggest_loss_scale(
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
       >>> suggestion = jls.diagnostics.suggest_loss_scale({"kernel": jnp.array([1e-9, 1e-3])})
-      >>> suggestion.loss_scale, suggestion.rescued
-      (Array(4.194304e+06, dtype=float32), Array(0.5, dtype=float32))
+      >>> float(suggestion.loss_scale), float(suggestion.rescued)
+      (4194304.0, 0.5)
     """
     dtype = _checked_floating(dtype, "suggest_loss_scale(dtype=...)")
     if not 1 <= headroom < math.inf:
