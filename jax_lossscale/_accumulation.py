@@ -90,8 +90,8 @@ def accumulate_gradients(
 
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
-        integer of at least 1, ``drop`` not one of the two, or an argument both differentiated and split. When called:
-        if the batch is not there, or cannot be divided evenly.
+        integer of at least 1, or ``drop`` not one of the two. When called: if the batch is not there, cannot be divided
+        evenly, or is itself differentiated.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -103,8 +103,8 @@ def accumulate_gradients(
       (Array(31.5, dtype=float32), Array(21., dtype=float32))
 
     References:
-      Keeping the window or dropping it whole is what torch and DeepSpeed leave to the overflow of the sum;
-      `optax.MultiSteps` with `optax.skip_not_finite` drops a micro-batch, and waits for another in its place.
+      In torch's ``GradScaler`` one micro-batch that overflows costs the window. `optax.MultiSteps` with
+      `optax.skip_not_finite` drops a micro-batch, and waits for another in its place.
     """
     loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
     num_microbatches = positive_integer(
@@ -114,14 +114,14 @@ def accumulate_gradients(
         raise ValueError(f"`accumulate_gradients(drop=...)` must be 'window' or 'microbatch', got {drop!r}.")
     value_and_grads = value_and_scaled_grad(fun, loss_scale, argnums, has_aux)
     batch_argnums, differentiated = _as_tuple(batch_argnums), _as_tuple(argnums)
-    if set(batch_argnums) & set(differentiated):
-        raise ValueError(
-            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` have arguments in common. The "
-            "gradients of a batch that is split cannot be added up: use `value_and_scaled_grad`."
-        )
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         microbatches = _split(args, batch_argnums, num_microbatches)
+        if {argnum % len(args) for argnum in batch_argnums} & {argnum % len(args) for argnum in differentiated}:
+            raise ValueError(
+                f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` have arguments in common. "
+                "The gradients of a batch that is split cannot be added up: use `value_and_scaled_grad`."
+            )
 
         def gradients_of(microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
             arguments = list(args)

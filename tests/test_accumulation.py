@@ -330,6 +330,12 @@ REFUSED = {
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
     "no arrays": ({}, (None,), "same number of examples"),
     "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "have arguments in common"),
+    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "have arguments in common"),
+    "split, from the end, and differentiated": (
+        {"argnums": 1, "batch_argnums": -1},
+        (BATCH,),
+        "have arguments in common",
+    ),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch by position"),
 }
 
