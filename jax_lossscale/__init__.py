@@ -1,9 +1,7 @@
 """Loss scaling for float16 training in JAX and optax."""
 
 from jax_lossscale import diagnostics, plotting
-from jax_lossscale._accumulation import AccumulatedGradients, accumulate_gradients
-from jax_lossscale._finite import all_finite
-from jax_lossscale._gradients import scaled_grad, value_and_scaled_grad
+from jax_lossscale._gradients import AccumulatedGradients, accumulate_gradients, scaled_grad, value_and_scaled_grad
 from jax_lossscale._loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -14,7 +12,8 @@ from jax_lossscale._loss_scale import (
     loss_scale_for,
     serialize,
 )
-from jax_lossscale._transform import (
+from jax_lossscale._measure import all_finite
+from jax_lossscale._optax import (
     BadStep,
     LossScaledState,
     LossScaledTransformation,

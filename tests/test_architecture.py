@@ -21,18 +21,15 @@ PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-CORE = {"_tree", "_finite", "_loss_scale"}
-MIDDLE = CORE | {"_gradients", "_accumulation", "_transform", "optax", "_version"}
+CORE = {"_tree", "_measure", "_loss_scale"}
+MIDDLE = CORE | {"_gradients", "_optax", "optax", "_version"}
 LAYERS = {
     "_version": set(),
     "_tree": set(),
-    "_finite": {"_tree"},
-    "_loss_scale": {"_tree", "_finite"},
+    "_measure": {"_tree"},
+    "_loss_scale": {"_tree", "_measure"},
     "_gradients": CORE,
-    "_accumulation": CORE | {"_gradients", "_branch"},
-    "_branch": set(),
-    "_verdict": CORE,
-    "_transform": CORE | {"_verdict", "_branch", "optax"},
+    "_optax": CORE | {"optax"},
     "diagnostics": MIDDLE,
     "interop": MIDDLE,
     "plotting": MIDDLE | {"diagnostics"},

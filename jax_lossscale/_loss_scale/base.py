@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale._finite import AxisName, all_finite
+from jax_lossscale._measure import AxisName, all_finite
 
 _T = TypeVar("_T", bound=type)
 

@@ -1,6 +1,6 @@
 """What the gradients do, and why steps are skipped: for when a float16 run goes wrong, and before it does."""
 
-from jax_lossscale._finite import first_nonfinite
+from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._explain import explain
 from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._range import (

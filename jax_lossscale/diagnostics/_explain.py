@@ -10,7 +10,8 @@ import numpy as np
 
 from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.registry import find_one
-from jax_lossscale._transform import BadStep, LossScaledState, cannot_go_lower
+from jax_lossscale._optax import BadStep, LossScaledState
+from jax_lossscale._optax.readers import cannot_go_lower
 from jax_lossscale._tree import leaves_and_nones
 from jax_lossscale.diagnostics._nonfinite import leaf_path
 
@@ -145,7 +146,7 @@ def _fault(state: LossScaledState, params: chex.ArrayTree | None) -> str:
     if record.leaf >= 0:
         what = "a NaN" if record.has_nan else "an infinity"
         return f"there was {what} in the gradients, first in {_where(record, params)}"
-    if not record.grads_finite:
+    if not record.leaves_finite:
         # The verdict has read all copies of every leaf, looking for the leaf reads one of each.
         return "there was a NaN or an infinity in the gradients, in a leaf whose copies on several devices differ"
     return "`skip_if` was true"
@@ -171,7 +172,7 @@ def _what_to_do(state: LossScaledState, often: bool = False) -> str:
             return f"If it was the loss: {_THE_LOSS}"
     elif not record.value_finite:
         return _THE_LOSS
-    elif record.grads_finite:
+    elif record.leaves_finite:
         return _THE_CONDITION
     if cannot_go_lower(state.loss_scale):
         return f"The scale cannot go lower. {_why_it_stays(state)}"

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._branch import vary
-from jax_lossscale._finite import AxisName, agree, all_finite
-from jax_lossscale._gradients import as_loss_scale, value_and_scaled_grad
+from jax_lossscale._gradients.scaled import as_loss_scale, value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import positive_integer
+from jax_lossscale._measure import AxisName, agree, all_finite, vary
 
 
 class AccumulatedGradients(NamedTuple):

@@ -8,16 +8,20 @@ from typing import Any, Literal, TypeAlias
 import chex
 import jax
 
+from jax_lossscale._measure import axes_varied_over, vary
+
 Skip: TypeAlias = Literal["auto", "cond", "select"]
 
 
 def choose(
     skip: Skip,
-    should_apply: jax.Array,
+    should_apply: jax.Array | None,
     run: Callable[[], chex.ArrayTree],
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
-    """``run()`` or ``leave()``."""
+    """``run()`` or ``leave()``; ``run()`` where ``should_apply`` is ``None``."""
+    if should_apply is None:
+        return run()
     run, leave = _varying_alike(should_apply, run, leave)
 
     def cond() -> chex.ArrayTree:
@@ -50,7 +54,7 @@ def _varying_alike(
 
     def note_axes(*branches: chex.ArrayTree) -> None:
         leaves = zip(*(jax.tree.leaves(branch) for branch in branches), strict=True)
-        axes.extend(frozenset().union(*map(_axes_varied_over, (should_apply, *same))) for same in leaves)
+        axes.extend(frozenset().union(*map(axes_varied_over, (should_apply, *same))) for same in leaves)
 
     jax.eval_shape(lambda: note_axes(run(), leave()))
 
@@ -62,13 +66,3 @@ def _varying_alike(
         return with_axes
 
     return varying(run), varying(leave)
-
-
-def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
-    missing = tuple(sorted(axes - _axes_varied_over(leaf)))
-    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-
-def _axes_varied_over(leaf: jax.Array) -> frozenset[str]:
-    return jax.typeof(leaf).manual_axis_type.varying

@@ -1,0 +1,6 @@
+"""Gradients of the scaled loss: the scale enters as the cotangent."""
+
+from jax_lossscale._gradients.accumulation import AccumulatedGradients, accumulate_gradients
+from jax_lossscale._gradients.scaled import scaled_grad, value_and_scaled_grad
+
+__all__ = ["AccumulatedGradients", "accumulate_gradients", "scaled_grad", "value_and_scaled_grad"]

@@ -1,0 +1,27 @@
+"""Devices that must come to one answer, and values that differ from device to device."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+AxisName: TypeAlias = str | tuple[str, ...] | None
+
+
+def agree(flags: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Each of ``flags`` (``bool``, any shape) where it holds on every device along ``axis_name``: one all-reduce."""
+    if axis_name is None or axis_name == ():
+        return flags
+    return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
+
+
+def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
+    missing = tuple(sorted(axes - axes_varied_over(leaf)))
+    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+
+def axes_varied_over(leaf: jax.Array) -> frozenset[str]:
+    return jax.typeof(leaf).manual_axis_type.varying

@@ -1,0 +1,66 @@
+"""Which leaf is not finite, and how: one number and one flag, which a compiled step can keep."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale._measure.devices import AxisName, agree
+from jax_lossscale._measure.reading import at_least_16_bits
+
+
+def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
+    """Find the first leaf that holds a NaN or an infinity.
+
+    One number that can be computed inside `jax.jit` and kept in a state; `leaf_path` makes a path of it on the host.
+
+    Args:
+      tree: any pytree. Only the leaves of the leaf rule are looked at, but all are counted, and ``None`` is counted as
+        one: so the index fits the parameters also where frozen ones have no gradient.
+      axis_name: as in `all_finite`.
+
+    Returns:
+      ``int32[]``: its index among the leaves, or -1 if all are finite.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> jls.diagnostics.first_nonfinite({"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])})
+      Array(1, dtype=int32)
+    """
+    index, _ = first_fault(tree, axis_name)
+    return index
+
+
+def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """The index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
+    leaves = _tree.leaves_and_nones(tree)
+    positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
+    return _first_fault([leaves[position] for position in positions], positions, axis_name)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _first_fault(
+    leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    if not leaves:
+        return jnp.int32(-1), jnp.array(False)
+    severity = jnp.stack([_severity(at_least_16_bits(jnp.asarray(leaf))) for leaf in leaves])
+    finite, not_nan = agree(jnp.stack([severity < _INFINITE, severity < _NAN]), axis_name)
+    first = jnp.argmin(finite)
+    none = finite.all()
+    return jnp.where(none, -1, jnp.array(positions, jnp.int32)[first]), ~none & ~not_nan[first]
+
+
+_INFINITE, _NAN = 1, 2
+
+
+def _severity(leaf: jax.Array) -> jax.Array:
+    """0 for a finite leaf, `_INFINITE`, or `_NAN` if there is one: ``int32[]``, in one reduction."""
+    of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
+    return jnp.max(of_each, initial=0)

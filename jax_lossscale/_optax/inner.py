@@ -1,0 +1,71 @@
+"""The inner chain: what it is shown of parameters and gradients, and what its answer must look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale
+
+
+def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """``inner`` as a transformation that takes extra arguments, or a `ValueError`."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)  # its own view drops extra arguments
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise ValueError(
+            f"`loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def check_holds_no_loss_scale(inner_state: optax.OptState) -> None:
+    """Raise a `ValueError` if a chain that has made this state would unscale gradients itself."""
+
+    def is_loss_scale(node: Any) -> bool:
+        return isinstance(node, LossScale)
+
+    if any(map(is_loss_scale, jax.tree.leaves(inner_state, is_leaf=is_loss_scale))):
+        raise ValueError(
+            "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
+            "Wrap the whole chain once."
+        )
+
+
+def widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
+    """Parameters or unscaled gradients as the inner chain sees them: none of them narrow.
+
+    Without a loss scale bfloat16 stays, as it would without this library. Float16 never does: the square of a small
+    gradient would be zero, and Adam would divide zero by zero.
+    """
+    keep = () if loss_scale.checks_gradients else (jnp.bfloat16,)
+    return _tree.widen(tree, keep=keep)
+
+
+def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
+    """``new`` in the dtypes of ``old``, none of them weak: a state that crosses `jax.jit` twice is traced once."""
+
+    def with_dtype(a: Any, b: Any) -> Any:
+        if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
+            a = jnp.asarray(a)
+        is_number = hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.number)
+        return jnp.asarray(b).astype(a.dtype) if is_number else b
+
+    return jax.tree.map(with_dtype, old, new)
+
+
+def zero_updates(params: optax.Params) -> optax.Updates:
+    """What is added to the leaves of ``params`` that the inner chain is not shown; ``None`` for all others."""
+
+    def zero(leaf: Any) -> Any:
+        is_addable = isinstance(leaf, (bool, int)) or (
+            hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        )
+        return None if _tree.is_inexact(leaf) or not is_addable else jnp.zeros_like(leaf)
+
+    return jax.tree.map(zero, params)

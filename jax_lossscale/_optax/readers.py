@@ -1,0 +1,103 @@
+"""What the state of a run tells on the host: numbers to log, and whether the run is stuck."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import numpy as np
+
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.registry import find_one
+from jax_lossscale._optax.state import LossScaledState
+
+# MindSpore's manager gives up after as many skipped steps in a row.
+_SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
+
+
+def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
+    """What to log about loss scaling, as device scalars: reading them is up to you, and so is when.
+
+    Args:
+      opt_state: any optimizer state that holds one `LossScaledState`.
+
+    Returns:
+      A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
+      ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); where bad steps are recorded, of ``last_bad_leaf``
+      (``int32[]``) too.
+
+    Raises:
+      ValueError: if there is no such state, or more than one.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> {name: value.item() for name, value in jls.metrics(state).items()}["loss_scale"]
+      32768.0
+    """
+    _, state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
+    recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
+    return {
+        "loss_scale": state.loss_scale(),
+        "grads_finite": state.grads_finite,
+        "applied_steps": state.applied_steps,
+        "skipped_steps": state.skipped_steps,
+        "consecutive_skips": state.consecutive_skips,
+        **recorded,
+    }
+
+
+def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
+    """Raise an error when steps keep being skipped and lowering the scale cannot help.
+
+    Call it on the host, now and then: it waits for the device. A run is stuck when ``patience`` steps in a row were
+    skipped, this one included, and further bad steps would not lower the scale, because it stands at its floor or
+    never moves; or when 1,000 in a row were skipped whatever the scale, which no overflow explains: a loss that stays
+    NaN does not lower the scale, and is told by this.
+
+    Args:
+      opt_state: any optimizer state that holds one `LossScaledState`; of a batch of runs, one stuck run suffices.
+      patience: how many skipped steps in a row to bear at the floor, at least 1.
+
+    Raises:
+      RuntimeError: if the run is stuck; the message says what to look at.
+      ValueError: if there is no such state, or more than one; if ``patience`` is less than 1.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+      >>> jls.raise_if_stuck(state)
+
+    References:
+      fairseq and DeepSpeed raise at the floor at once; MindSpore after 1,000 skipped steps in a row.
+    """
+    if not patience >= 1:
+        raise ValueError(f"`raise_if_stuck(patience=...)` must be at least 1, got {patience!r}.")
+    _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
+    loss_scale = state.loss_scale
+    skips = np.asarray(state.consecutive_skips)
+    if np.any((skips >= patience) & cannot_go_lower(loss_scale)):
+        situation = "and the loss scale cannot go lower"
+    elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
+        situation = "more than any overflow explains"
+    else:
+        return
+    raise RuntimeError(
+        f"The last {skips.max()} steps were skipped, {situation} (it is {np.asarray(loss_scale())}). Look at the "
+        "gradients for a NaN that is there at every scale (log of zero, division by zero, a mask of -1e9 in float16), "
+        "at the loss (if it is not finite, the forward pass overflows), and at the condition given as `skip_if`, if "
+        "any. If the gradients are infinite though the loss is finite, lower `min_loss_scale`. "
+        "With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` tells which it is."
+    )
+
+
+def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
+    """Whether further bad steps would leave the scale where it is, at its floor or fixed: ``bool``, on the host."""
+    return np.asarray(_as_low_as_it_goes(loss_scale)()) >= np.asarray(loss_scale())
+
+
+@jax.jit
+def _as_low_as_it_goes(loss_scale: LossScale) -> LossScale:
+    # Not one bad step only: hysteresis lets some pass before the scale goes down.
+    return jax.lax.fori_loop(0, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS, lambda _, scale: scale.adjust(False), loss_scale)

@@ -1,0 +1,149 @@
+"""What is kept from step to step: the loss scale, the inner state, the counters, and the last bad step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._measure import AxisName, first_fault
+from jax_lossscale._optax.branch import choose
+from jax_lossscale._optax.verdict import Verdict
+
+
+class BadStep(NamedTuple):
+    """What ``loss_scaled(..., record_bad_steps=True)`` keeps of the last step that was skipped or not finite.
+
+    Attributes:
+      step: its number, from 0, counted over applied and skipped steps; -1 before there was one.
+      leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` makes a
+        path of; -1 if all were finite.
+      num_leaves: how many leaves the gradients had, ``None`` counted as one.
+      has_nan: whether that leaf held a NaN. If not, it held infinities.
+      leaves_finite: whether all leaves of the gradients were finite.
+      value_finite: whether the loss was finite, as far as it was given as ``value``.
+    """
+
+    step: jax.Array  # shape=(), dtype=jnp.int32
+    leaf: jax.Array  # shape=(), dtype=jnp.int32
+    num_leaves: jax.Array  # shape=(), dtype=jnp.int32
+    has_nan: jax.Array  # shape=(), dtype=jnp.bool_
+    leaves_finite: jax.Array  # shape=(), dtype=jnp.bool_
+    value_finite: jax.Array  # shape=(), dtype=jnp.bool_
+
+
+class LossScaledState(NamedTuple):
+    """The state of `loss_scaled`.
+
+    Attributes:
+      loss_scale: the current loss scale.
+      inner_state: the state of the inner chain, which a skipped step leaves bit for bit.
+      grads_finite: whether the gradients of the last step, and all parts that they were made of, were finite; true
+        before the first step, and always true under a `NoOpLossScale`, which does not look.
+      applied_steps: steps that changed the parameters. Schedules in the inner chain count these.
+      skipped_steps: steps that did not, for whatever reason.
+      consecutive_skips: how many of those since the last applied step.
+      last_bad_step: what is known of the last bad step, if ``record_bad_steps`` was asked for.
+    """
+
+    loss_scale: LossScale
+    inner_state: optax.OptState
+    grads_finite: jax.Array  # shape=(), dtype=jnp.bool_
+    applied_steps: jax.Array  # shape=(), dtype=jnp.int32
+    skipped_steps: jax.Array  # shape=(), dtype=jnp.int32
+    consecutive_skips: jax.Array  # shape=(), dtype=jnp.int32
+    last_bad_step: BadStep | None = None
+
+
+def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
+    """The state before the first step. No two of its leaves share a buffer, so that it can be donated."""
+    return LossScaledState(
+        loss_scale=loss_scale,
+        inner_state=inner_state,
+        grads_finite=jnp.array(True),
+        applied_steps=jnp.zeros([], jnp.int32),
+        skipped_steps=jnp.zeros([], jnp.int32),
+        consecutive_skips=jnp.zeros([], jnp.int32),
+        last_bad_step=_no_bad_step() if record_bad_steps else None,
+    )
+
+
+def next_state(
+    state: LossScaledState,
+    verdict: Verdict,
+    inner_state: optax.OptState,
+    scaled_grads: optax.Updates,
+    axis_name: AxisName,
+) -> LossScaledState:
+    """The state after a step that had this verdict."""
+    applied = jnp.ones([], jnp.int32) if verdict.should_apply is None else verdict.should_apply.astype(jnp.int32)
+    skipped = 1 - applied
+    return LossScaledState(
+        loss_scale=verdict.loss_scale,
+        inner_state=inner_state,
+        grads_finite=verdict.grads_finite,
+        applied_steps=_saturating_add(state.applied_steps, applied),
+        skipped_steps=_saturating_add(state.skipped_steps, skipped),
+        consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
+        last_bad_step=_last_bad_step(state, verdict, scaled_grads, axis_name),
+    )
+
+
+def check_state(state: Any) -> None:
+    """Raise a `ValueError` unless ``state`` is what ``init`` makes."""
+    if not isinstance(state, LossScaledState):
+        raise ValueError(
+            "`update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got "
+            f"{type(state).__name__}. The order is `update(scaled_grads, state, params)`."
+        )
+    if not isinstance(state.last_bad_step, (BadStep, type(None))):
+        raise ValueError(
+            f"`update(state=...)` has a {type(state.last_bad_step).__name__} for `last_bad_step`. Where it was "
+            "restored from a run that recorded bad steps, `state._replace(last_bad_step=None)` ends that, and the same "
+            "with that of `init` goes on with it."
+        )
+
+
+def _last_bad_step(
+    state: LossScaledState, verdict: Verdict, scaled_grads: optax.Updates, axis_name: AxisName
+) -> BadStep | None:
+    before = state.last_bad_step
+    if before is None:
+        return None
+    is_good = verdict.leaves_finite
+    if verdict.should_apply is not None:
+        is_good &= verdict.should_apply
+
+    def look() -> BadStep:
+        leaf, has_nan = first_fault(state.loss_scale.unscale(scaled_grads), axis_name)
+        return BadStep(
+            step=_saturating_add(state.applied_steps, state.skipped_steps),
+            leaf=leaf,
+            num_leaves=jnp.array(len(_tree.leaves_and_nones(scaled_grads)), jnp.int32),
+            has_nan=has_nan,
+            leaves_finite=verdict.leaves_finite,
+            value_finite=verdict.value_finite,
+        )
+
+    # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
+    return cast(BadStep, choose("cond", ~is_good, look, lambda: before))
+
+
+def _no_bad_step() -> BadStep:
+    return BadStep(
+        step=jnp.array(-1, jnp.int32),
+        leaf=jnp.array(-1, jnp.int32),
+        num_leaves=jnp.array(0, jnp.int32),
+        has_nan=jnp.array(False),
+        leaves_finite=jnp.array(True),
+        value_finite=jnp.array(True),
+    )
+
+
+def _saturating_add(count: jax.Array, increment: ArrayLike) -> jax.Array:
+    return jnp.where(count == jnp.iinfo(jnp.int32).max, count, count + increment)

@@ -1,0 +1,284 @@
+"""The optax side: a transformation that unscales, checks, and runs a whole chain or leaves it untouched.
+
+One function decides (`verdict.decide`), one chooses between the step and its absence (`branch.choose`), and ``update``
+and ``update_and_apply`` differ only in what they make of the inner chain's updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale, get
+from jax_lossscale._measure import AxisName
+from jax_lossscale._optax import inner as _inner
+from jax_lossscale._optax.branch import Skip, choose
+from jax_lossscale._optax.eager import compiled_when_eager
+from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
+from jax_lossscale._optax.verdict import Told, decide
+
+
+class LossScaledTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation with one method more, ``update_and_apply``; see `loss_scaled`.
+
+    A value like every optax transformation: the tuple ``(init, update)``, which goes wherever one goes. Whatever
+    rebuilds that tuple (`copy.deepcopy`, `jax.tree.map`, ``_replace``, an `equinox.Module`) keeps ``update_and_apply``,
+    since it is found through ``update``.
+    """
+
+    @functools.cached_property
+    def update_and_apply(self) -> Callable[..., tuple[optax.Params, LossScaledState]]:
+        """``update_and_apply(scaled_grads, state, params, **same as update)`` returns ``(params, state)``.
+
+        The same as ``update`` and `optax.apply_updates`, faster.
+        """
+        wrapped = getattr(self.update, "__self__", None)
+        if isinstance(wrapped, _Wrapped):
+            return wrapped.update_and_apply
+        return functools.partial(_update_then_apply, self.update)  # another `update` was put in by `_replace`
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(init={self.init!r}, update={self.update!r}, "
+            f"update_and_apply={self.update_and_apply!r})"
+        )
+
+
+def loss_scaled(
+    inner: optax.GradientTransformation,
+    loss_scale: Any = "dynamic",
+    *,
+    axis_name: AxisName = None,
+    skip: Skip = "auto",
+    record_bad_steps: bool = False,
+) -> LossScaledTransformation:
+    """Wrap an optimizer chain so that it takes scaled gradients and skips the steps that overflowed.
+
+    The chain, clipping and weight decay and schedules included, sees true gradients in float32. On a bad step it is
+    not run, or its result is discarded whole: its state stays bit for bit, and the updates are zero. Wrap the whole
+    chain, once.
+
+    A step is skipped if the gradients are not finite (and the loss scale skips such steps), if ``value`` is not finite,
+    or if ``skip_if`` is true. The loss scale reacts to the gradients alone:
+
+    ================  ===============  ==================  =======================
+    gradients         ``value``        ``skip_if``         the loss scale
+    ================  ===============  ==================  =======================
+    finite            finite           false               counts a good step
+    finite            finite           true                stays as it is
+    not finite        finite           either              backs off
+    either            not finite       either              stays as it is
+    ================  ===============  ==================  =======================
+
+    A loss that is not finite comes from the forward pass, which no loss scale touches. An overflow counts also where
+    ``skip_if`` is true, since conditions such as "the gradient norm is above a threshold" are true on every overflow,
+    and the scale would never come down.
+
+    Parameters narrower than float32 are shown to the chain in float32, when it is initialized and when it is run, so
+    its moments are float32 and stay so. Leaves that are not inexact (integers, keys, float0) are not shown to it.
+
+    With a `NoOpLossScale` all of this falls away, the check of ``value`` and float32 views of bfloat16 included; only
+    ``skip_if``, if given, still skips.
+
+    Args:
+      inner: any optax transformation, or `optax.MultiSteps`.
+      loss_scale: whatever `get` accepts.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the names over which the verdict is agreed (never the gradients;
+        sum those yourself, before or after scaling). All devices then skip together. One all-reduce of one scalar.
+      skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
+        ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
+        bytes, though no GPU has been timed. The results are the same.
+      record_bad_steps: whether ``init`` makes a state that keeps a `BadStep`: which leaf was not finite, and how;
+        ``update`` follows the state. On a good step that costs a branch; to compile, a reduction a leaf.
+
+    Returns:
+      A `LossScaledTransformation`. Its functions, beside ``init(params)``:
+
+      ``update(scaled_grads, state, params=None, *, value=None, skip_if=None, parts_finite=None, **extra_args)``
+        returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
+        gives them for this state; ``value`` the true loss, a scalar, which is passed on to the chain; ``skip_if`` a
+        ``bool[]``; ``parts_finite`` a ``bool[]`` that is false if a part of these gradients overflowed and was left
+        out (`accumulate_gradients`): the scale then backs off, though the step is applied. Other extra arguments reach
+        the chain as they are: gradients among them must be unscaled ones.
+
+      ``update_and_apply(scaled_grads, state, params, *, value=None, skip_if=None, parts_finite=None, **extra_args)``
+        returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster.
+
+    Raises:
+      ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
+        ``axis_name`` or ``skip`` is not one of the above; if ``skip_if`` or ``parts_finite`` is no boolean scalar.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> tx = jls.loss_scaled(optax.sgd(0.5), 1024.0)
+      >>> params = {"x": jnp.float32(3.0)}
+      >>> state = tx.init(params)
+      >>> loss, scaled_grads = jls.value_and_scaled_grad(lambda p: p["x"] ** 2, state)(params)
+      >>> params, state = tx.update_and_apply(scaled_grads, state, params, value=loss)
+      >>> params["x"], state.applied_steps
+      (Array(0., dtype=float32), Array(1, dtype=int32))
+
+    References:
+      ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer``. That one decides nothing from the loss, and
+      scales it itself.
+    """
+    _check_axis_name(axis_name)
+    if skip not in ("auto", "cond", "select"):
+        raise ValueError(f"`loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
+    wrapped = _Wrapped(_inner.checked(inner), get(loss_scale), axis_name, skip, record_bad_steps)
+    return LossScaledTransformation(wrapped.init, wrapped.update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Wrapped:
+    """An inner chain and everything that `loss_scaled` was told about it; its methods are the transformation's."""
+
+    inner: optax.GradientTransformationExtraArgs
+    initial_loss_scale: LossScale
+    axis_name: AxisName
+    skip: Skip
+    record_bad_steps: bool
+
+    def __repr__(self) -> str:
+        return f"loss_scaled({self.initial_loss_scale!r})"
+
+    def init(self, params: optax.Params) -> LossScaledState:
+        """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        inner_state = self.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
+        _inner.check_holds_no_loss_scale(inner_state)
+        # A copy: a state may be donated, and `initial_loss_scale` must serve again.
+        loss_scale = jax.tree.map(jnp.array, self.initial_loss_scale)
+        return initial_state(
+            _inner.with_dtypes_of(self.initial_loss_scale, loss_scale),
+            _inner.with_dtypes_of(inner_state, inner_state),
+            self.record_bad_steps,
+        )
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        *,
+        value: ArrayLike | None = None,
+        skip_if: ArrayLike | None = None,
+        parts_finite: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        """``(updates, state)``: those of the inner chain, or zeros where the step is skipped; see `loss_scaled`."""
+        check_state(state)
+        shown = _tree.inexact_only(updates), state, _tree.inexact_only(params)
+        new_updates, state = self._updates(*shown, Told(value, skip_if, parts_finite), **extra_args)
+        return _fill(new_updates, updates if params is None else _inner.zero_updates(params)), state
+
+    def update_and_apply(
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params,
+        *,
+        value: ArrayLike | None = None,
+        skip_if: ArrayLike | None = None,
+        parts_finite: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, LossScaledState]:
+        """``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster; see `loss_scaled`."""
+        check_state(state)
+        if params is None:
+            raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
+        shown = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params)
+        new_params, state = self._new_params(*shown, Told(value, skip_if, parts_finite), **extra_args)
+        return _fill(new_params, params), state
+
+    @compiled_when_eager
+    def _updates(
+        self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params, told: Told, **extra_args: Any
+    ) -> tuple[optax.Updates, LossScaledState]:
+        @jax.jit  # traced once, wherever it is used below
+        def run() -> tuple[optax.Updates, optax.OptState]:
+            return self._run_inner(scaled_grads, state, params, told, extra_args)
+
+        def leave() -> tuple[optax.Updates, optax.OptState]:
+            updates, _ = jax.eval_shape(run)
+            return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+
+        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
+        updates, inner_state = choose(self.skip, verdict.should_apply, run, leave)
+        return updates, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
+
+    @compiled_when_eager
+    def _new_params(
+        self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params, told: Told, **extra_args: Any
+    ) -> tuple[optax.Params, LossScaledState]:
+        @jax.jit  # traced once, wherever it is used below
+        def run() -> tuple[optax.Params, optax.OptState]:
+            updates, inner_state = self._run_inner(scaled_grads, state, params, told, extra_args)
+            return optax.apply_updates(params, updates), inner_state
+
+        def leave() -> tuple[optax.Params, optax.OptState]:
+            return params, state.inner_state
+
+        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
+        new_params, inner_state = choose(self.skip, verdict.should_apply, run, leave)
+        return new_params, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
+
+    def _run_inner(
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None,
+        told: Told,
+        extra_args: dict[str, Any],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """The inner chain on true gradients."""
+        if told.value is not None:
+            extra_args = {**extra_args, "value": told.value}
+        updates, inner_state = self.inner.update(
+            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
+            state.inner_state,
+            None if params is None else _inner.widened(params, state.loss_scale),
+            **extra_args,
+        )
+        return updates, _inner.with_dtypes_of(state.inner_state, inner_state)
+
+
+def _update_then_apply(
+    update: optax.TransformUpdateExtraArgsFn,
+    scaled_grads: optax.Updates,
+    state: LossScaledState,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, LossScaledState]:
+    updates, state = update(scaled_grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+def _fill(tree: chex.ArrayTree, otherwise: chex.ArrayTree) -> chex.ArrayTree:
+    """``tree`` with the leaves of ``otherwise`` in the place of those that the inner chain was not shown."""
+    if len(jax.tree.leaves(otherwise)) == len(_tree.inexact_leaves(otherwise)):
+        return tree
+    return jax.tree.map(
+        lambda given, other: other if given is None else given,
+        tree,
+        otherwise,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _check_axis_name(axis_name: AxisName) -> None:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is not None and not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            "`loss_scaled(axis_name=...)` must be the name of a mesh axis, a tuple of names, or None, got "
+            f"{axis_name!r}."
+        )

@@ -1,0 +1,90 @@
+"""Whether a step is applied, and whether the loss scale reacts to it: the table in `loss_scaled`, as code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._measure import AxisName, agree, all_finite
+
+
+class Told(NamedTuple):
+    """What the caller says of a step beside its gradients; ``None`` where nothing is said."""
+
+    value: ArrayLike | None = None
+    skip_if: ArrayLike | None = None
+    parts_finite: ArrayLike | None = None
+
+
+class Verdict(NamedTuple):
+    """What is known of a step before it is taken, agreed over devices."""
+
+    loss_scale: LossScale  # the next one
+    leaves_finite: jax.Array  # bool[]: the gradients
+    grads_finite: jax.Array  # bool[]: the gradients, and all parts that they were made of
+    value_finite: jax.Array  # bool[]
+    should_apply: jax.Array | None  # bool[]; None: yes, known without looking
+
+
+def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis_name: AxisName) -> Verdict:
+    """The table in `loss_scaled`. All flags are agreed over devices at once: one all-reduce."""
+    flags = _flags(scaled_grads, loss_scale, told)
+    if flags:
+        flags = dict(zip(flags, agree(jnp.stack(list(flags.values())), axis_name), strict=True))
+
+    reasons_to_apply = [flags[name] for name in ("value_finite", "allowed") if name in flags]
+    if loss_scale.skip_nonfinite and "leaves_finite" in flags:
+        reasons_to_apply.append(flags["leaves_finite"])
+    grads_finite = _all([flags[name] for name in ("leaves_finite", "parts_finite") if name in flags])
+    if grads_finite is not None:
+        adjusted = loss_scale.adjust(grads_finite)
+        reasons_to_react = [flags["value_finite"]] if "value_finite" in flags else []
+        if "allowed" in flags:
+            reasons_to_react.append(flags["allowed"] | ~grads_finite)
+        reacts = _all(reasons_to_react)
+        loss_scale = adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
+    true = jnp.array(True)
+    return Verdict(
+        loss_scale=loss_scale,
+        leaves_finite=flags.get("leaves_finite", true),
+        grads_finite=true if grads_finite is None else grads_finite,
+        value_finite=flags.get("value_finite", true),
+        should_apply=_all(reasons_to_apply),
+    )
+
+
+def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> dict[str, jax.Array]:
+    """What this device knows: ``bool[]`` each."""
+    flags = {}
+    if told.parts_finite is not None:
+        _tree.check_bool_scalar(told.parts_finite, "update(parts_finite=...)")
+    if loss_scale.checks_gradients:
+        flags["leaves_finite"] = all_finite(as_checked(scaled_grads, loss_scale))
+        if told.value is not None:
+            flags["value_finite"] = all_finite(told.value)
+        if told.parts_finite is not None:
+            flags["parts_finite"] = jnp.asarray(told.parts_finite)
+    if told.skip_if is not None:
+        _tree.check_bool_scalar(told.skip_if, "update(skip_if=...)")
+        flags["allowed"] = ~jnp.asarray(told.skip_if)
+    return flags
+
+
+def as_checked(scaled_grads: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
+    """The gradients whose finiteness decides."""
+    # Below a scale of 1 unscaling can overflow where the scaled gradients are finite.
+    return scaled_grads if loss_scale.min_loss_scale >= 1 else loss_scale.unscale(scaled_grads)
+
+
+def _all(flags: list[jax.Array]) -> jax.Array | None:
+    """Their conjunction; ``None``, for true, of none."""
+    result = None
+    for flag in flags:
+        result = flag if result is None else result & flag
+    return result
