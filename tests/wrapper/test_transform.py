@@ -103,7 +103,7 @@ def test_every_way_to_skip_gives_the_same(skip):
 def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
     # With fused multiply-add, two programs of XLA contract the same arithmetic differently. AVX has none.
     flags = "--xla_cpu_max_isa=AVX"
-    script = Path(__file__).with_name("straightforward.py")
+    script = Path(__file__).parents[1] / "programs" / "straightforward.py"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr

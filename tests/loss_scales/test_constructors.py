@@ -1,0 +1,119 @@
+"""What the constructors accept, and what they say about everything else."""
+
+import json
+import re
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kinds import Dynamic, Fixed
+
+import jax_lossscale as jls
+
+NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jnp.int32(8), jnp.array(8.0)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{type(number).__name__}-{number!r}")
+@pytest.mark.parametrize("kind", [Fixed, Dynamic, jls.get])
+def test_numbers_of_every_library_are_welcome(kind, number):
+    loss_scale = kind(number)
+    chex.assert_trees_all_equal(loss_scale(), jnp.float32(8))
+    assert not loss_scale().weak_type
+    assert json.loads(json.dumps(loss_scale.get_config())) == loss_scale.get_config()
+
+
+def test_defaults():
+    assert Dynamic().get_config() == {
+        "initial_loss_scale": 2.0**15,
+        "increment_period": 2000,
+        "multiplier": 2.0,
+        "backoff_factor": None,
+        "min_loss_scale": 1.0,
+        "max_loss_scale": None,
+        "hysteresis": 1,
+        "hysteresis_refill": "growth",
+    }
+    assert Fixed(8).get_config() == {"loss_scale_value": 8.0, "skip_nonfinite": False}
+    assert jls.NoOpLossScale().get_config() == {}
+
+
+def test_all_but_the_first_three_arguments_are_keyword_only():
+    with pytest.raises(TypeError):
+        Dynamic(8, 2, 2, 0.5)
+
+
+NOT_A_FINITE_NUMBER = {
+    "bool": True,
+    "numpy_bool": np.True_,
+    "jax_bool": jnp.array(True),
+    "string": "8",
+    "list": [8.0],
+    "complex": 8j,
+    "nan": float("nan"),
+    "numpy_nan": np.float32("nan"),
+    "jax_nan": jnp.float32(jnp.nan),
+    "inf": float("inf"),
+    "minus_inf": -float("inf"),
+    "beyond_float32": 1e39,
+    "beyond_float64": 10**400,
+}
+
+
+def bad(kind, argument, *values, **others):
+    """One parameter for each value of an argument, beside others that would be right."""
+    return [pytest.param(kind, argument, value, others, id=f"{argument}={value!r}") for value in values]
+
+
+def bad_numbers(kind, argument, **others):
+    rows = NOT_A_FINITE_NUMBER.items()
+    return [pytest.param(kind, argument, value, others, id=f"{argument}-{name}") for name, value in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "value", "others"),
+    [
+        *bad_numbers(Fixed, "loss_scale_value"),
+        *bad(Fixed, "loss_scale_value", None, 0.999, 0, -8),
+        *bad(Fixed, "skip_nonfinite", None, 1, "yes", loss_scale_value=8),
+        *bad_numbers(Dynamic, "initial_loss_scale"),
+        *bad(Dynamic, "initial_loss_scale", None, 0.5, 0, -1, np.array([8.0])),  # the floor is 1
+        *bad(Dynamic, "initial_loss_scale", 8, min_loss_scale=16),
+        *bad(Dynamic, "initial_loss_scale", 32, max_loss_scale=16),
+        *bad(Dynamic, "increment_period", None, True, np.True_, "2", 2.9, 2.0, float("nan"), 0, -1, 2**31),
+        *bad_numbers(Dynamic, "multiplier"),
+        *bad(Dynamic, "multiplier", None, 1, 1 + 1e-12, 0.5, 0, -2),
+        *bad_numbers(Dynamic, "backoff_factor"),
+        *bad(Dynamic, "backoff_factor", 0, 1, 1.5, -0.5, 1 - 1e-12),
+        *bad_numbers(Dynamic, "min_loss_scale"),
+        *bad(Dynamic, "min_loss_scale", None, 0, -1, 1e-39),
+        *bad_numbers(Dynamic, "max_loss_scale"),
+        *bad(Dynamic, "hysteresis", None, True, "2", 1.5, 0, -1, 2**31),
+        *bad(Dynamic, "hysteresis_refill", None, True, "never"),
+    ],
+)
+def test_bad_argument_is_named_with_its_value(kind, argument, value, others):
+    with pytest.raises(ValueError) as error:
+        kind(**{argument: value}, **others)
+    assert f"{kind.__name__}({argument}=...)" in str(error.value)
+    assert re.search(rf"got .*{re.escape(repr(value))}", str(error.value))
+
+
+def test_ceiling_below_the_default_start_is_named():
+    with pytest.raises(ValueError, match="max_loss_scale` = 16"):
+        Dynamic(max_loss_scale=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        (Fixed, "takes bools, NaN and infinity"),
+        (Dynamic, "validates nothing"),
+        (Dynamic, "period of 2.9 becomes 2"),
+        (Dynamic, "initial scale below 1 *rises*"),
+        (jls.get, "takes bools for numbers, refuses NumPy scalars"),
+    ],
+)
+def test_docstring_says_what_tensorflow_lets_through(kind, difference):
+    docstring = " ".join(kind.__doc__.split())
+    assert difference in docstring[docstring.index("References:") :]

@@ -1,0 +1,112 @@
+"""Every kind behind one interface."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kinds import ONE_OF_EACH, Dynamic, each_kind, grads_of, named
+
+import jax_lossscale as jls
+
+
+@each_kind
+def test_interface(make, update):
+    loss_scale = make()
+    assert isinstance(loss_scale, jls.LossScale)
+    for grad in grads_of("TF"):
+        loss_scale, should_apply = update(loss_scale, grad)
+        chex.assert_shape([loss_scale(), should_apply], ())
+        chex.assert_type([loss_scale(), should_apply], [jnp.float32, jnp.bool_])
+
+
+@pytest.mark.parametrize(
+    ("kind", "skips"),
+    [
+        ("fixed", False),
+        ("fixed_skipping", True),
+        ("no_op", False),
+        ("dynamic", True),
+        ("dynamic_full", True),
+        ("users_own", True),
+    ],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_who_skips_a_nonfinite_step(kind, skips, value, update):
+    _, should_apply = update(ONE_OF_EACH[kind](), {"kernel": np.array([1, value, 1], np.float32)})
+    assert bool(should_apply) is not skips
+
+
+@each_kind
+@pytest.mark.parametrize("flag", [True, False])
+def test_adjust_is_update_with_a_known_verdict(make, flag):
+    loss_scale = make()
+    expected, _ = loss_scale.update(np.float32(1.0 if flag else np.nan))
+    for grads_finite in flag, np.bool_(flag), jnp.array(flag):
+        chex.assert_trees_all_equal(loss_scale.adjust(grads_finite), expected, strict=True)
+
+
+@each_kind
+def test_unscale_undoes_scale(make):
+    loss_scale = make()
+    tree = {"kernel": jnp.array([1.0, -0.5], jnp.float16), "bias": jnp.float32(3), "step": 3, "frozen": None}
+    scaled = loss_scale.scale(tree)
+    chex.assert_trees_all_equal(scaled["bias"], 3 * loss_scale())
+    assert scaled["kernel"].dtype == jnp.float16
+    unscaled = loss_scale.unscale(scaled)
+    chex.assert_trees_all_equal(unscaled["kernel"].astype(jnp.float16), tree["kernel"])
+    chex.assert_trees_all_equal(unscaled["bias"], tree["bias"])
+    assert (unscaled["step"], unscaled["frozen"]) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("grads", "finite"),
+    named(
+        [
+            ("scalar", np.float32(4), True),
+            ("python_number", 4.0, True),
+            ("python_nan", float("nan"), False),
+            ("none", None, True),
+            ("none_leaves", {"frozen": None, "kernel": [None]}, True),
+            ("none_beside_nan", [None, np.float32(np.nan)], False),
+            ("nan_in_the_first_of_two", [np.float32(np.nan), np.float32(1)], False),
+            ("empty_list", [], True),
+            ("empty_tree", {"encoder": {}, "decoder": ([], ())}, True),
+            ("empty_array", np.ones((0, 3), np.float32), True),
+            ("nested", {"encoder": [np.ones(3), (np.zeros(2), {"bias": np.float32(1)})]}, True),
+            ("nested_inf", {"encoder": [np.ones(3), (np.zeros(2), {"bias": np.float32(-np.inf)})]}, False),
+            ("complex", np.array([1 + 2j], np.complex64), True),
+            ("complex_real_nan", np.array([complex(np.nan, 1)], np.complex64), False),
+            ("complex_imaginary_inf", np.array([complex(1, np.inf)], np.complex64), False),
+            ("float16_at_its_largest", np.full(9, 65504, np.float16), True),
+            ("float16_inf", np.array([1, np.inf], np.float16), False),
+            ("bfloat16_nan", jnp.array([1, jnp.nan], jnp.bfloat16), False),
+            ("integers", [3, np.array([2**31 - 1], np.int32)], True),
+            ("booleans", [True, np.zeros(2, bool)], True),
+            ("integers_beside_nan", [np.arange(3), np.float32(np.nan)], False),
+        ]
+    ),
+)
+def test_update_judges_any_tree(grads, finite, update):
+    loss_scale, should_apply = update(Dynamic(8), grads)
+    assert (bool(should_apply), float(loss_scale())) == (finite, 8 if finite else 4)
+
+
+def test_update_passes_by_float0_keys_and_what_is_no_array():
+    float0 = np.zeros(2, jax.dtypes.float0)
+    loss_scale, should_apply = Dynamic(8).update([float0, jax.random.key(0), "kernel", len])
+    assert (bool(should_apply), float(loss_scale())) == (True, 8)
+
+
+def test_no_op_is_free():
+    loss_scale, tree = jls.NoOpLossScale(), {"kernel": jnp.ones(3, jnp.float16), "step": 3}
+
+    def step(grads):
+        new_loss_scale, should_apply = loss_scale.update(grads)
+        return loss_scale.unscale(loss_scale.scale(grads)), new_loss_scale, should_apply
+
+    assert jax.tree.leaves(loss_scale) == []
+    assert loss_scale.scale(tree) is tree
+    assert loss_scale.unscale(tree) is tree
+    assert loss_scale.adjust(False) is loss_scale
+    assert jax.make_jaxpr(step)(tree).eqns == []

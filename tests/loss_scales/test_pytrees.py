@@ -1,0 +1,201 @@
+"""Loss scales as values: copied, pickled, mapped over, donated, compiled, batched."""
+
+import copy
+import dataclasses
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kinds import (
+    ONE_OF_EACH,
+    Dynamic,
+    Fixed,
+    each_kind,
+    grads_of,
+    named,
+    scales_over,
+)
+
+import jax_lossscale as jls
+
+# --- Values: abstract or frozen, copied, pickled, mapped over, donated ---
+
+
+class WithoutAdjust(jls.LossScale):
+    def __call__(self):
+        return jnp.float32(1)
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("kind", [jls.LossScale, WithoutAdjust])
+def test_abstract_class_cannot_be_instantiated(kind):
+    with pytest.raises(TypeError, match="abstract"):
+        kind()
+
+
+@each_kind
+def test_loss_scales_are_frozen(make):
+    loss_scale = make()
+    for name in [field.name for field in dataclasses.fields(loss_scale)] or ["anything"]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(loss_scale, name, 1)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda loss_scale: pickle.loads(pickle.dumps(loss_scale))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_duplicate_keeps_configuration_and_state(make, duplicate):
+    loss_scale = make().adjust(False).adjust(True)
+    copied = duplicate(loss_scale)
+    assert jax.tree.structure(copied) == jax.tree.structure(loss_scale)
+    chex.assert_trees_all_equal(copied, loss_scale, strict=True)
+    chex.assert_trees_all_equal(copied.update(np.float32(1)), loss_scale.update(np.float32(1)), strict=True)
+
+
+STAND_INS: dict[str, Any] = {
+    "string": "bad",
+    "none": None,
+    "shape": jax.ShapeDtypeStruct((), jnp.float32),
+    "nan": np.nan,
+    "below_the_floor": 0.0,
+    "object": object(),
+}
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS.values(), ids=STAND_INS)
+@pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind not in ("no_op", "users_own")])
+def test_unflatten_is_not_construction(kind, stand_in):
+    loss_scale = ONE_OF_EACH[kind]()
+    leaves, structure = jax.tree.flatten(loss_scale)
+    mapped = jax.tree.map(lambda leaf: stand_in, loss_scale)
+    assert structure.flatten_up_to(mapped) == [stand_in] * len(leaves)
+    rebuilt = jax.tree.unflatten(structure, leaves)
+    assert vars(rebuilt) == vars(loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaves"),
+    [
+        ("fixed", [".loss_scale_value"]),
+        ("no_op", []),
+        ("dynamic", [".current_loss_scale", ".num_good_steps"]),
+        ("dynamic_full", [".current_loss_scale", ".num_good_steps", ".hysteresis_left"]),
+    ],
+)
+def test_leaves_have_their_names_as_paths(kind, leaves):
+    paths = jax.tree_util.tree_leaves_with_path(ONE_OF_EACH[kind]())
+    assert [jax.tree_util.keystr(path) for path, _ in paths] == leaves
+
+
+@each_kind
+def test_eval_shape_sees_the_state(make):
+    shapes = jax.eval_shape(make)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, make())
+    assert jax.tree.structure(shapes) == jax.tree.structure(make())
+
+
+@each_kind
+def test_fresh_state_shares_no_buffer_and_can_be_donated(make):
+    first, second = make(), make()
+    leaves = jax.tree.leaves((first, second))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    donating = jax.jit(lambda loss_scale, grad: loss_scale.update(grad), donate_argnums=0)
+    expected, _ = second.update(np.float32(np.nan))
+    moved, _ = donating(first, np.float32(np.nan))
+    chex.assert_trees_all_equal(moved, expected)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    donating(moved, np.float32(1))
+
+
+# --- Under the transformations of JAX ---
+
+
+@each_kind
+def test_one_trace_over_many_steps(make):
+    chex.clear_trace_counter()
+    step = jax.jit(chex.assert_max_traces(lambda loss_scale, grads: loss_scale.update(grads), n=1))
+    loss_scale = fresh = make()
+    for grad in grads_of("TTFTFFTT"):
+        loss_scale, _ = step(loss_scale, grad)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loss_scale, fresh)
+    assert [leaf.weak_type for leaf in jax.tree.leaves(loss_scale)] == [False] * len(jax.tree.leaves(fresh))
+
+
+def test_default_constructor_compiles_once():
+    update = jax.jit(Dynamic.update)
+    loss_scale = Dynamic()
+    for grad in grads_of("TFT"):
+        loss_scale, _ = update(loss_scale, grad)
+    assert update._cache_size() == 1
+
+
+def test_new_fixed_value_does_not_recompile():
+    chex.clear_trace_counter()
+    unscale = jax.jit(chex.assert_max_traces(lambda loss_scale, grads: loss_scale.unscale(grads), n=1))
+    assert [float(unscale(Fixed(value), np.float32(8))) for value in (1, 2, 8)] == [8, 4, 1]
+
+
+@each_kind
+def test_scan_is_the_loop(make):
+    grads = grads_of("TTTFFTFTT")
+    _, scales = jax.lax.scan(lambda s, grad: (s := s.update(grad)[0], s()), make(), jnp.stack(grads))
+    assert scales.tolist() == scales_over(make(), grads, jls.LossScale.update)
+
+
+@each_kind
+def test_vmap_over_flags(make):
+    loss_scale, flags = make(), jnp.array([True, False, True])
+    batch = jax.vmap(loss_scale.adjust)(flags)
+    batch = jax.vmap(lambda one, flag: one.adjust(flag))(batch, ~flags)
+    expected = [loss_scale.adjust(flag).adjust(not flag)() for flag in flags.tolist()]
+    scales = jax.vmap(lambda one, flag: one(), axis_size=3)(batch, flags)
+    chex.assert_trees_all_equal(scales, jnp.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("make", "scales", "after_overflow"),
+    named(
+        [
+            ("fixed", Fixed, [1, 8, 1024], [1, 8, 1024]),
+            ("by_hand", lambda s: replace(Dynamic(), current_loss_scale=s), [1, 8, 9], [1, 4, 4.5]),
+        ]
+    ),
+)
+def test_vmap_over_scales(make, scales, after_overflow):
+    scales = jnp.array(scales, jnp.float32)
+    batch = jax.vmap(make)(scales)
+    unscaled = jax.vmap(lambda loss_scale, grad: loss_scale.unscale(grad))(batch, 2 * scales)
+    chex.assert_trees_all_equal(unscaled, jnp.full(3, 2.0))
+    moved = jax.vmap(lambda loss_scale: loss_scale.update(jnp.nan)[0]())(batch)
+    chex.assert_trees_all_equal(moved, jnp.array(after_overflow, jnp.float32))
+
+
+def test_fixed_takes_an_array_as_it_is():
+    assert Fixed(jnp.array([0.5, 8]))().tolist() == [0.5, 8]
+
+
+@each_kind
+def test_update_agrees_along_a_named_axis(make):
+    def step(grad):
+        loss_scale, should_apply = make().update(grad, axis_name="devices")
+        return loss_scale(), should_apply
+
+    expected, should_apply = make().update(np.float32(np.nan))
+    scales, applied = jax.vmap(step, axis_name="devices", out_axes=0)(jnp.stack(grads_of("TFT")))
+    assert scales.tolist() == [float(expected())] * 3
+    assert applied.tolist() == [bool(should_apply)] * 3
+
+
+def test_the_config_of_a_batch_is_refused():
+    with pytest.raises(ValueError, match="loss_scale_value"):
+        jls.serialize(jax.vmap(jls.FixedLossScale)(jnp.array([1.0, 2.0])))

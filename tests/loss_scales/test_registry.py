@@ -1,0 +1,157 @@
+"""From identifiers and configurations to loss scales, and back."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kinds import Dynamic, Fixed, HalvingLossScale, each_kind, named, through_config
+
+import jax_lossscale as jls
+
+
+@pytest.mark.parametrize(
+    ("identifier", "expected"),
+    named(
+        [
+            ("dynamic", "dynamic", Dynamic()),
+            ("None", None, jls.NoOpLossScale()),
+            ("number", 8, Fixed(8)),
+            ("one", 1, Fixed(1)),
+            ("dictionary", {"class_name": "NoOpLossScale", "config": {}}, jls.NoOpLossScale()),
+            (
+                "dictionary_with_defaults",
+                {"class_name": "DynamicLossScale", "config": {"initial_loss_scale": 8}},
+                Dynamic(8),
+            ),
+            ("users_own", {"class_name": "HalvingLossScale", "config": {"initial": 8.0}}, HalvingLossScale(8.0)),
+        ]
+    ),
+)
+def test_get(identifier, expected):
+    loss_scale = jls.get(identifier)
+    assert type(loss_scale) is type(expected)
+    assert loss_scale == expected
+
+
+@each_kind
+def test_get_returns_a_loss_scale_as_it_is(make):
+    loss_scale = make()
+    assert jls.get(loss_scale) is loss_scale
+
+
+def test_get_takes_a_traced_number():
+    assert jax.jit(lambda number: jls.get(number)())(8.0) == 8
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        *["Dynamic", "DYNAMIC", "fixed", "8", "", b"dynamic", np.array("dynamic")],
+        *[True, False, np.True_, jnp.array(True), 8j, [8], (8,), {8}, np.array([8.0]), jnp.ones(1)],
+        *[Dynamic, len],
+        *[{}, {"class_name": "DynamicLossScale"}, {"class_name": "NoOpLossScale", "config": {}, "state": 8}],
+    ],
+    ids=repr,
+)
+def test_get_lists_what_it_accepts(identifier):
+    with pytest.raises(ValueError) as error:
+        jls.get(identifier)
+    for accepted in repr(identifier), "a number", "'dynamic'", "None", "a `LossScale`", "`serialize`":
+        assert accepted in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [
+        ("NoLossScale", {}),
+        ("LossScale", {}),
+        ("dynamic", {}),
+        (None, {}),
+        (["DynamicLossScale"], {}),
+        ("DynamicLossScale", {"multiplier": 0.5}),
+        ("DynamicLossScale", {"period": 3}),
+        ("DynamicLossScale", None),
+        ("DynamicLossScale", [8]),
+        ("DynamicLossScale", {8: 8}),
+        ("FixedLossScale", {}),
+        ("NoOpLossScale", {"loss_scale_value": 1}),
+        ("HalvingLossScale", {"final": 1}),
+    ],
+)
+def test_get_refuses_dictionary(class_name, config):
+    with pytest.raises(ValueError) as error:
+        jls.get({"class_name": class_name, "config": config})
+    assert str(class_name) in str(error.value)
+
+
+def test_get_finds_a_class_below_another():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class BelowHalvingLossScale(HalvingLossScale):
+        initial: float = dataclasses.field(metadata={"static": True})
+
+    rebuilt = jls.get(jls.serialize(BelowHalvingLossScale(16.0)))
+    assert (type(rebuilt), float(rebuilt())) == (BelowHalvingLossScale, 16)
+
+
+def test_get_lists_the_known_classes():
+    with pytest.raises(ValueError) as error:
+        jls.get({"class_name": "NoLossScale", "config": {}})
+    for name in "DynamicLossScale", "FixedLossScale", "NoOpLossScale", "HalvingLossScale":
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "number", [0, 0.5, -1, float("nan"), float("inf"), np.float32(0.5), jnp.float32(0.5)], ids=repr
+)
+def test_get_refuses_number_below_one_or_not_finite(number):
+    with pytest.raises(ValueError, match="FixedLossScale"):
+        jls.get(number)
+
+
+@each_kind
+def test_serialize_and_get_round_trip_through_json_without_the_state(make):
+    moved = make().adjust(False)
+    rebuilt = jls.get(json.loads(json.dumps(jls.serialize(moved))))
+    assert type(rebuilt) is type(moved)
+    assert rebuilt == make()
+    assert through_config(moved) == make()
+
+
+def test_serialize():
+    config = {"loss_scale_value": 8.0, "skip_nonfinite": True}
+    serialized = {"class_name": "FixedLossScale", "config": config}
+    assert jls.serialize(Fixed(8, skip_nonfinite=True)) == serialized
+
+
+@pytest.mark.parametrize("value", [8, "dynamic", None, Dynamic], ids=repr)
+def test_serialize_refuses_what_is_no_loss_scale(value):
+    with pytest.raises(ValueError, match="LossScale"):
+        jls.serialize(value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (jnp.float16, Dynamic),
+        ("float16", Dynamic),
+        (np.dtype("float16"), Dynamic),
+        (jnp.bfloat16, jls.NoOpLossScale),
+        ("bfloat16", jls.NoOpLossScale),
+        (jnp.float32, jls.NoOpLossScale),
+        (jnp.float64, jls.NoOpLossScale),
+    ],
+)
+def test_loss_scale_for(dtype, kind):
+    assert jls.loss_scale_for(dtype) == kind()
+
+
+@pytest.mark.parametrize(
+    "dtype", [None, jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn, "half-precision", 16], ids=str
+)
+def test_loss_scale_for_refuses(dtype):
+    with pytest.raises(ValueError, match="loss_scale_for"):
+        jls.loss_scale_for(dtype)
