@@ -175,7 +175,7 @@ def _warner(loss_scale: LossScale) -> Callable[[chex.ArrayTree], None]:
             return
         largest = float(jnp.finfo(dtype).max)
         largest_power = 2.0 ** (math.frexp(largest)[1] - 1)
-        bound = loss_scale.max_loss_scale
+        bound = loss_scale.upper_bound
         if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
             return
         if bound is not None and np.all(np.asarray(bound) <= largest_power):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
-import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -50,15 +51,52 @@ def positive_normal_number(value: Any, name: str) -> float:
 
 
 def positive_integer(value: Any, name: str, cure: str) -> int:
-    """``value`` as an int from 1 to the largest int32, which is what the counters hold."""
-    if isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be an integer, got the bool {value!r}.")
-    try:
-        integer = operator.index(value)
-    except TypeError as error:
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.") from error
+    """``value`` as an int from 1 to the largest int32, which is what the counters hold; 2.0 is welcome, 2.5 is not."""
+    integer = _integer(value, name)
     if integer < 1:
         raise ValueError(f"`{name}` must be at least 1, got {value!r}. {cure}")
     if integer > np.iinfo(np.int32).max:
         raise ValueError(f"`{name}` must fit int32, got {value!r}. {cure}")
     return integer
+
+
+def scale_leaf(value: Any, name: str) -> ArrayLike:
+    """``value`` as a leaf that holds a scale: ``float32[]``, or a batch of them.
+
+    NumPy where that is possible: constructing a loss scale starts no backend, and makes no tracer.
+
+    Raises:
+      ValueError: if it is concrete and not positive and finite in float32, or no real number at all.
+    """
+    if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
+        if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+            raise ValueError(f"`{name}` must be real, got {value.dtype.name}.")
+        if isinstance(value, jax.core.Tracer):
+            return value.astype(jnp.float32)
+        for member in np.ravel(np.asarray(value)):
+            positive_normal_number(member, name)
+        return value.astype(np.float32)
+    return np.float32(positive_normal_number(value, name))
+
+
+def count_leaf(value: Any, name: str) -> ArrayLike:
+    """``value`` as a leaf that holds a count: ``int32[]``, or a batch of them."""
+    if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
+        return value.astype(np.int32)
+    return np.int32(_integer(value, name))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, jax.Array))
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be an integer, got the bool {value!r}.")
+    try:
+        number = finite_number(value, name)
+    except ValueError as error:
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.") from error
+    if not number.is_integer():
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    return int(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
@@ -11,12 +12,14 @@ from typing import Any, ClassVar, Self, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure import AxisName, all_finite
 
 _T = TypeVar("_T", bound=type)
+_Kind = TypeVar("_Kind", bound="LossScale")
 
 
 class LossScale(abc.ABC):
@@ -41,14 +44,18 @@ class LossScale(abc.ABC):
     checks_gradients: ClassVar[bool] = True
     """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
 
-    skip_nonfinite: bool = True
-    """Whether a step whose gradients are not finite is skipped."""
+    needs_largest: ClassVar[bool] = False
+    """Whether `adjust` is to be told the largest gradient: ``adjust(grads_finite, largest=...)``."""
 
-    min_loss_scale: float = 0.0
-    """The scale is never below this. From 1 up, finite scaled gradients stay finite when they are unscaled."""
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped."""
+        return self.checks_gradients
 
-    max_loss_scale: float | None = None
-    """The scale is never above this; ``None``: only the range of float32 bounds it."""
+    @property
+    def upper_bound(self) -> ArrayLike | None:
+        """No scale above this can ever come: ``float32[]``; ``None`` where only the range of float32 bounds it."""
+        return None
 
     @abc.abstractmethod
     def __call__(self) -> jax.Array:
@@ -73,6 +80,16 @@ class LossScale(abc.ABC):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """A fresh loss scale from what `get_config` returned."""
         return cls(**config)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether configuration and state are the same; a batch is equal where every member is."""
+        if type(self) is not type(other):
+            return NotImplemented
+        (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return bool(structure == other_structure) and all(map(np.array_equal, leaves, others))  # type: ignore[operator]
+
+    def __hash__(self) -> int:
+        return hash((type(self), *jax.tree.leaves(self)))
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Multiply the inexact leaves of a tree by the scale.
@@ -144,7 +161,7 @@ def register(cls: _T) -> _T:
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return (
-            tuple(getattr(node, name) for name in leaf_names),
+            tuple(_as_array(getattr(node, name)) for name in leaf_names),
             tuple(getattr(node, name) for name in config_names),
         )
 
@@ -160,3 +177,37 @@ def register(cls: _T) -> _T:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+def _as_array(leaf: Any) -> Any:
+    """A fresh leaf is a NumPy scalar, so that constructing starts no backend. JAX sees an array, and compiles once."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+
+
+def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
+    """The same loss scale with new leaves, which a rule has computed and nobody need validate."""
+    moved = copy.copy(loss_scale)
+    for name, leaf in leaves.items():
+        object.__setattr__(moved, name, leaf)
+    return moved
+
+
+def config_of(loss_scale: LossScale) -> dict[str, Any]:
+    """The static fields of a loss scale that are arguments for users, by name."""
+    return {
+        field.name: getattr(loss_scale, field.name)
+        for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]
+        if field.metadata.get("static") and not field.name.startswith("_")
+    }
+
+
+def check_begun_at(loss_scale: Any) -> None:
+    """Raise a `ValueError` if ``initial_loss_scale`` is replaced in a loss scale that has begun already."""
+    begun_at, initial = loss_scale._begun_at, loss_scale.initial_loss_scale
+    if begun_at is not None and begun_at != initial:
+        raise ValueError(
+            f"`dataclasses.replace(loss_scale, initial_loss_scale={initial!r})` would change nothing: this loss scale "
+            f"has begun at {begun_at!r}. To set the scale by hand, replace `current_loss_scale`; to begin anew, make a "
+            f"new `{type(loss_scale).__name__}`."
+        )
+    object.__setattr__(loss_scale, "_begun_at", initial)

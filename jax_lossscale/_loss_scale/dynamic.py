@@ -12,17 +12,26 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale._loss_scale._arguments import (
+    count_leaf,
     finite_number,
     positive_integer,
     positive_normal_number,
+    scale_leaf,
 )
-from jax_lossscale._loss_scale.base import LossScale, register, static_field
+from jax_lossscale._loss_scale.base import (
+    LossScale,
+    check_begun_at,
+    config_of,
+    register,
+    static_field,
+    with_state,
+)
 
 HysteresisRefill = Literal["growth", "finite"]
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DynamicLossScale(LossScale):
     """A loss scale that backs off when gradients overflow and grows while they do not.
 
@@ -40,15 +49,16 @@ class DynamicLossScale(LossScale):
       increment_period: how many finite steps in a row let the scale grow.
       multiplier: what it grows by, more than 1. Powers of two scale without rounding.
       backoff_factor: what it is multiplied by on a bad step, between 0 and 1; by default ``1 / multiplier``.
-      min_loss_scale: the floor, positive. Below 1, gradients are checked after unscaling, since that can overflow.
+      min_loss_scale: the floor, positive.
       max_loss_scale: the ceiling; by default the largest finite float32.
       hysteresis: the scale goes down only from this many bad steps on; every one of them is skipped all the same.
       hysteresis_refill: what makes the count of bad steps start again: ``"growth"``, the N-th finite step in a row,
         or ``"finite"``, any finite step, so that only consecutive bad steps count.
-      current_loss_scale: the state to start with instead of a fresh one. Not configuration: use it with
-        `dataclasses.replace` to set the scale by hand.
+      current_loss_scale: the state to start with instead of a fresh one, any positive number that float32 holds, also
+        below the floor. Not configuration: use it with `dataclasses.replace` to set the scale by hand.
       num_good_steps: likewise.
       hysteresis_left: likewise.
+      _begun_at: not for you: how `dataclasses.replace` passes on which initial scale the state has begun at.
 
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
@@ -57,8 +67,9 @@ class DynamicLossScale(LossScale):
         1; 0 once it has, until refilled. ``None``, and no leaf, where ``hysteresis`` is 1.
 
     Raises:
-      ValueError: if an argument is not a finite number or out of its range, if the period is not an integer, or if
-        the initial scale is not between floor and ceiling.
+      ValueError: if an argument is not a finite number or out of its range, if the period is not integral, if the
+        initial scale is not between floor and ceiling, or if `dataclasses.replace` is given another initial scale,
+        which would change nothing.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -94,29 +105,36 @@ class DynamicLossScale(LossScale):
     num_good_steps: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # int32[]
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None where hysteresis is 1
 
+    _begun_at: float | None = static_field(default=None, kw_only=True, repr=False)
+
     def __post_init__(self) -> None:
         for name, value in self._validated_config().items():
             object.__setattr__(self, name, value)
-        for name, dtype, fresh in (
-            ("current_loss_scale", jnp.float32, self.initial_loss_scale),
-            ("num_good_steps", jnp.int32, 0),
-            ("hysteresis_left", jnp.int32, self.hysteresis if self.hysteresis > 1 else None),
+        for name, as_leaf, fresh in (
+            ("current_loss_scale", scale_leaf, self.initial_loss_scale),
+            ("num_good_steps", count_leaf, 0),
+            ("hysteresis_left", count_leaf, self.hysteresis if self.hysteresis > 1 else None),
         ):
             given = getattr(self, name)
             value = fresh if given is None else given
-            object.__setattr__(self, name, None if fresh is None else jnp.asarray(value, dtype))
+            object.__setattr__(self, name, None if fresh is None else as_leaf(value, f"DynamicLossScale({name}=...)"))
+        check_begun_at(self)
+
+    @property
+    def upper_bound(self) -> float | None:
+        """The ceiling, ``max_loss_scale``."""
+        return self.max_loss_scale
 
     def __call__(self) -> jax.Array:
         """The current scale: ``float32[]``."""
-        return self.current_loss_scale
+        return jnp.asarray(self.current_loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after a step, from whether its gradients were finite: ``bool[]``."""
         grads_finite = jnp.asarray(grads_finite)
-        scale = self.current_loss_scale
-        num_good_steps = self.num_good_steps + 1
+        scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
         # `>=`, not `==`: a counter restored from a run with a longer period must not overshoot for ever.
-        period_ends = num_good_steps >= self.increment_period
+        period_ends = num_good_steps >= self.increment_period - 1
 
         grown = scale * self.multiplier
         if self.max_loss_scale is None:
@@ -135,20 +153,16 @@ class DynamicLossScale(LossScale):
             kept = jnp.where(refills, self.hysteresis, hysteresis_left)
             hysteresis_left = jnp.where(grads_finite, kept, spent)
 
-        return dataclasses.replace(
+        return with_state(
             self,
             current_loss_scale=jnp.where(grads_finite, jnp.where(period_ends, grown, scale), lowered),
-            num_good_steps=jnp.where(grads_finite & ~period_ends, num_good_steps, 0),
+            num_good_steps=jnp.where(grads_finite & ~period_ends, num_good_steps + 1, 0),
             hysteresis_left=hysteresis_left,
         )
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, without the state."""
-        return {
-            argument.name: getattr(self, argument.name)
-            for argument in dataclasses.fields(self)
-            if argument.metadata.get("static")
-        }
+        return config_of(self)
 
     def _backoff(self) -> float:
         return 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor

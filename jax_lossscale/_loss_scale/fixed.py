@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._loss_scale._arguments import finite_number
+from jax_lossscale._loss_scale._arguments import finite_number, scale_leaf
 from jax_lossscale._loss_scale.base import LossScale, register, static_field
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FixedLossScale(LossScale):
     """A loss scale that stays as it is.
 
@@ -24,8 +24,9 @@ class FixedLossScale(LossScale):
     skipping, since the scale does not react. Say ``skip_nonfinite=True`` to skip such steps all the same.
 
     Args:
-      loss_scale_value: a number, at least 1; Python, NumPy and JAX scalars. A tracer or an array is taken as it is,
-        so ``jax.vmap(FixedLossScale)(scales)`` makes a batch of them. Powers of two scale without rounding.
+      loss_scale_value: a number, at least 1; Python, NumPy and JAX scalars. A tracer or an array of positive numbers is
+        taken as it is, so ``jax.vmap(FixedLossScale)(scales)`` makes a batch of them. Powers of two scale without
+        rounding.
       skip_nonfinite: whether `update` refuses steps whose gradients are not finite.
 
     Attributes:
@@ -51,33 +52,24 @@ class FixedLossScale(LossScale):
     loss_scale_value: jax.Array  # float32[]
     skip_nonfinite: bool = static_field(default=False)
 
-    min_loss_scale: ClassVar[float] = 1.0  # type: ignore[misc]
-
     def __post_init__(self) -> None:
+        name = "FixedLossScale(loss_scale_value=...)"
         value: Any = self.loss_scale_value
-        is_array = isinstance(value, (np.ndarray, jax.Array))
-        if isinstance(value, jax.core.Tracer) or (is_array and value.ndim > 0):
-            if not (jnp.issubdtype(value.dtype, jnp.floating) or _is_integer(value.dtype)):
-                raise ValueError(f"`FixedLossScale(loss_scale_value=...)` must be real, got {value.dtype.name}.")
-        else:
-            value = finite_number(value, "FixedLossScale(loss_scale_value=...)")
-            if value < 1:
-                raise ValueError(
-                    f"`FixedLossScale(loss_scale_value=...)` must be at least 1, got {value!r}. For no scaling at "
-                    "all, use `NoOpLossScale`."
-                )
+        is_taken_as_it_is = isinstance(value, jax.core.Tracer) or np.ndim(value) > 0
+        if not is_taken_as_it_is and finite_number(value, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value!r}. For no scaling at all, use `NoOpLossScale`.")
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")
-        object.__setattr__(self, "loss_scale_value", jnp.asarray(value, jnp.float32))
+        object.__setattr__(self, "loss_scale_value", scale_leaf(value, name))
 
     @property
-    def max_loss_scale(self) -> Any:  # type: ignore[override]
-        """The scale itself: it goes no higher."""
+    def upper_bound(self) -> ArrayLike:
+        """The scale itself."""
         return self.loss_scale_value
 
     def __call__(self) -> jax.Array:
         """The scale: ``float32[]``."""
-        return self.loss_scale_value
+        return jnp.asarray(self.loss_scale_value)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The same loss scale."""
@@ -93,7 +85,7 @@ class FixedLossScale(LossScale):
 
 
 @register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NoOpLossScale(LossScale):
     """No loss scale, behind the same interface: for float32 and bfloat16.
 
@@ -114,9 +106,11 @@ class NoOpLossScale(LossScale):
     """
 
     checks_gradients: ClassVar[bool] = False
-    skip_nonfinite: ClassVar[bool] = False  # type: ignore[misc]
-    min_loss_scale: ClassVar[float] = 1.0  # type: ignore[misc]
-    max_loss_scale: ClassVar[float | None] = 1.0  # type: ignore[misc]
+
+    @property
+    def upper_bound(self) -> float:
+        """One."""
+        return 1.0
 
     def __call__(self) -> jax.Array:
         """One: ``float32[]``."""
@@ -138,7 +132,3 @@ class NoOpLossScale(LossScale):
     def get_config(self) -> dict[str, Any]:
         """No arguments."""
         return {}
-
-
-def _is_integer(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.integer))

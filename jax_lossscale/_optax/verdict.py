@@ -65,7 +65,7 @@ def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> d
     if told.parts_finite is not None:
         _tree.check_bool_scalar(told.parts_finite, "update(parts_finite=...)")
     if loss_scale.checks_gradients:
-        flags["leaves_finite"] = all_finite(as_checked(scaled_grads, loss_scale))
+        flags["leaves_finite"] = all_finite(loss_scale.unscale(scaled_grads))
         if told.value is not None:
             flags["value_finite"] = all_finite(told.value)
         if told.parts_finite is not None:
@@ -74,12 +74,6 @@ def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> d
         _tree.check_bool_scalar(told.skip_if, "update(skip_if=...)")
         flags["allowed"] = ~jnp.asarray(told.skip_if)
     return flags
-
-
-def as_checked(scaled_grads: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
-    """The gradients whose finiteness decides."""
-    # Below a scale of 1 unscaling can overflow where the scaled gradients are finite.
-    return scaled_grads if loss_scale.min_loss_scale >= 1 else loss_scale.unscale(scaled_grads)
 
 
 def _all(flags: list[jax.Array]) -> jax.Array | None:

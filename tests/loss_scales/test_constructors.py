@@ -80,7 +80,7 @@ def bad_numbers(kind, argument, **others):
         *bad(Dynamic, "initial_loss_scale", None, 0.5, 0, -1, np.array([8.0])),  # the floor is 1
         *bad(Dynamic, "initial_loss_scale", 8, min_loss_scale=16),
         *bad(Dynamic, "initial_loss_scale", 32, max_loss_scale=16),
-        *bad(Dynamic, "increment_period", None, True, np.True_, "2", 2.9, 2.0, float("nan"), 0, -1, 2**31),
+        *bad(Dynamic, "increment_period", None, True, np.True_, "2", 2.9, float("nan"), 0, -1, 2**31),
         *bad_numbers(Dynamic, "multiplier"),
         *bad(Dynamic, "multiplier", None, 1, 1 + 1e-12, 0.5, 0, -2),
         *bad_numbers(Dynamic, "backoff_factor"),
@@ -90,13 +90,25 @@ def bad_numbers(kind, argument, **others):
         *bad_numbers(Dynamic, "max_loss_scale"),
         *bad(Dynamic, "hysteresis", None, True, "2", 1.5, 0, -1, 2**31),
         *bad(Dynamic, "hysteresis_refill", None, True, "never"),
+        *bad_numbers(Dynamic, "current_loss_scale"),
+        *bad(Dynamic, "current_loss_scale", 0, -1.0, 1e-39, np.array([8.0, np.nan])),
+        *bad(Dynamic, "num_good_steps", True, 0.5, "3", float("nan")),
+        *bad(Dynamic, "hysteresis_left", True, 0.5, "3", hysteresis=2),
     ],
 )
 def test_bad_argument_is_named_with_its_value(kind, argument, value, others):
     with pytest.raises(ValueError) as error:
         kind(**{argument: value}, **others)
     assert f"{kind.__name__}({argument}=...)" in str(error.value)
-    assert re.search(rf"got .*{re.escape(repr(value))}", str(error.value))
+    member = value[-1] if isinstance(value, np.ndarray) and value.size > 1 else value
+    assert re.search(rf"got .*{re.escape(repr(member))}", str(error.value))
+
+
+@pytest.mark.parametrize("period", [2, 2.0, np.int64(2), np.float32(2), jnp.float32(2)], ids=repr)
+@pytest.mark.parametrize("argument", ["increment_period", "hysteresis"])
+def test_an_integral_float_is_a_welcome_count(argument, period):
+    value = getattr(Dynamic(**{argument: period}), argument)
+    assert (value, type(value)) == (2, int)
 
 
 def test_ceiling_below_the_default_start_is_named():

@@ -135,7 +135,7 @@ def test_replace_sets_the_scale_by_hand_and_keeps_the_rest():
     chex.assert_trees_all_equal_shapes_and_dtypes(by_hand, loss_scale)
 
 
-@pytest.mark.parametrize("change", [{"increment_period": 5}, {"initial_loss_scale": 64}, {"max_loss_scale": 16}])
+@pytest.mark.parametrize("change", [{"increment_period": 5}, {"max_loss_scale": 16}])
 def test_replace_changes_the_configuration_and_keeps_the_state(change):
     loss_scale = Dynamic(8, 2).adjust(False).adjust(True)
     changed = replace(loss_scale, **change)
@@ -152,3 +152,21 @@ def test_replace_turns_hysteresis_on_and_off(before, after, left):
 def test_scale_is_set_by_hand_under_jit():
     set_scale = jax.jit(lambda loss_scale, scale: replace(loss_scale, current_loss_scale=scale))
     assert set_scale(Dynamic(), 4.0)() == 4
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_concrete_state_that_is_no_scale_is_refused(batch):
+    with pytest.raises(ValueError, match=r"current_loss_scale=.*got"):
+        replace(Dynamic(), current_loss_scale=np.float32([1, 0]) if batch else np.float32(0))
+
+
+def test_the_initial_scale_of_a_run_that_has_begun_is_not_replaced():
+    with pytest.raises(ValueError, match=r"initial_loss_scale=64.*has begun at 8"):
+        replace(Dynamic(8).adjust(np.True_), initial_loss_scale=64)
+    begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=8, increment_period=3)
+    assert (int(begun.num_good_steps), begun.increment_period) == (1, 3)
+
+
+def test_the_largest_count_does_not_wrap():
+    grown = replace(Dynamic(8, 3), num_good_steps=2**31 - 1).adjust(np.True_)
+    assert (float(grown()), int(grown.num_good_steps)) == (16, 0)

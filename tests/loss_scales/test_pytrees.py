@@ -2,8 +2,13 @@
 
 import copy
 import dataclasses
+import os
 import pickle
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -113,8 +118,8 @@ def test_fresh_state_shares_no_buffer_and_can_be_donated(make):
     expected, _ = second.update(np.float32(np.nan))
     moved, _ = donating(first, np.float32(np.nan))
     chex.assert_trees_all_equal(moved, expected)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
     donating(moved, np.float32(1))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
 
 
 # --- Under the transformations of JAX ---
@@ -199,3 +204,70 @@ def test_update_agrees_along_a_named_axis(make):
 def test_the_config_of_a_batch_is_refused():
     with pytest.raises(ValueError, match="loss_scale_value"):
         jls.serialize(jax.vmap(jls.FixedLossScale)(jnp.array([1.0, 2.0])))
+
+
+# --- Construction, before there is any device and inside a trace ---
+
+
+CONSTRUCTION = """
+import jax, optax
+import jax_lossscale as jls
+jls.DynamicLossScale(8, hysteresis=2), jls.FixedLossScale(8), jls.NoOpLossScale()
+jls.get("dynamic"), jls.get(8), jls.get(jls.serialize(jls.DynamicLossScale())), jls.loss_scale_for("float16")
+jls.loss_scaled(optax.adam(1e-3)), jls.loss_scaled(optax.sgd(1.0), 8.0)
+jax.distributed.initialize("127.0.0.1:%d", num_processes=1, process_id=0)
+print(jls.DynamicLossScale()())
+"""
+
+
+def test_constructing_starts_no_backend():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    completed = subprocess.run(
+        [sys.executable, "-c", CONSTRUCTION % port],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(jls.__file__).parents[1],
+        env={**os.environ, "XLA_FLAGS": ""},
+        timeout=120,
+    )
+    assert completed.stdout == "32768.0\n", completed.stderr
+
+
+@each_kind
+def test_made_inside_a_trace_and_kept_is_no_tracer(make):
+    if make is ONE_OF_EACH["users_own"]:
+        pytest.skip("the example of a user's own kind makes its counter with jnp.zeros")
+    kept = []
+    jax.jit(lambda x: kept.append(make()) or x)(1.0)
+    assert float(kept[0]()) == float(make()())
+
+
+# --- Equality ---
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    named(
+        [
+            ("same", Dynamic(8), Dynamic(8), True),
+            ("state", Dynamic(8), replace(Dynamic(8), current_loss_scale=4), False),
+            ("configuration", Dynamic(8), Dynamic(8, 3), False),
+            ("kind", Fixed(8), Dynamic(8), False),
+            ("another_thing", Fixed(8), 8, False),
+            ("no_op", jls.NoOpLossScale(), jls.NoOpLossScale(), True),
+            ("batch", Fixed(np.float32([8, 16])), Fixed(jnp.float32([8, 16])), True),
+            ("one_member", Fixed(np.float32([8, 16])), Fixed(jnp.float32([8, 4])), False),
+            ("size_of_batch", Fixed(np.float32([8, 8])), Fixed(8), False),
+        ]
+    ),
+)
+def test_equal_where_configuration_and_state_are(a, b, equal):
+    assert (a == b) is equal
+    assert (a != b) is not equal
+
+
+def test_the_no_op_can_be_a_key():
+    assert {jls.NoOpLossScale(): 1}[jls.NoOpLossScale()] == 1
