@@ -68,9 +68,23 @@ def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
     return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
 
 
+def strong(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Inexact leaves as arrays of the same dtype, none of them weak."""
+    return map_inexact(lambda leaves: [jnp.asarray(leaf, jnp.result_type(leaf)) for leaf in leaves], tree)
+
+
 def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
-    """The float32 view: floating leaves narrower than float32, of no dtype in ``keep``, become float32."""
-    return map_inexact(lambda leaves: _widen(leaves, keep), tree)
+    """The float32 view: floating leaves narrower than float32, of no dtype in ``keep``, become float32.
+
+    Leaves may be `jax.ShapeDtypeStruct`, and stay such.
+    """
+
+    def widen_leaves(leaves: list[Any]) -> list[Any]:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            return [_widen_abstract(leaf, keep) for leaf in leaves]
+        return _widen(leaves, keep)
+
+    return map_inexact(widen_leaves, tree)
 
 
 def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
@@ -243,6 +257,12 @@ def _reciprocal(scale: ArrayLike, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arra
 def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     return [array if array.dtype in keep else array.astype(_wide_dtype(array.dtype)) for array in arrays]
+
+
+def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf if leaf.dtype in keep else leaf.update(dtype=_wide_dtype(leaf.dtype))
+    return _widen([leaf], keep)[0]
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
@@ -43,8 +44,35 @@ def widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     Without a loss scale bfloat16 stays, as it would without this library. Float16 never does: the square of a small
     gradient would be zero, and Adam would divide zero by zero.
     """
-    keep = () if loss_scale.checks_gradients else (jnp.bfloat16,)
+    keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
+
+
+def harmless(tree: chex.ArrayTree, should_apply: jax.Array | None) -> chex.ArrayTree:
+    """Gradients, or a loss; ones in their place where the step is skipped.
+
+    A discarded result still has derivatives, zero times those of the chain. At an infinity, or under a square root at
+    zero, that would be NaN.
+    """
+    if should_apply is None:
+        return tree
+
+    def harmless_leaf(leaf: ArrayLike) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        return jnp.where(should_apply, leaf, jnp.ones_like(leaf))
+
+    return _tree.map_inexact(lambda leaves: list(map(harmless_leaf, leaves)), tree)
+
+
+def no_updates(like: optax.Updates) -> optax.Updates:
+    """Updates that change nothing: -0.0, since 0.0 added to -0.0 would be 0.0."""
+    return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates`, which adds float32 updates to narrow parameters, whatever JAX is told of promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates)
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:

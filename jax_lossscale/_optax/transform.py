@@ -24,7 +24,7 @@ from jax_lossscale._optax import inner as _inner
 from jax_lossscale._optax.branch import Skip, choose
 from jax_lossscale._optax.eager import compiled_when_eager
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
-from jax_lossscale._optax.verdict import Told, decide
+from jax_lossscale._optax.verdict import Told, Verdict, check_told, decide
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -96,26 +96,37 @@ def loss_scaled(
         sum those yourself, before or after scaling). All devices then skip together. One all-reduce of one scalar.
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
-        bytes, though no GPU has been timed. The results are the same.
+        bytes, though no GPU has been timed. The results are the same, and so are their derivatives.
       record_bad_steps: whether ``init`` makes a state that keeps a `BadStep`: which leaf was not finite, and how;
         ``update`` follows the state. On a good step that costs a branch; to compile, a reduction a leaf.
 
     Returns:
       A `LossScaledTransformation`. Its functions, beside ``init(params)``:
 
-      ``update(scaled_grads, state, params=None, *, value=None, skip_if=None, parts_finite=None, **extra_args)``
+      ``update(scaled_grads, state, params=None, *, value, skip_if, parts_finite, grads_finite, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
-        gives them for this state; ``value`` the true loss, a scalar, which is passed on to the chain; ``skip_if`` a
-        ``bool[]``; ``parts_finite`` a ``bool[]`` that is false if a part of these gradients overflowed and was left
-        out (`accumulate_gradients`): the scale then backs off, though the step is applied. Other extra arguments reach
-        the chain as they are: gradients among them must be unscaled ones.
+        gives them for this state. The others may be left out:
 
-      ``update_and_apply(scaled_grads, state, params, *, value=None, skip_if=None, parts_finite=None, **extra_args)``
-        returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster.
+        - ``value``: the true loss, a real scalar, which is passed on to the chain;
+        - ``skip_if``: ``bool[]``, skip for a reason of your own;
+        - ``parts_finite``: ``bool[]``, false if a part of these gradients overflowed and was left out
+          (`accumulate_gradients`): the scale then backs off, though the step is applied;
+        - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite, where you know it already (from their
+          norm, say), agreed over devices: then they are not read to find out. You vouch for it;
+        - other arguments reach the chain as they are: gradients among them must be unscaled ones. Called outside
+          `jax.jit` with one of these, a step is many small dispatches instead of one.
+
+        The updates of a skipped step are -0.0, which added to any number gives that number, to the last bit. (XLA may
+        flush subnormal parameters to zero in any addition; ``update_and_apply`` does not add.)
+
+      ``update_and_apply(scaled_grads, state, params, **the same)``
+        returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster. Leaves of ``params``
+        that are not inexact, arrays or not, come back as the same objects.
 
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
-        ``axis_name`` or ``skip`` is not one of the above; if ``skip_if`` or ``parts_finite`` is no boolean scalar.
+        ``axis_name`` or ``skip`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if
+        ``value`` is no real scalar, or one of the flags no boolean scalar.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -173,12 +184,13 @@ class _Wrapped:
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
         parts_finite: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         """``(updates, state)``: those of the inner chain, or zeros where the step is skipped; see `loss_scaled`."""
-        check_state(state)
-        shown = _tree.inexact_only(updates), state, _tree.inexact_only(params)
-        new_updates, state = self._updates(*shown, Told(value, skip_if, parts_finite), **extra_args)
+        told = Told(value, skip_if, parts_finite, grads_finite)
+        shown = self._checked(updates, state, params, told)
+        new_updates, state = self._updates(*shown, **extra_args)
         return _fill(new_updates, updates if params is None else _inner.zero_updates(params)), state
 
     def update_and_apply(
@@ -190,29 +202,45 @@ class _Wrapped:
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
         parts_finite: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
         """``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster; see `loss_scaled`."""
-        check_state(state)
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
-        shown = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params)
-        new_params, state = self._new_params(*shown, Told(value, skip_if, parts_finite), **extra_args)
+        told = Told(value, skip_if, parts_finite, grads_finite)
+        shown = self._checked(scaled_grads, state, params, told)
+        new_params, state = self._new_params(*shown, **extra_args)
         return _fill(new_params, params), state
+
+    def _checked(
+        self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params | None, told: Told
+    ) -> tuple[optax.Updates, LossScaledState, optax.Params | None, Told]:
+        """The arguments of a step, without the leaves that are no numbers; a `ValueError` names what is wrong."""
+        check_state(state)
+        check_told(told)
+        return _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
 
     @compiled_when_eager
     def _updates(
-        self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params, told: Told, **extra_args: Any
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None,
+        told: Told,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
+        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
+        extra_args = _with_value(extra_args, told, verdict)
+
         @jax.jit  # traced once, wherever it is used below
         def run() -> tuple[optax.Updates, optax.OptState]:
-            return self._run_inner(scaled_grads, state, params, told, extra_args)
+            return self._run_inner(_true_grads(scaled_grads, state, verdict), state, params, extra_args)
 
         def leave() -> tuple[optax.Updates, optax.OptState]:
             updates, _ = jax.eval_shape(run)
-            return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+            return _inner.no_updates(updates), state.inner_state
 
-        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
         updates, inner_state = choose(self.skip, verdict.should_apply, run, leave)
         return updates, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
 
@@ -220,36 +248,43 @@ class _Wrapped:
     def _new_params(
         self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params, told: Told, **extra_args: Any
     ) -> tuple[optax.Params, LossScaledState]:
+        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
+        extra_args = _with_value(extra_args, told, verdict)
+        params = _tree.strong(params)
+
         @jax.jit  # traced once, wherever it is used below
         def run() -> tuple[optax.Params, optax.OptState]:
-            updates, inner_state = self._run_inner(scaled_grads, state, params, told, extra_args)
-            return optax.apply_updates(params, updates), inner_state
+            grads = _true_grads(scaled_grads, state, verdict)
+            updates, inner_state = self._run_inner(grads, state, params, extra_args)
+            return _inner.apply_updates(params, updates), inner_state
 
         def leave() -> tuple[optax.Params, optax.OptState]:
             return params, state.inner_state
 
-        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
         new_params, inner_state = choose(self.skip, verdict.should_apply, run, leave)
         return new_params, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
 
     def _run_inner(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        told: Told,
-        extra_args: dict[str, Any],
+        self, grads: optax.Updates, state: LossScaledState, params: optax.Params | None, extra_args: dict[str, Any]
     ) -> tuple[optax.Updates, optax.OptState]:
         """The inner chain on true gradients."""
-        if told.value is not None:
-            extra_args = {**extra_args, "value": told.value}
         updates, inner_state = self.inner.update(
-            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
+            _inner.widened(grads, state.loss_scale),
             state.inner_state,
             None if params is None else _inner.widened(params, state.loss_scale),
             **extra_args,
         )
         return updates, _inner.with_dtypes_of(state.inner_state, inner_state)
+
+
+def _true_grads(scaled_grads: optax.Updates, state: LossScaledState, verdict: Verdict) -> optax.Updates:
+    return state.loss_scale.unscale(_inner.harmless(scaled_grads, verdict.should_apply))
+
+
+def _with_value(extra_args: dict[str, Any], told: Told, verdict: Verdict) -> dict[str, Any]:
+    if told.value is None:
+        return extra_args
+    return {**extra_args, "value": _inner.harmless(told.value, verdict.should_apply)}
 
 
 def _update_then_apply(

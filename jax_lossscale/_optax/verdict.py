@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.registry import is_number
 from jax_lossscale._measure import AxisName, agree, all_finite
 
 
@@ -20,6 +21,7 @@ class Told(NamedTuple):
     value: ArrayLike | None = None
     skip_if: ArrayLike | None = None
     parts_finite: ArrayLike | None = None
+    grads_finite: ArrayLike | None = None
 
 
 class Verdict(NamedTuple):
@@ -59,19 +61,33 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
     )
 
 
+def check_told(told: Told) -> None:
+    """Raise a `ValueError` that names what is not of its kind."""
+    if told.value is not None and not is_number(told.value):
+        got = jax.typeof(told.value) if isinstance(told.value, jax.Array) else repr(told.value)
+        raise ValueError(
+            f"`update(value=...)` must be a real scalar, the true loss, got {got}. Of `(loss, aux)`, pass the loss "
+            "alone."
+        )
+    for name in ("skip_if", "parts_finite", "grads_finite"):
+        flag = getattr(told, name)
+        if flag is not None:
+            _tree.check_bool_scalar(flag, f"update({name}=...)")
+
+
 def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> dict[str, jax.Array]:
     """What this device knows: ``bool[]`` each."""
     flags = {}
-    if told.parts_finite is not None:
-        _tree.check_bool_scalar(told.parts_finite, "update(parts_finite=...)")
     if loss_scale.checks_gradients:
-        flags["leaves_finite"] = all_finite(loss_scale.unscale(scaled_grads))
+        if told.grads_finite is None:
+            flags["leaves_finite"] = all_finite(loss_scale.unscale(scaled_grads))
+        else:
+            flags["leaves_finite"] = jnp.asarray(told.grads_finite)
         if told.value is not None:
             flags["value_finite"] = all_finite(told.value)
         if told.parts_finite is not None:
             flags["parts_finite"] = jnp.asarray(told.parts_finite)
     if told.skip_if is not None:
-        _tree.check_bool_scalar(told.skip_if, "update(skip_if=...)")
         flags["allowed"] = ~jnp.asarray(told.skip_if)
     return flags
 
