@@ -1,0 +1,144 @@
+"""A transformation is a value, as every optax transformation is: copied, pickled, mapped over, held, passed."""
+
+import copy
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jax_lossscale as jls
+
+PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
+GRADS = jax.tree.map(lambda leaf: 1024.0 * jnp.ones_like(leaf), PARAMS)
+
+
+def make():
+    return jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 1024.0)
+
+
+def through_cloudpickle(tx):
+    cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed")
+    return pickle.loads(cloudpickle.dumps(tx))
+
+
+class Holder(eqx.Module):
+    tx: optax.GradientTransformation
+
+
+REBUILT = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "cloudpickle": through_cloudpickle,
+    "tree_map": lambda tx: jax.tree.map(lambda leaf: leaf, tx),
+    "make": lambda tx: type(tx)._make(tx),
+    "replace_init": lambda tx: tx._replace(init=tx.init),
+    "replace_update": lambda tx: tx._replace(update=lambda *args, **kwargs: tx.update(*args, **kwargs)),
+    "equinox_module": lambda tx: eqx.combine(*eqx.partition(Holder(tx), eqx.is_array)).tx,
+    "extra_args": optax.with_extra_args_support,
+}
+
+
+@pytest.mark.parametrize("rebuild", REBUILT.values(), ids=REBUILT)
+def test_what_is_rebuilt_steps_alike(rebuild):
+    tx, rebuilt = make(), rebuild(make())
+    assert isinstance(rebuilt, optax.GradientTransformationExtraArgs)
+    state = tx.init(PARAMS)
+    assert jax.tree.structure(rebuilt.init(PARAMS)) == jax.tree.structure(state)
+    for name in "update", "update_and_apply":
+        expected = getattr(tx, name)(GRADS, state, PARAMS, value=1.0)
+        jax.tree.map(np.testing.assert_array_equal, getattr(rebuilt, name)(GRADS, state, PARAMS, value=1.0), expected)
+
+
+def test_it_is_the_tuple_of_its_two_functions():
+    tx = make()
+    init, update = tx
+    assert (init, update) == (tx.init, tx.update)
+    assert tx == tx._replace()
+    assert hash(tx) == hash(tx._replace())
+
+
+def test_an_argument_of_filter_jit():
+    @eqx.filter_jit
+    def step(tx, state, params):
+        return tx.update_and_apply(GRADS, state, params)
+
+    tx = make()
+    expected = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, step(tx, tx.init(PARAMS), PARAMS), expected)
+
+
+def test_jitted_again_and_again_it_compiles_once(compilations):
+    tx = make()
+    state = tx.init(PARAMS)
+    for _ in range(3):
+        jax.block_until_ready(jax.jit(tx.update_and_apply)(GRADS, state, PARAMS))
+        jax.block_until_ready(jax.jit(tx.update)(GRADS, state, PARAMS))
+        count = len(compilations)
+    assert len(compilations) == count  # the third round added none to the second's
+    jax.jit(tx.update_and_apply)(GRADS, state, PARAMS)
+    assert len(compilations) == count
+
+
+def test_what_it_shows_of_itself():
+    tx = make()
+    assert "update_and_apply" in repr(tx)
+    assert "update_and_apply" in dir(tx)
+    for function in tx.init, tx.update, tx.update_and_apply, type(tx).update_and_apply:
+        assert function.__doc__
+    repr(nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))
+
+
+# --- Abstract parameters ---
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("loss_scale", ["dynamic", None])
+def test_init_takes_abstract_parameters(dtype, loss_scale):
+    tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
+    params = {"kernel": jnp.ones((2, 3), dtype), "steps": jnp.int32(3)}
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    expected = tx.init(params)
+    jax.tree.map(np.testing.assert_array_equal, tx.init(abstract), expected)
+    partly = {**abstract, "steps": params["steps"]}
+    jax.tree.map(np.testing.assert_array_equal, tx.init(partly), expected)
+    shapes = jax.eval_shape(tx.init, abstract)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), expected
+    )
+
+
+# --- Trees with leaves that are no arrays ---
+
+
+def test_leaves_that_are_no_arrays_are_the_same_objects():
+    tx = make()
+    model = {"layer": PARAMS, "activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3}
+    grads = {"layer": GRADS, "activation": None, "name": None, "frozen": None, "steps": None}
+    params, state = tx.update_and_apply(grads, tx.init(model), model)
+    expected, _ = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, params.pop("layer"), expected)
+    assert params == {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3}
+    assert state.applied_steps == 1
+
+
+def test_a_whole_equinox_module():
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    tx = make()
+    grads = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(2))))(model)
+
+    @eqx.filter_jit
+    def step(model, state):
+        return tx.update_and_apply(grads, state, model)
+
+    stepped, state = step(model, tx.init(model))
+    eager, _ = tx.update_and_apply(grads, tx.init(model), model)
+    assert state.applied_steps == 1
+    assert eager.activation is model.activation
+    for module in stepped, eager:
+        assert not eqx.tree_equal(module, model)
+    np.testing.assert_allclose(eager.layers[0].weight, stepped.layers[0].weight, rtol=1e-6)
