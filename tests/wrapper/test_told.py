@@ -1,0 +1,163 @@
+"""What `update` is told beside the gradients, and what holds at every scale, promotion and kind of parameter."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_lossscale as jls
+
+PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
+GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # of scale 8
+BAD_GRADS = {**GRADS, "bias": jnp.float32(jnp.nan)}
+SCALE = jls.DynamicLossScale(8.0)
+SKIPS = ("auto", "cond", "select")
+CALLS = {"eager": lambda function: function, "jit": jax.jit}
+
+# --- value ---
+
+NO_LOSS = {
+    "pair": (1.0, {"accuracy": 0.5}),
+    "string": "0.5",
+    "vector": jnp.ones(2),
+    "vector_of_one": jnp.ones(1),
+    "bool": True,
+    "flag": jnp.array(True),
+    "complex": 1j,
+    "key": jax.random.key(0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("value", NO_LOSS.values(), ids=NO_LOSS)
+@pytest.mark.parametrize("name", ["update", "update_and_apply"])
+@pytest.mark.parametrize("loss_scale", [SCALE, None], ids=["dynamic", "none"])
+def test_a_value_that_is_no_real_scalar_is_refused(name, value, call, loss_scale):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    step = call(lambda grads: getattr(tx, name)(grads, tx.init(PARAMS), PARAMS, value=value))
+    with pytest.raises(ValueError, match=r"update\(value=.*real scalar.*got"):
+        step(GRADS)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, np.float16(1), np.array(1.0), jnp.bfloat16(1), jnp.int32(1)], ids=repr)
+def test_real_scalars_of_every_library_are_values(value):
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    _, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, value=value)
+    assert state.applied_steps == 1
+
+
+# --- grads_finite ---
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("grads", "grads_finite", "applied", "scale"),
+    [(GRADS, True, 1, 8.0), (GRADS, False, 0, 4.0), (BAD_GRADS, False, 0, 4.0), (BAD_GRADS, True, 1, 8.0)],
+)
+def test_known_finiteness_is_believed(grads, grads_finite, applied, scale, call):
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    step = call(lambda grads, flag: tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, grads_finite=flag))
+    _, state = step(grads, jnp.array(grads_finite))
+    assert (state.applied_steps, state.loss_scale(), bool(state.grads_finite)) == (applied, scale, grads_finite)
+
+
+def test_known_finiteness_is_not_looked_for():
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    state = tx.init(PARAMS)
+
+    def reductions(**told):
+        jaxpr = jax.make_jaxpr(lambda grads: tx.update_and_apply(grads, state, PARAMS, **told))(GRADS)
+        return str(jaxpr).count("reduce_") + str(jaxpr).count("is_finite")
+
+    without_looking = reductions(grads_finite=jnp.array(True))
+    assert without_looking < reductions()
+    assert without_looking == reductions(grads_finite=jnp.array(True), skip_if=jnp.array(False))
+
+
+@pytest.mark.parametrize("name", ["skip_if", "parts_finite", "grads_finite"])
+@pytest.mark.parametrize("flag", [1.0, "yes", jnp.ones(2, bool), jnp.float32(1)], ids=repr)
+@pytest.mark.parametrize("loss_scale", [SCALE, None], ids=["dynamic", "none"])
+def test_a_flag_that_is_no_boolean_scalar_is_refused(name, flag, loss_scale):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    with pytest.raises(ValueError, match=rf"update\({name}="):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, **{name: flag})
+
+
+# --- Below a scale of 1, unscaling can overflow where the scaled gradients are finite ---
+
+BELOW_ONE = {
+    "set_by_hand": replace(jls.DynamicLossScale(), current_loss_scale=0.25),
+    "constructor": jls.DynamicLossScale(current_loss_scale=0.25),
+    "floor_below": jls.DynamicLossScale(0.25, min_loss_scale=2.0**-10),
+    "tiny": replace(jls.DynamicLossScale(), current_loss_scale=2.0**-120),
+    "fixed": jls.FixedLossScale(np.float32([0.25, 8]), skip_nonfinite=True),
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("large", [False, True], ids=["small_leaf", "large_leaf"])
+@pytest.mark.parametrize("loss_scale", BELOW_ONE.values(), ids=BELOW_ONE)
+def test_no_infinity_gets_through_by_unscaling(loss_scale, large, dtype, skip):
+    if loss_scale().ndim:  # one of a batch, whose static configuration says nothing of its scale
+        loss_scale = jax.tree.map(lambda leaf: leaf[0], loss_scale)
+    tx = jls.loss_scaled(optax.sgd(1.0), 8.0, skip=skip)
+    params = jnp.zeros(2**16 if large else 3, jnp.float32)
+    state = tx.init(params)._replace(loss_scale=loss_scale)
+    grads = jnp.zeros(params.shape, dtype)
+    finite, state_after = jax.jit(tx.update_and_apply)(grads.at[-1].set(1e-30), state, params)
+    assert (jnp.isfinite(finite).all(), state_after.skipped_steps) == (True, 0)
+    after, state_after = jax.jit(tx.update_and_apply)(grads.at[-1].set(3e38), state, params)
+    assert (after == params).all()
+    assert (state_after.skipped_steps, bool(state_after.grads_finite)) == (1, False)
+
+
+def test_at_a_scale_of_a_subnormal_reciprocal_float16_overflows_too():
+    tx = jls.loss_scaled(optax.sgd(1.0), replace(jls.DynamicLossScale(), current_loss_scale=2.0**-120))
+    after, state = jax.jit(tx.update_and_apply)(jnp.float16([1, 65504]), tx.init(jnp.zeros(2)), jnp.zeros(2))
+    assert (after.tolist(), state.skipped_steps) == ([0, 0], 1)
+
+
+# --- Skipped updates, promotion, weak types ---
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_skipped_step_is_one_to_the_last_bit_through_apply_updates_too(skip, call):
+    params = {"real": jnp.array([-0.0, 0.0, 1.5]), "complex": jnp.array([complex(-0.0, -0.0), 1j]), "count": 3}
+    grads = {"real": jnp.full(3, jnp.nan), "complex": jnp.zeros(2, jnp.complex64), "count": None}
+    tx = jls.loss_scaled(optax.sgd(1.0), SCALE, skip=skip)
+    updates, state = call(tx.update)(grads, tx.init(params), params)
+    after = optax.apply_updates(params, updates)
+    assert state.skipped_steps == 1
+    for name in "real", "complex":
+        assert np.asarray(after[name]).tobytes() == np.asarray(params[name]).tobytes()
+    assert after["count"] == 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("loss_scale", [SCALE, 8.0, None], ids=["dynamic", "fixed", "none"])
+def test_strict_promotion_changes_nothing(dtype, loss_scale):
+    params, grads = (jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (PARAMS, GRADS))
+    results = []
+    for promotion in "standard", "strict":
+        with jax.numpy_dtype_promotion(promotion):
+            tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam itself does not do strict promotion
+            step = jax.jit(lambda *args, tx=tx, **told: tx.update_and_apply(*args, **told))
+            told = {"value": jnp.float16(1), "skip_if": False, "parts_finite": True}
+            first = step(grads, tx.init(params), params, **told)
+            results.append((first, tx.update(grads, first[1], first[0], **told)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_python_floats_become_strong_either_way():
+    tx = jls.loss_scaled(optax.sgd(1.0), SCALE)
+    for call in CALLS.values():
+        for grad in 8.0, float("nan"):
+            after, state = call(tx.update_and_apply)(grad, tx.init(1.0), 1.0)
+            updates, _ = call(tx.update)(grad, tx.init(1.0), 1.0)
+            assert not any(leaf.weak_type for leaf in jax.tree.leaves((after, updates, state)))
+            assert (after, after.dtype) == (1.0 if np.isnan(grad) else 0.0, jnp.float32)
