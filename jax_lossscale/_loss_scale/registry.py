@@ -18,6 +18,9 @@ from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 from jax_lossscale._tree import checked_dtype
 
+# A user's class of the same name does not take over what was saved of one of these.
+_OWN_KINDS = (FixedLossScale, NoOpLossScale, DynamicLossScale)
+
 _ACCEPTED = (
     "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), None (`NoOpLossScale`), a `LossScale`, or the "
     "dictionary that `serialize` returns"
@@ -72,7 +75,7 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
       ``{"class_name": ..., "config": ...}``, of values that JSON can hold.
 
     Raises:
-      ValueError: if it is not a `LossScale`.
+      ValueError: if it is not a `LossScale`, or of a user's class with the name of one of ours.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -81,7 +84,13 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     """
     if not isinstance(loss_scale, LossScale):
         raise ValueError(f"`serialize(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}.")
-    return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
+    kind = type(loss_scale)
+    if kind.__name__ in {own.__name__ for own in _OWN_KINDS} and kind not in _OWN_KINDS:
+        raise ValueError(
+            f"`serialize(loss_scale=...)` got a {kind.__name__} of {kind.__module__}, which `get` would take for that "
+            "of this library. Give the class a name of its own."
+        )
+    return {"class_name": kind.__name__, "config": loss_scale.get_config()}
 
 
 def loss_scale_for(dtype: DTypeLike) -> LossScale:
@@ -193,8 +202,7 @@ def is_number(value: Any) -> bool:
 
 
 def _from_dict(class_name: Any, config: Any) -> LossScale:
-    # The class defined last wins, so that a notebook cell can be run again.
-    kinds = {kind.__name__: kind for kind in _concrete_kinds(LossScale)}  # type: ignore[type-abstract]
+    kinds = _kinds()
     if not isinstance(class_name, str) or class_name not in kinds:
         raise ValueError(
             f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
@@ -203,6 +211,12 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
         return kinds[class_name].from_config(config)
     except TypeError as error:
         raise ValueError(f"Could not make a `{class_name}` of the config {config!r}: {error}.") from error
+
+
+def _kinds() -> dict[str, type[LossScale]]:
+    """The classes that can be made, by name. Of a user's, the one defined last: a notebook cell may be run again."""
+    kinds: list[type[LossScale]] = [*_concrete_kinds(LossScale), *_OWN_KINDS]  # type: ignore[type-abstract]
+    return {kind.__name__: kind for kind in kinds}
 
 
 def _concrete_kinds(kind: type[LossScale]) -> Iterator[type[LossScale]]:

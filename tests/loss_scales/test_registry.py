@@ -155,3 +155,11 @@ def test_loss_scale_for(dtype, kind):
 def test_loss_scale_for_refuses(dtype):
     with pytest.raises(ValueError, match="loss_scale_for"):
         jls.loss_scale_for(dtype)
+
+
+def test_a_users_class_does_not_take_over_what_was_saved_of_ours():
+    impostor = type("DynamicLossScale", (HalvingLossScale,), {})
+    jax.tree_util.register_dataclass(impostor, data_fields=["num_overflows"], meta_fields=["initial"])
+    assert type(jls.get(jls.serialize(Dynamic(8)))) is Dynamic
+    with pytest.raises(ValueError, match="name of its own"):
+        jls.serialize(impostor(8.0))
