@@ -29,7 +29,8 @@ def at_least_16_bits(leaf: jax.Array) -> jax.Array:
     return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 16 else leaf
 
 
-def exact(leaves: Sequence[jax.Array]) -> jax.Array:
+def exact(*leaves: jax.Array) -> jax.Array:
+    """The answer by definition, one reduction for each leaf: ``bool[]``."""
     return all_of(jnp.isfinite(leaf).all() for leaf in leaves)
 
 

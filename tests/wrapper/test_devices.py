@@ -116,24 +116,6 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
     assert (params == 1).all(axis=1).tolist() == [False] * 5 + [True] + [False] * 2
 
 
-@pytest.mark.parametrize("axis_type", MESH.values(), ids=MESH)
-def test_on_a_mesh_the_verdict_is_one_all_reduce_whatever_the_number_of_leaves(axis_type):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
-    specs = (P("data"), P(None, "model"), P("model", "data"), P())
-    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
-    with jax.set_mesh(mesh):
-        for number in 1, 30:
-            params = {
-                str(n): jax.device_put(np.ones((16, 512, 8), np.float32), NamedSharding(mesh, specs[n % 4]))
-                for n in range(number)
-            }
-            state = jax.jit(tx.init)(params)
-            for function in lambda g, s, p: jls.all_finite(g), tx.update, tx.update_and_apply:
-                text = jax.jit(function).lower(params, state, params).compile().as_text()
-                assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
-                assert not re.findall(r" (?:all-gather|all-to-all|collective-permute)", text)
-
-
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
 @pytest.mark.parametrize("axis_type", MESH.values(), ids=MESH)
 def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, check_vma):
