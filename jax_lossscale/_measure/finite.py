@@ -6,13 +6,12 @@ from functools import partial
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure.devices import AxisName, agree
-from jax_lossscale._measure.reading import at_least_16_bits, exact, measure
+from jax_lossscale._measure.reading import as_read, exact, measure
 from jax_lossscale._measure.shards import Question, ask
 
 
@@ -39,12 +38,17 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       >>> bool(jls.all_finite([jnp.array([1.0, -jnp.inf])]))
       False
     """
-    return _all_finite(_tree.inexact_leaves(tree), axis_name)
+    return _all_finite(_tree.inexact_leaves(tree), None, axis_name)
 
 
-@partial(jax.jit, static_argnums=1, inline=True)
-def _all_finite(tree: list[ArrayLike], axis_name: AxisName) -> jax.Array:
-    return ask(_ARE_FINITE, [at_least_16_bits(jax.lax.stop_gradient(jnp.asarray(leaf))) for leaf in tree], axis_name)
+def all_finite_unscaled(scaled_tree: chex.ArrayTree, scale: ArrayLike) -> jax.Array:
+    """`all_finite` of the tree divided by ``scale``, which a CPU need not divide to find out."""
+    return _all_finite(_tree.inexact_leaves(scaled_tree), scale, None)
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _all_finite(tree: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
+    return ask(_ARE_FINITE, *as_read(tree, scale), axis_name)
 
 
 _ARE_FINITE = Question(of_local=measure, of_each=exact, agree=agree, of_nothing=np.bool_(True))

@@ -20,7 +20,7 @@ compilation cache, and `jax.export` takes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,12 @@ from jax.sharding import PartitionSpec
 
 from jax_lossscale._measure.devices import AxisName
 
+Scale: TypeAlias = jax.Array | None
+Reading: TypeAlias = Callable[[Sequence[jax.Array], Scale], jax.Array]
+
 
 class Question(NamedTuple):
-    """What to find out about leaves; of shape ``()``.
+    """What to find out about leaves divided by a scale, or as they are if it is ``None``; of shape ``()``.
 
     Attributes:
       of_local: answers it for leaves on one device, in the fastest way.
@@ -42,52 +45,62 @@ class Question(NamedTuple):
       of_nothing: the answer without leaves, and its dtype.
     """
 
-    of_local: Callable[..., jax.Array]
-    of_each: Callable[..., jax.Array]
+    of_local: Reading
+    of_each: Reading
     agree: Callable[[jax.Array, AxisName], jax.Array]
     of_nothing: np.generic
 
 
-def ask(question: Question, leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
+def ask(question: Question, leaves: Sequence[jax.Array], scale: Scale, axis_name: AxisName) -> jax.Array:
     """The answer for all leaves, on all devices along ``axis_name``."""
     mesh = jax.sharding.get_abstract_mesh()
     if not all(isinstance(leaf.size, int) for leaf in leaves):
-        answer = question.of_each(*leaves)  # exported with symbolic shapes
+        answer = question.of_each(leaves, scale)  # exported with symbolic shapes
     elif not (leaves := [leaf for leaf in leaves if leaf.size > 0]):
         answer = jnp.asarray(question.of_nothing)
     elif not mesh.manual_axes:
-        answer = _asked.bind(*leaves, question=question)
+        scales = [] if scale is None else [scale]
+        answer = _asked.bind(*leaves, *scales, question=question, is_scaled=bool(scales))
     elif len(mesh.manual_axes) == len(mesh.axis_names):
-        answer = question.of_local(*leaves)
+        answer = question.of_local(leaves, scale)
     else:
-        answer = question.of_each(*leaves)
+        answer = question.of_each(leaves, scale)
     return question.agree(answer, axis_name)
 
 
 _asked = Primitive("ask_of_gradients")
 
 
-def _answer_eagerly(*leaves: jax.Array, question: Question) -> jax.Array:
-    return question.of_each(*leaves)  # where `jax.disable_jit` says so, and nowhere else
+def _on_operands(reading: Reading, is_scaled: bool) -> Callable[..., jax.Array]:
+    def read(*operands: jax.Array) -> jax.Array:
+        return reading(operands[:-1], operands[-1]) if is_scaled else reading(operands, None)
+
+    return read
 
 
-def _type_of_answer(*leaves: Any, question: Question) -> jax.core.ShapedArray:
-    del leaves
+def _answer_eagerly(*operands: jax.Array, question: Question, is_scaled: bool) -> jax.Array:
+    return _on_operands(question.of_each, is_scaled)(*operands)  # where `jax.disable_jit` says so, and nowhere else
+
+
+def _type_of_answer(*operands: Any, question: Question, is_scaled: bool) -> jax.core.ShapedArray:
+    del operands, is_scaled
     return jax.core.ShapedArray((), question.of_nothing.dtype)
 
 
-def _answer_each_member(leaves: Sequence[jax.Array], axes: Sequence[Any], *, question: Question) -> tuple[Any, int]:
-    return jax.vmap(question.of_each, in_axes=tuple(axes))(*leaves), 0
+def _answer_each_member(
+    operands: Sequence[jax.Array], axes: Sequence[Any], *, question: Question, is_scaled: bool
+) -> tuple[jax.Array, int]:
+    return jax.vmap(_on_operands(question.of_each, is_scaled), in_axes=tuple(axes))(*operands), 0
 
 
-def _lower(context: mlir.LoweringRuleContext, *leaves: Any, question: Question) -> Any:
+def _lower(context: mlir.LoweringRuleContext, *operands: Any, question: Question, is_scaled: bool) -> Any:
     if getattr(context.module_context.axis_context, "num_devices", None) == 1:
-        answer = question.of_local
+        answer = _on_operands(question.of_local, is_scaled)
     elif _say_how_they_are_split(context.avals_in):
-        answer = _of_each_shard(question)
+        answer = _of_each_shard(question, is_scaled)
     else:
-        answer = question.of_each
-    return mlir.lower_fun(answer, multiple_results=False)(context, *leaves)
+        answer = _on_operands(question.of_each, is_scaled)
+    return mlir.lower_fun(answer, multiple_results=False)(context, *operands)
 
 
 _asked.def_impl(_answer_eagerly)
@@ -96,25 +109,25 @@ batching.primitive_batchers[_asked] = _answer_each_member
 mlir.register_lowering(_asked, _lower)
 
 
-def _say_how_they_are_split(leaves: Sequence[Any]) -> bool:
-    """Whether all types of these leaves, on a mesh or on none, are explicit about all axes of one mesh."""
-    meshes = {leaf.sharding.mesh for leaf in leaves if not leaf.sharding.mesh.empty}
+def _say_how_they_are_split(types: Sequence[Any]) -> bool:
+    """Whether all of them, on a mesh or on none, are explicit about all axes of one mesh."""
+    meshes = {array.sharding.mesh for array in types if not array.sharding.mesh.empty}
     are_explicit = [len(mesh.explicit_axes) == len(mesh.axis_names) for mesh in meshes]
-    return are_explicit == [True] and not any(leaf.sharding.spec.unreduced for leaf in leaves)
+    return are_explicit == [True] and not any(array.sharding.spec.unreduced for array in types)
 
 
-def _of_each_shard(question: Question) -> Callable[..., jax.Array]:
-    def answer(*leaves: jax.Array) -> jax.Array:
-        shardings = [jax.typeof(leaf).sharding for leaf in leaves]
+def _of_each_shard(question: Question, is_scaled: bool) -> Callable[..., jax.Array]:
+    def answer(*operands: jax.Array) -> jax.Array:
+        shardings = [jax.typeof(operand).sharding for operand in operands]
         mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
         split_over = {name for sharding in shardings for name in _axis_names(sharding.spec)}
         names = tuple(name for name in mesh.axis_names if name in split_over)
 
         def of_shards(*shards: jax.Array) -> jax.Array:
-            return question.agree(question.of_local(*shards), names)
+            return question.agree(_on_operands(question.of_local, is_scaled)(*shards), names)
 
         specs = tuple(sharding.spec for sharding in shardings)
-        return jax.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*leaves)
+        return jax.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*operands)
 
     return answer
 
