@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import trees
+from benchmarks.gpu_program import Program, read
 from benchmarks.isolation import Progress
+from benchmarks.meshes import LAYOUTS, Layout, collectives
 from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, Contender, Ours
 from benchmarks.report import Mark, Table
 
@@ -41,12 +42,21 @@ _NOTES = (
     "Before update: kernels that wait for gradients, and that a kernel which reads parameters waits for.",
     "Copies: of arrays, not of scalars; in whatever branch. Temporaries: as a share of the parameters.",
 )
+_MESH_COLUMNS = (
+    ("mesh", "{}"),
+    ("sets of axes", "{}"),
+    ("step", "{}"),
+    ("kernels", "{}"),
+    ("before update", "{}"),
+    ("bytes over bare", "{:.3f}"),
+    ("all-reduces", "{}"),
+    ("other collectives", "{}"),
+)
+_MESH_NOTES = (
+    "Of one device of eight. Sets of axes: over which leaves are split; norms are not split.",
+    "With automatic axes the step does not know how leaves are split, and reads each by itself.",
+)
 _NOT_RUN = "GPU program (compiled, not run)"
-
-# A fusion is one kernel. These are none: they only name what is in memory already.
-_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
-# These would hide kernels from the count. They are not to be expected here.
-_UNREADABLE = re.compile(r"call|while|.*-start")
 
 # An H100 SXM5, by NVIDIA's data sheet and by the table of compute capability 9.0 in its CUDA C++ Programming Guide.
 # Without any one of these XLA fails or makes another program; what makes no difference to it is left out.
@@ -68,18 +78,23 @@ gpu_device_info {
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each dtype of the gradients."""
+    """A table for each dtype of the gradients, and one for meshes."""
     if missing := [package for package in _PACKAGES if not _is_installed(package)]:
         return [_not_measured(f"needs {' and '.join(missing)}: pip install -e '.[bench-cuda]'")]
     # Only the CPU is started. The plugin would refuse to load without the libraries that running, not compiling, needs.
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    topology = topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology="1x1x1")
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    return [
-        _measure(dtype, sharding, quick, progress.part(n, len(_BYTES_GOALS), f"{dtype} gradients"))
+    one_device = jax.sharding.SingleDeviceSharding(_devices("1x1x1")[0])
+    parts = len(_BYTES_GOALS) + 1
+    tables = [
+        _measure(dtype, one_device, quick, progress.part(n, parts, f"{dtype} gradients"))
         for n, dtype in enumerate(_BYTES_GOALS)
     ]
+    return [*tables, _measure_on_meshes(_devices("1x1x8"), quick, progress.part(parts - 1, parts, "eight devices"))]
+
+
+def _devices(topology: str) -> list[Any]:
+    return topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology=topology).devices
 
 
 def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress: Progress) -> Table:
@@ -88,7 +103,8 @@ def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress:
     programs = {}
     for n, contender in enumerate(_CONTENDERS):
         progress(n / len(_CONTENDERS), f"compiling {contender.name}")
-        programs[contender.name] = _compile(contender, params, grads, sharding)
+        there = jax.tree.map(lambda leaf: sharding, params)
+        programs[contender.name], _ = _compile(contender, params, grads, there, sharding)
     bare = programs[BARE.name]
     rows = [
         (
@@ -109,13 +125,56 @@ def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress:
     return Table(title, _COLUMNS, rows, marks, _NOTES, quick)
 
 
-def _compile(contender: Contender, params: Any, grads: Any, sharding: jax.sharding.Sharding) -> _Program:
+def _measure_on_meshes(devices: list[Any], quick: bool, progress: Progress) -> Table:
+    shapes = trees.transformer(4_000_000 if quick else 33_000_000)
+    params, grads = trees.abstract(shapes, jnp.float32), trees.abstract(shapes, jnp.float32)
+    rows, marks = [], []
+    for n, layout in enumerate(LAYOUTS):
+        progress(n / len(LAYOUTS), f"compiling for {layout.name}")
+        of_bare, of_ours = (
+            _on_mesh(BARE, layout, devices, params, grads),
+            _on_mesh(OURS, layout, devices, params, grads),
+        )
+        for name, (program, found) in ((BARE.name, of_bare), (OURS.name, of_ours)):
+            reduces = found.pop("all-reduce", 0)
+            counts = len(program.kernels), len(program.before_the_update), program.bytes / of_bare[0].bytes
+            rows.append((layout.name, layout.sets_of_axes, name, *counts, reduces, found.total()))
+        what = f"{_NOT_RUN}: all-reduces of update_and_apply, mesh {layout.name}"
+        marks.append(Mark(what, reduces, layout.sets_of_axes, quick=quick))
+    what = f"{_NOT_RUN}: other collectives of update_and_apply"
+    marks.append(Mark(what, max(row[-1] for row in rows), 0, exactly=True, quick=quick))
+    title = f"Programs for one of eight H100s, not run: Adam over {trees.size(params) / 1e6:.1f} M float32 parameters"
+    return Table(title, _MESH_COLUMNS, rows, marks, _MESH_NOTES, quick)
+
+
+def _on_mesh(
+    contender: Contender, layout: Layout, devices: list[Any], params: Any, grads: Any
+) -> tuple[Program, Counter[str]]:
+    mesh = layout.mesh(devices)
+    leaves, structure = jax.tree.flatten(params)
+    split = jax.tree.unflatten(structure, [layout.sharding(mesh, n, leaf.shape) for n, leaf in enumerate(leaves)])
+    program, text = _compile(contender, params, grads, split, NamedSharding(mesh, PartitionSpec()))
+    return program, collectives(text)
+
+
+def _compile(
+    contender: Contender, params: Any, grads: Any, shardings: Any, of_scalars: jax.sharding.Sharding
+) -> tuple[Program, str]:
+    """The program, and its text. ``shardings``: of the parameters, the gradients, and all that is like them."""
+    is_like_params = jax.tree.structure(params)
+
+    def placed(tree: Any) -> Any:
+        def place(node: Any) -> Any:
+            places = shardings if jax.tree.structure(node) == is_like_params else of_scalars
+            return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), node, places)
+
+        return jax.tree.map(place, tree, is_leaf=lambda node: jax.tree.structure(node) == is_like_params)
+
     state = jax.eval_shape(contender.init, params)
-    there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (state, grads))
-    traced = jax.jit(contender.apply, donate_argnums=0).trace(*there)
+    traced = jax.jit(contender.apply, donate_argnums=0).trace(placed(state), placed(grads))
     compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-    memory = compiled.memory_analysis()
-    return _read(compiled.as_text() or "", len(jax.tree.leaves(params)), memory.temp_size_in_bytes)
+    text = compiled.as_text() or ""
+    return read(text, len(jax.tree.leaves(params)), compiled.memory_analysis().temp_size_in_bytes), text
 
 
 def _marks(dtype: str, copies: int | None, over_bare: float | None, **options: Any) -> list[Mark]:
@@ -137,143 +196,3 @@ def _is_installed(package: str) -> bool:
 def _not_measured(why: str) -> Table:
     marks = [mark for dtype in _BYTES_GOALS for mark in _marks(dtype, None, None, note=why)]
     return Table("Programs of Adam for an H100, not run", (), (), marks)
-
-
-# Reading a program.
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    """A line of HLO."""
-
-    shape: str  # of the result, or of all results
-    opcode: str
-    operands: list[str]
-    callees: list[str]  # the computations of a fusion, the branches of a conditional
-    number: int  # of a parameter
-
-    @property
-    def is_kernel(self) -> bool:
-        return self.opcode not in _NO_KERNEL
-
-
-_Computation: TypeAlias = Mapping[str, _Instruction]
-
-
-@dataclass(frozen=True)
-class _Program:
-    """What a step launches.
-
-    Attributes:
-      kernels: bytes of each.
-      before_the_update: the kernels between the gradients and the first use of the parameters.
-      copies: of arrays, in whatever branch.
-      conditionals: as many of them as there are.
-      temporaries: bytes.
-    """
-
-    kernels: list[int]
-    before_the_update: set[str]
-    copies: int
-    conditionals: int
-    temporaries: int
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.kernels)
-
-
-def _read(text: str, leaves: int, temporaries: int) -> _Program:
-    """Of a step whose first ``leaves`` arguments are the parameters, and whose last are the gradients."""
-    computations, entry = _parse(text)
-    launched = [entry, *(computations[name] for name in _branches(computations, entry))]
-    instructions = [instruction for computation in launched for instruction in computation.values()]
-    return _Program(
-        list(_kernels(computations, entry)),
-        _before_the_update(entry, leaves),
-        sum(_copies(computations, instruction) for instruction in instructions),
-        sum(instruction.opcode == "conditional" for instruction in instructions),
-        temporaries,
-    )
-
-
-def _parse(text: str) -> tuple[dict[str, _Computation], _Computation]:
-    """All computations by name, and the one that is the program."""
-    computations: dict[str, dict[str, _Instruction]] = {}
-    current: dict[str, _Instruction] = {}
-    entry = current
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%(\S+) \(.*\{$", line):
-            current = computations[header[2]] = {}
-            entry = current if header[1] else entry
-        elif parts := re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(([^)]*)\)(.*)", line):
-            name, shape, opcode, inside, attributes = parts.groups()
-            if _UNREADABLE.fullmatch(opcode):
-                raise NotImplementedError(f"the program has a {opcode!r}, whose kernels are not counted yet")
-            callees = re.findall(r"(?:calls|\w+_computations?)=\{?((?:%[^\s,}]+(?:, )?)+)", attributes)
-            names = [callee for group in callees for callee in re.findall(r"%([^\s,}]+)", group)]
-            number = int(inside) if opcode == "parameter" else -1
-            current[name] = _Instruction(shape, opcode, re.findall(r"%([^\s,]+)", inside), names, number)
-    if not entry:
-        raise ValueError("the text of the program has no entry computation")
-    return dict(computations), entry
-
-
-def _branches(computations: Mapping[str, _Computation], computation: _Computation) -> Iterator[str]:
-    """All branches of all conditionals, and of those within them."""
-    for instruction in computation.values():
-        if instruction.opcode == "conditional":
-            for name in instruction.callees:
-                yield name
-                yield from _branches(computations, computations[name])
-
-
-def _kernels(computations: Mapping[str, _Computation], computation: _Computation) -> Iterator[int]:
-    """The bytes that each kernel reads and writes."""
-    for instruction in computation.values():
-        if instruction.opcode == "conditional":
-            yield from max((list(_kernels(computations, computations[name])) for name in instruction.callees), key=sum)
-        elif instruction.is_kernel:
-            yield _bytes(instruction.shape) + sum(_bytes(computation[name].shape) for name in instruction.operands)
-
-
-def _before_the_update(entry: _Computation, leaves: int) -> set[str]:
-    arguments = {name: instruction.number for name, instruction in entry.items() if instruction.opcode == "parameter"}
-    params = {name for name, number in arguments.items() if number < leaves}
-    grads = {name for name, number in arguments.items() if number >= len(arguments) - leaves}
-
-    after_grads = set(grads)
-    reads_params = set(params)  # or only names a parameter, such as a tuple
-    for name, instruction in entry.items():  # operands come first
-        if after_grads.intersection(instruction.operands):
-            after_grads.add(name)
-        if any(n in params or (n in reads_params and not entry[n].is_kernel) for n in instruction.operands):
-            reads_params.add(name)
-    waited_for: set[str] = set()
-    for name, instruction in reversed(entry.items()):
-        if name in waited_for or (name in reads_params and instruction.is_kernel):
-            waited_for.update(instruction.operands)
-    return {name for name in waited_for & after_grads - reads_params if entry[name].is_kernel}
-
-
-def _copies(computations: Mapping[str, _Computation], instruction: _Instruction) -> int:
-    """How many arrays are copied, by the instruction or by a fusion of nothing but copies; scalars are none."""
-    if instruction.opcode == "fusion":
-        inside = [part for name in instruction.callees for part in computations[name].values() if part.is_kernel]
-        return sum(_is_copy(part) for part in inside) if all(map(_is_copy, inside)) else 0
-    return int(_is_copy(instruction))
-
-
-def _is_copy(instruction: _Instruction) -> bool:
-    return instruction.opcode == "copy" and "[]" not in instruction.shape
-
-
-def _bytes(shape: str) -> int:
-    """Of an array such as ``f16[512,64]{1,0}``, or of all arrays of a tuple."""
-    total = 0
-    for bits, dimensions in re.findall(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shape):
-        size = max(1, int(bits or 8) // 8)
-        for dimension in filter(None, dimensions.split(",")):
-            size *= int(dimension)
-        total += size
-    return total

@@ -1,7 +1,7 @@
 """How leaves are read: whether all of them are finite, in the fastest way that their dtype and platform have.
 
 The oracle is one line, ``jnp.isfinite(leaf).all()`` for every leaf (`exact`). What stands beside it gives the same
-answer at less cost.
+answer at less cost. Where a scale is given, it is the leaves divided by it that are asked about.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
 
 # Leaves of up to this many elements are checked together, in blocks that stay in the cache. A reduction for each bias
 # vector would cost more to compile and to launch than to run.
@@ -20,8 +23,14 @@ _BLOCK = 2**18
 # Large leaves of one shape are checked together where a reduction costs more than what it reads: on a CPU, where there
 # would be more than so many reductions to compile; elsewhere always, by so many leaves. (Of many more, XLA would write
 # a flag for each element to memory.)
-_REDUCTIONS = 64
-_TOGETHER = 32
+REDUCTIONS = 64
+TOGETHER = 32
+
+
+def as_read(leaves: Sequence[ArrayLike], scale: ArrayLike | None) -> tuple[list[jax.Array], jax.Array | None]:
+    """The leaves and the scale as arrays that no derivative is taken of."""
+    arrays = [at_least_16_bits(jax.lax.stop_gradient(jnp.asarray(leaf))) for leaf in leaves]
+    return arrays, None if scale is None else jax.lax.stop_gradient(jnp.asarray(scale))
 
 
 def at_least_16_bits(leaf: jax.Array) -> jax.Array:
@@ -29,36 +38,41 @@ def at_least_16_bits(leaf: jax.Array) -> jax.Array:
     return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 16 else leaf
 
 
-def exact(leaves: Sequence[jax.Array]) -> jax.Array:
-    return all_of(jnp.isfinite(leaf).all() for leaf in leaves)
+def exact(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+    """The answer by definition, one reduction for each leaf: ``bool[]``."""
+    return all_of(jnp.isfinite(leaf).all() for leaf in unscaled(leaves, scale))
+
+
+def unscaled(leaves: Sequence[jax.Array], scale: jax.Array | None) -> Sequence[jax.Array]:
+    return leaves if scale is None else _tree.unscale(list(leaves), scale)
 
 
 def all_of(flags: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, flags)
 
 
-def measure(*leaves: jax.Array) -> jax.Array:
+def measure(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
     """The answer for leaves that live on one device: ``bool[]``."""
-    return jax.lax.platform_dependent(*leaves, cpu=_measure_on_cpu, default=_measure_anywhere)
+    return jax.lax.platform_dependent(list(leaves), scale, cpu=_measure_on_cpu, default=_measure_anywhere)
 
 
-def _measure_anywhere(*leaves: jax.Array) -> jax.Array:
+def _measure_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
     # A GPU launches two kernels for each reduction, one after another, and all of them before the step can begin; but
     # one kernel reads many leaves. So `python -m benchmarks cuda` finds in the compiled program; no GPU was timed.
-    return _exactly_together(_large(leaves), _blocks(leaves))
+    return exactly_together(unscaled(leaves, scale))
 
 
-def _exactly_together(large: Iterable[jax.Array], blocks: Iterable[jax.Array]) -> jax.Array:
+def exactly_together(leaves: Sequence[jax.Array]) -> jax.Array:
     """`exact`, with one reduction for many leaves of the same shape."""
-    together = (all_of(map(jnp.isfinite, alike)).all() for alike in _alike(large, _TOGETHER))
-    return all_of([*together, *(jnp.isfinite(block).all() for block in blocks)])
+    together = (all_of(map(jnp.isfinite, group)).all() for group in alike(large(leaves), TOGETHER))
+    return all_of([*together, *(jnp.isfinite(block).all() for block in blocks(leaves))])
 
 
-def _measure_on_cpu(*leaves: jax.Array) -> jax.Array:
+def _measure_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
     """What is fastest on a CPU; ``python -m benchmarks finite`` measured it, ``benchmarks/RESULTS.md`` has the numbers.
 
     ========  ========================  ===============================================================================
-    float16   `_high_bytes_are_finite`  faster than `exact`; a sum converts one element at a time and is slower
+    float16   `_halves_are_finite`      faster than `exact`; a sum converts one element at a time and is slower
     bfloat16  `_sum_is_finite`          several times as fast as `exact`
     float32   `_sum_is_finite`          several times as fast as `exact`
     others    `_sum_is_finite`
@@ -67,47 +81,50 @@ def _measure_on_cpu(*leaves: jax.Array) -> jax.Array:
     Maxima and minima would be fast as well, but XLA drops NaN from those of float32 here. Integer views of 16 and 32
     bits gain little, and ``(leaf * 0).sum()`` is slower than a sum alone.
     """
-    large = _large(leaves)
-    quick = [leaf for leaf in large if leaf.dtype == jnp.float16]
-    summed = [leaf for leaf in large if leaf.dtype != jnp.float16]
     # A leaf alone is read fastest. But each reduction is compiled, and of hundreds that takes longer than the step.
-    together = -(-len(large) // _REDUCTIONS)
-    certain = [
-        *map(_high_bytes_are_finite, _alike(quick, together)),
-        *(jnp.isfinite(block).all() for block in _blocks(leaves)),
-    ]
-    if not summed:
-        return all_of(certain)
-    finite = all_of([*certain, *map(_sum_is_finite, _alike(summed, together))])
+    groups = list(alike(large(leaves), -(-len(large(leaves)) // REDUCTIONS)))
+    summed = [group for group in groups if group[0].dtype != jnp.float16]
+    finite = all_of(
+        [
+            *(_halves_are_finite(group) for group in groups if group[0].dtype == jnp.float16),
+            *map(_sum_is_finite, summed),
+            *(jnp.isfinite(block).all() for block in blocks(leaves)),
+        ]
+    )
+    if scale is None and not summed:
+        return finite
+    if scale is not None:
+        finite &= scale >= 1  # then what is finite is so also when it is divided by the scale
     # The sum of finite numbers may overflow: then it takes a second look, which almost never runs.
-    return jax.lax.cond(finite, lambda: finite, lambda: all_of([*certain, _exactly_together(summed, ())]))
+    return jax.lax.cond(finite, lambda: finite, lambda: _measure_anywhere(leaves, scale))
 
 
-def _high_bytes_are_finite(alike: Sequence[jax.Array]) -> jax.Array:
+def _halves_are_finite(group: Sequence[jax.Array]) -> jax.Array:
     """Float16: the high byte is one bit of sign, five of exponent and two more; all exponent bits mean inf or NaN."""
-    without_sign = (jax.lax.bitcast_convert_type(leaf, jnp.uint8)[..., 1] << 1 for leaf in alike)
-    return functools.reduce(jnp.maximum, without_sign).max() < 0b11111_000
+    if len(group) > 1:
+        return all_of(map(jnp.isfinite, group)).all()  # this is fast between leaves, and slow within one
+    return (jax.lax.bitcast_convert_type(group[0], jnp.uint8)[..., 1] << 1).max() < 0b11111_000
 
 
-def _sum_is_finite(alike: Sequence[jax.Array]) -> jax.Array:
+def _sum_is_finite(group: Sequence[jax.Array]) -> jax.Array:
     """False if any element is not finite; also if finite ones add up to an infinity."""
-    return jnp.isfinite(functools.reduce(jnp.add, alike).sum())
+    return jnp.isfinite(functools.reduce(jnp.add, group).sum())
 
 
-def _large(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def large(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 
-def _alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
+def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
     """The leaves by shape and dtype, up to ``number`` at a time."""
     by_type: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
         by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
-    for alike in by_type.values():
-        yield from (alike[start : start + number] for start in range(0, len(alike), number))
+    for same in by_type.values():
+        yield from (same[start : start + number] for start in range(0, len(same), number))
 
 
-def _blocks(leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
+def blocks(leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
     """The small leaves, as vectors of one dtype each."""
     small = [leaf for leaf in leaves if leaf.size <= _SMALL_LEAF]
     for dtype in dict.fromkeys(leaf.dtype for leaf in small):

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.registry import is_number
-from jax_lossscale._measure import AxisName, agree, all_finite
+from jax_lossscale._measure import AxisName, agree, all_finite, all_finite_unscaled
 
 
 class Told(NamedTuple):
@@ -80,7 +80,7 @@ def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> d
     flags = {}
     if loss_scale.checks_gradients:
         if told.grads_finite is None:
-            flags["leaves_finite"] = all_finite(loss_scale.unscale(scaled_grads))
+            flags["leaves_finite"] = all_finite_unscaled(scaled_grads, loss_scale())
         else:
             flags["leaves_finite"] = jnp.asarray(told.grads_finite)
         if told.value is not None:

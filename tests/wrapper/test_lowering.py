@@ -230,7 +230,7 @@ def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape
 
 
 def test_a_sharded_step_is_exported_from_inside_shard_map():
-    """There the verdict is agreed by name, without the callback that a mesh under `jax.jit` needs."""
+    """There the verdict is agreed by name."""
     tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), axis_name="shard")
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     params = {"kernel": np.ones((16, 4), np.float32)}

@@ -1,0 +1,242 @@
+"""The largest magnitude of all gradients, and in the same pass whether all are finite, against NumPy."""
+
+import contextlib
+import re
+from collections import Counter
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+from jax_lossscale._measure import all_finite_unscaled, finite_and_largest, largest
+
+DTYPES = "float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float16 bfloat16 float32 float64 complex64 complex128".split()
+BAD = (np.nan, np.inf, -np.inf)
+LARGEST_FLOAT32 = np.finfo(np.float32).max
+
+
+def oracle(tree, scale=1.0):
+    """What NumPy says, in double precision; a subnormal float32 is 0 to XLA on a CPU."""
+    largest_so_far = 0.0
+    for leaf in jax.tree.leaves(tree):
+        for part in leaf.real, leaf.imag if np.iscomplexobj(leaf) else leaf:
+            wide = np.asarray(part).astype(np.float64)
+            limit = np.finfo(np.float64 if part.dtype == np.float64 else np.float32).max
+            with np.errstate(over="ignore"):
+                wide = np.abs(wide) / np.float64(scale)
+            if not (wide <= limit).all():  # a NaN is not
+                return False, 0.0
+            largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
+    as_float32 = np.float32(min(largest_so_far, LARGEST_FLOAT32))
+    return True, 0.0 if as_float32 < np.finfo(np.float32).tiny else float(as_float32)
+
+
+def answer_of(found):
+    finite, magnitude = found
+    assert (finite.shape, finite.dtype, magnitude.shape, magnitude.dtype) == ((), jnp.bool_, (), jnp.float32)
+    return bool(finite), float(magnitude)
+
+
+READINGS = {
+    "eager": finite_and_largest,
+    "elsewhere": lambda tree, scale=None: as_pair(largest._of_local_anywhere, tree, scale),
+    "on a CPU": lambda tree, scale=None: as_pair(largest._of_local_on_cpu, tree, scale),
+    "plainly": lambda tree, scale=None: as_pair(largest._of_each, tree, scale),
+}
+
+
+def as_pair(reading, tree, scale):
+    leaves = [leaf for leaf in largest.as_read(jax.tree.leaves(tree), None)[0] if leaf.size]
+    magnitude = jax.jit(reading)(leaves, None if scale is None else jnp.float32(scale))
+    return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, 0)
+
+
+every_reading = pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+
+
+@st.composite
+def leaves(draw, dtype):
+    """A leaf of a few values between the extremes of its dtype, with nothing or one bad value among them."""
+    limits = jnp.finfo(dtype)
+    smallest, greatest = float(limits.smallest_normal), float(limits.max)
+    shape = draw(st.sampled_from([(), (1,), (7,), (3, 43)]))
+    values = st.sampled_from([0.0, 1.0, -1.5, smallest, -3 * smallest, greatest, -greatest, greatest / 2])
+    parts = [np.array(draw(st.lists(values, min_size=1, max_size=4))) for _ in range(2)]
+    leaf = np.resize(parts[0], shape).astype(dtype)
+    if np.iscomplexobj(leaf):
+        leaf = (leaf + 1j * np.resize(parts[1], shape).astype(leaf.real.dtype)).astype(dtype)
+    bad = draw(st.sampled_from([None, None, *BAD]))
+    if bad is not None:
+        part = leaf.imag if np.iscomplexobj(leaf) and draw(st.booleans()) else leaf.real
+        part.reshape(-1)[draw(st.integers(0, leaf.size - 1))] = bad
+    return leaf
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=30)
+def test_as_numpy_sees_it(dtype, data):
+    leaf = data.draw(leaves(dtype))
+    tree = {"frozen": None, "other": np.float16([1e-4, -2e-4]), "leaf": leaf, "step": 3}
+    with jax.enable_x64(True):
+        expected = oracle([tree["other"], leaf])
+        assert answer_of(finite_and_largest(tree)) == expected
+        assert answer_of(jax.jit(finite_and_largest)(tree)) == expected
+        both = jax.vmap(finite_and_largest)(jax.tree.map(lambda x: jnp.stack([x, x * 0 if expected[0] else x]), [leaf]))
+        assert (bool(both[0][0]), float(both[1][0])) == oracle([leaf])
+
+
+@every_reading
+@pytest.mark.parametrize("scale", [2.0**-126, 0.25, 1.0, 2.0**15, 2.0**127])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_divided_by_a_scale(dtype, scale, read):
+    for value in float(jnp.finfo(dtype).max), 1.0, -3.0, float(jnp.finfo(dtype).smallest_normal):
+        tree = [np.array([0, value], dtype), np.zeros((3, 4), dtype)]
+        assert answer_of(read(tree, scale)) == oracle(tree, scale)
+        assert bool(all_finite_unscaled(tree, scale)) == oracle(tree, scale)[0]
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
+def test_it_is_the_largest_of_the_unscaled_gradients_to_the_bit(scale):
+    tree = {"a": np.linspace(-9, 7, 2**16 + 5, dtype=np.float32), "b": np.float16([4.5, -8.5])}
+    loss_scale = jls.FixedLossScale(1.0)
+    for factor in 1, 2.0**100:
+        scaled = {"a": tree["a"] * np.float32(factor), "b": tree["b"]}
+        divided = jax.jit(lambda tree, scale: type(loss_scale)(scale).unscale(tree))(scaled, jnp.float32(scale))
+        finite, magnitude = finite_and_largest(scaled, jnp.float32(scale))
+        assert finite == jls.all_finite(divided) == all_finite_unscaled(scaled, jnp.float32(scale))
+        assert magnitude == (max(float(jnp.abs(leaf).max()) for leaf in divided.values()) if finite else 0)
+
+
+SIZE = 2**17 + 7  # no multiple of any vector, tile or block
+POSITIONS = sorted({0, SIZE - 1, SIZE // 2} | {n + offset for n in (8, 16, 128, 2**15, 2**16) for offset in (-1, 0, 1)})
+
+
+@every_reading
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_one_value_anywhere_in_a_large_leaf(dtype, read):
+    read = jax.jit(read)
+    background = np.ones(SIZE, dtype)
+    for position in POSITIONS:
+        for value, expected in (-2.5, (True, 2.5)), (7.0, (True, 7.0)), *((bad, (False, 0.0)) for bad in BAD):
+            leaf = background.copy()
+            leaf[position] = value
+            assert answer_of(read([leaf, np.zeros(3, np.float32)])) == expected, (position, value)
+
+
+@every_reading
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bad", [None, *BAD])
+def test_values_whose_sum_overflows(dtype, bad, read):
+    leaf = np.full(SIZE, jnp.finfo(dtype).max, dtype)
+    if bad is not None:
+        leaf[2**15] = bad
+    assert answer_of(read([leaf, -leaf])) == oracle([leaf])
+
+
+@every_reading
+def test_one_value_in_one_of_many_leaves(read):
+    shapes = [(200, 200), (2**15 + 3,), (7, 3), ()]
+    tree = [np.ones(shapes[n % 4], ("float16", "bfloat16", "float32", "complex64")[n // 4 % 4]) for n in range(120)]
+    read = jax.jit(read)
+    assert answer_of(read(tree)) == (True, 1.0)
+    for n in range(0, len(tree), 7):
+        for value in -3.0, BAD[n % 3]:
+            spoiled = [leaf.copy() for leaf in tree]
+            spoiled[n][(-1,) * spoiled[n].ndim] = value
+            assert answer_of(read(spoiled)) == oracle(spoiled), n
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, (True, 0.0)),
+        ([None, 3, True, "adam", len, jnp.arange(3)], (True, 0.0)),
+        ([jnp.zeros((0, 3)), jnp.zeros(0, jnp.float16)], (True, 0.0)),
+        ([np.zeros(2, jax.dtypes.float0), jax.random.key(0), jnp.zeros(3)], (True, 0.0)),
+        ([1.5, jnp.zeros(0)], (True, 1.5)),
+        (complex(3, -4), (True, 4.0)),
+        (float("nan"), (False, 0.0)),
+        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),  # subnormal, but not in float32
+        (np.float32([-(2.0**-126)]), (True, 2.0**-126)),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_trees(tree, expected):
+    assert answer_of(finite_and_largest(tree)) == expected
+
+
+def test_a_float64_beyond_float32_counts_as_the_largest_float32():
+    with jax.enable_x64(True):
+        for value in 1e300, -1e39, float(LARGEST_FLOAT32) * (1 + 2.0**-26):
+            assert answer_of(finite_and_largest(np.array([value, 1.0]))) == (True, float(LARGEST_FLOAT32))
+        assert answer_of(finite_and_largest(np.array([1e308]), 0.01)) == (False, 0.0)
+
+
+def test_no_derivative_is_taken():
+    assert jax.grad(lambda x: finite_and_largest(x, x[0])[1] + x[0])(jnp.array([2.0, 3.0])).tolist() == [1, 0]
+
+
+def test_members_have_scales_of_their_own():
+    grads = jnp.array([[1.0, -4.0], [jnp.inf, 1.0], [3.0, 0.0]])
+    finite, magnitude = jax.jit(jax.vmap(finite_and_largest))(grads, jnp.array([2.0, 2.0, 4.0]))
+    assert (finite.tolist(), magnitude.tolist()) == ([True, False, True], [2.0, 0.0, 0.75])
+
+
+# On eight devices.
+
+COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
+SPECS = [P("x"), P(None, "x"), P()]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
+def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        for shape in (16, 8), (512, 128):
+            tree = [jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)) for spec in SPECS * 4]
+            compiled = jax.jit(finite_and_largest).lower(tree, np.float32(2)).compile()
+            assert Counter(re.findall(COLLECTIVES, compiled.as_text())) == {"all-reduce": 1}
+            assert answer_of(compiled(tree, np.float32(2))) == (True, 0.5)
+            for value, expected in (-6.0, (True, 3.0)), (np.nan, (False, 0.0)):
+                spoiled = np.ones(shape, np.float32)
+                spoiled[13, 3] = value
+                tree[4] = jax.device_put(spoiled, tree[4].sharding)
+                assert answer_of(compiled(tree, np.float32(2))) == expected
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("shape", [(8, 3), (8, 2**16)], ids=["small", "large"])
+def test_inside_shard_map_shards_agree(shape, check_vma):
+    mesh = jax.make_mesh((8,), ("x",))
+    values = np.ones(shape, np.float32)
+    values[5, 1] = -7
+
+    def of_shards(leaf, replicated):
+        return finite_and_largest([leaf, replicated], jnp.float32(2), axis_name="x")
+
+    mapped = jax.jit(
+        jax.shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma)
+    )
+    with jax.set_mesh(mesh) if check_vma else contextlib.nullcontext():
+        placed = jax.device_put(values, NamedSharding(mesh, P("x")))
+        same = jax.device_put(np.ones(2**16, np.float16), NamedSharding(mesh, P()))
+        assert answer_of(mapped(placed, same)) == (True, 3.5)
+        values[3, 2] = np.inf
+        assert answer_of(mapped(jax.device_put(values, placed.sharding), same)) == (False, 0.0)
+
+
+def test_exported_for_all_platforms_and_for_sizes_known_later():
+    (size,) = jax.export.symbolic_shape("n")
+    for shape in (100, 400), (size,):
+        function = jax.jit(lambda x: finite_and_largest([x, 1.0]))
+        exported = jax.export.export(function, platforms=["cpu", "cuda", "tpu"])(jax.ShapeDtypeStruct(shape, "float32"))
+        value = np.full(shape if shape[0] == 100 else (3,), -2.0, np.float32)
+        assert answer_of(jax.export.deserialize(exported.serialize()).call(value)) == (True, 2.0)

@@ -1,0 +1,166 @@
+"""A question asked of leaves gets the same answer wherever they lie and whatever transforms the program."""
+
+import contextlib
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+
+GOOD = np.ones((8, 16), np.float32)
+LARGE = np.ones((8, 2**13), np.float32)  # not read in a block with others
+BAD = GOOD.copy()
+BAD[5, 3] = np.nan
+
+
+def as_flag(tree):
+    return jnp.where(jls.all_finite(tree), 1.0, 0.0)
+
+
+def scanned(tree):
+    flags = jax.lax.scan(lambda total, _: (total + as_flag(tree), None), 0.0, length=3)[0]
+    return flags / 3
+
+
+def exported(tree):
+    program = jax.export.export(jax.jit(as_flag), platforms=["cpu", "cuda", "rocm", "tpu"])(tree)
+    return jax.export.deserialize(program.serialize()).call(tree)
+
+
+def stored_for_any_number_of_rows(tree):
+    (rows,) = jax.export.symbolic_shape("rows")
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), tree)
+    return jax.export.export(jax.jit(as_flag))(types).call(tree)
+
+
+def differentiated(tree):
+    """The derivative of a sum that is taken only if the tree is finite."""
+    derivative = jax.grad(lambda leaf: as_flag((leaf, tree)) * jnp.sum(jnp.float32(2) * leaf[0, 0]))
+    return derivative(jax.tree.leaves(tree)[0])[0, 0] / 2
+
+
+def rematerialized(tree):
+    kept = jax.checkpoint(lambda x: jnp.sin(x) * as_flag((tree, x)))
+    return jax.grad(kept)(jnp.float32(0.0))
+
+
+def without_jit(tree):
+    with jax.disable_jit():
+        return as_flag(tree)
+
+
+def in_double_precision(tree):
+    with jax.enable_x64(True):
+        return float(as_flag(tree))
+
+
+TRANSFORMED = {
+    "eager": as_flag,
+    "jit": jax.jit(as_flag),
+    "scan": scanned,
+    "scan in jit": jax.jit(scanned),
+    "cond": lambda tree: jax.lax.cond(True, as_flag, lambda _: -1.0, tree),
+    "while": lambda tree: jax.lax.while_loop(lambda x: x < 0, lambda x: as_flag(tree), -1.0),
+    "grad": differentiated,
+    "grad of jit": jax.jit(differentiated),
+    "checkpoint": rematerialized,
+    "jvp": lambda tree: jax.jvp(as_flag, (tree,), (tree,))[0],
+    "linearize": lambda tree: jax.linearize(as_flag, tree)[0],
+    "export": exported,
+    "disable_jit": without_jit,
+    "x64": in_double_precision,
+}
+
+
+@pytest.mark.parametrize("leaf", [GOOD, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_every_transformation_gives_the_same_answer(transformed, leaf):
+    spoiled = leaf.copy()
+    spoiled[7, -1] = -np.inf
+    assert transformed({"a": jnp.asarray(leaf), "b": jnp.ones(3)}) == 1
+    assert transformed({"a": jnp.asarray(spoiled), "b": jnp.ones(3)}) == 0
+
+
+def test_exported_for_sizes_known_later():
+    assert stored_for_any_number_of_rows([GOOD]) == 1
+    assert stored_for_any_number_of_rows([BAD]) == 0
+
+
+def test_its_type_is_known_without_a_value():
+    found = jax.eval_shape(jls.all_finite, [jax.ShapeDtypeStruct((3, 4), jnp.float16)])
+    assert (found.shape, found.dtype) == ((), jnp.bool_)
+
+
+MEMBERS = np.stack([GOOD, BAD, GOOD])
+MAPPED = {  # (in_axes, leaves, expected)
+    "one leaf": ((0,), (MEMBERS,), [True, False, True]),
+    "another axis": ((2,), (np.moveaxis(MEMBERS, 0, 2),), [True, False, True]),
+    "a leaf that all share": ((0, None), (MEMBERS, GOOD), [True, False, True]),
+    "a bad leaf that all share": ((0, None), (MEMBERS, BAD), [False, False, False]),
+    "a scalar of each": ((0, 0), (MEMBERS, np.float32([np.inf, 1, 2])), [False, False, True]),
+}
+
+
+@pytest.mark.parametrize(("in_axes", "leaves", "expected"), MAPPED.values(), ids=MAPPED)
+def test_mapped_over_members_each_has_its_own_answer(in_axes, leaves, expected):
+    mapped = jax.vmap(lambda *leaves: jls.all_finite(leaves), in_axes=in_axes)
+    assert mapped(*leaves).tolist() == expected
+    assert jax.jit(mapped)(*leaves).tolist() == expected
+    twice = jax.vmap(mapped)(*(jnp.stack([leaf, jnp.ones_like(leaf)]) for leaf in leaves))
+    assert twice.tolist() == [expected, [True] * len(expected)]
+
+
+# On a mesh of 4 x 2 devices.
+
+TYPES = {
+    "auto": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+SPECS = [P("x", "y"), P("y", "x"), P("x"), P(None, "y"), P(("x", "y")), P()]
+
+
+@pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no set_mesh"])
+@pytest.mark.parametrize("axis_types", TYPES.values(), ids=TYPES)
+def test_one_bad_element_on_any_device_is_seen_by_all(axis_types, in_context):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+    is_finite = jax.jit(lambda *leaves: jls.all_finite([*leaves, np.float32([1, 2]), 3.0]))
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+
+        def verdict(kernels):
+            placed = [
+                jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(kernels, SPECS, strict=True)
+            ]
+            found = is_finite(*placed)
+            assert found.sharding.is_fully_replicated
+            return {bool(shard.data) for shard in found.addressable_shards}
+
+        assert verdict([GOOD] * len(SPECS)) == {True}
+        for n in range(len(SPECS)):
+            for row, column in (0, 0), (2, 15), (5, 7), (7, 8):
+                spoiled = GOOD.copy()
+                spoiled[row, column] = (np.nan, np.inf, -np.inf)[n % 3]
+                assert verdict([spoiled if m == n else GOOD for m in range(len(SPECS))]) == {False}
+
+
+@pytest.mark.parametrize("axis_types", TYPES.values(), ids=TYPES)
+def test_mapped_over_an_axis_that_is_split(axis_types):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
+    members = jax.device_put(jnp.ones((8, 4, 3)).at[5, 2, 1].set(jnp.nan), NamedSharding(mesh, P("x", "y")))
+    assert np.flatnonzero(~np.asarray(jax.jit(jax.vmap(jls.all_finite))(members))).tolist() == [5]
+
+
+def test_inside_a_shard_map_over_some_axes_the_others_are_seen_whole():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES["auto"])
+    values = jax.device_put(jnp.ones((8, 4)).at[5, 2].set(jnp.nan), NamedSharding(mesh, P("x", "y")))
+
+    def verdicts(shard):
+        return jls.all_finite(shard)[None]
+
+    of_rows = jax.jit(jax.shard_map(verdicts, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}))
+    assert of_rows(values).tolist() == [True, True, False, True]
