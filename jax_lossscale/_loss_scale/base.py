@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale._measure import AxisName, all_finite
+from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
@@ -45,7 +45,7 @@ class LossScale(abc.ABC):
     """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
 
     needs_largest: ClassVar[bool] = False
-    """Whether `adjust` is to be told the largest gradient: ``adjust(grads_finite, largest=...)``."""
+    """Whether `adjust` is told the largest gradient, too: ``adjust(grads_finite, largest=...)``."""
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -67,6 +67,8 @@ class LossScale(abc.ABC):
 
         Args:
           grads_finite: ``bool[]``, such as `all_finite` gives, agreed over devices.
+          largest: of a kind with ``needs_largest`` only, by keyword: ``float32[]``, the largest finite magnitude among
+            the *unscaled* gradients, agreed over devices; 0 where it is not known, as where they are not finite.
 
         Returns:
           The new loss scale, of the same tree structure, shapes and dtypes.
@@ -137,9 +139,18 @@ class LossScale(abc.ABC):
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _update(loss_scale: LossScale, grads: list[ArrayLike], axis_name: AxisName) -> tuple[LossScale, jax.Array]:
-    grads_finite = all_finite(grads, axis_name=axis_name)
+    largest = None
+    if loss_scale.needs_largest:
+        grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
+    else:
+        grads_finite = all_finite(grads, axis_name=axis_name)
     should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
-    return loss_scale.adjust(grads_finite), should_apply
+    return adjust(loss_scale, grads_finite, largest), should_apply
+
+
+def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:
+    """`LossScale.adjust`, which is told the largest gradient only where the kind needs it."""
+    return loss_scale.adjust(grads_finite, **({"largest": largest} if loss_scale.needs_largest else {}))
 
 
 def static_field(**kwargs: Any) -> Any:

@@ -17,6 +17,14 @@ def agree(flags: jax.Array, axis_name: AxisName) -> jax.Array:
     return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
 
 
+def agree_on_largest(flags: jax.Array, largest: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """`agree`, and the largest of a ``float32[]`` in the same all-reduce."""
+    if axis_name is None or axis_name == ():
+        return flags, largest
+    lowest = jax.lax.pmin(jnp.append(flags.astype(jnp.float32), -largest), axis_name)
+    return lowest[:-1] > 0, -lowest[-1]
+
+
 def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
     missing = tuple(sorted(axes - axes_varied_over(leaf)))

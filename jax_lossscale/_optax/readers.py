@@ -23,7 +23,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     Returns:
       A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
       ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); where bad steps are recorded, of ``last_bad_leaf``
-      (``int32[]``) too.
+      (``int32[]``) too; where the loss scale measures it, of ``largest`` (``float32[]``), the largest magnitude among
+      the unscaled gradients of the last step: a log of it is a trace for `jls.diagnostics.simulate`.
 
     Raises:
       ValueError: if there is no such state, or more than one.
@@ -37,6 +38,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """
     _, state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
+    measured = {} if state.largest is None else {"largest": state.largest}
     return {
         "loss_scale": state.loss_scale(),
         "grads_finite": state.grads_finite,
@@ -44,6 +46,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
         "skipped_steps": state.skipped_steps,
         "consecutive_skips": state.consecutive_skips,
         **recorded,
+        **measured,
     }
 
 

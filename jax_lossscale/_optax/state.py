@@ -49,6 +49,8 @@ class LossScaledState(NamedTuple):
       skipped_steps: steps that did not, for whatever reason.
       consecutive_skips: how many of those since the last applied step.
       last_bad_step: what is known of the last bad step, if ``record_bad_steps`` was asked for.
+      largest: the largest magnitude among the unscaled gradients of the last step, if its gradients were finite and the
+        loss scale is of a kind that measures it; else 0.
     """
 
     loss_scale: LossScale
@@ -58,6 +60,7 @@ class LossScaledState(NamedTuple):
     skipped_steps: jax.Array  # shape=(), dtype=jnp.int32
     consecutive_skips: jax.Array  # shape=(), dtype=jnp.int32
     last_bad_step: BadStep | None = None
+    largest: jax.Array | None = None  # shape=(), dtype=jnp.float32
 
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
@@ -70,6 +73,7 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
         skipped_steps=jnp.zeros([], jnp.int32),
         consecutive_skips=jnp.zeros([], jnp.int32),
         last_bad_step=_no_bad_step() if record_bad_steps else None,
+        largest=jnp.zeros([], jnp.float32) if loss_scale.needs_largest else None,
     )
 
 
@@ -91,6 +95,7 @@ def next_state(
         skipped_steps=_saturating_add(state.skipped_steps, skipped),
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
         last_bad_step=_last_bad_step(state, verdict, scaled_grads, axis_name),
+        largest=_largest(state, verdict),
     )
 
 
@@ -107,6 +112,13 @@ def check_state(state: Any) -> None:
             "restored from a run that recorded bad steps, `state._replace(last_bad_step=None)` ends that, and the same "
             "with that of `init` goes on with it."
         )
+
+
+def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:
+    # A state keeps its structure, also where another kind of loss scale was put into it.
+    if state.largest is None or verdict.largest is not None:
+        return None if state.largest is None else verdict.largest
+    return jnp.zeros_like(state.largest)
 
 
 def _last_bad_step(

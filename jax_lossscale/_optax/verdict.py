@@ -11,8 +11,16 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._loss_scale.registry import is_number
-from jax_lossscale._measure import AxisName, agree, all_finite, all_finite_unscaled
+from jax_lossscale._measure import (
+    AxisName,
+    agree,
+    agree_on_largest,
+    all_finite,
+    all_finite_unscaled,
+    finite_and_largest,
+)
 
 
 class Told(NamedTuple):
@@ -31,13 +39,17 @@ class Verdict(NamedTuple):
     leaves_finite: jax.Array  # bool[]: the gradients
     grads_finite: jax.Array  # bool[]: the gradients, and all parts that they were made of
     value_finite: jax.Array  # bool[]
+    largest: jax.Array | None  # float32[], of the unscaled gradients; None: not measured
     should_apply: jax.Array | None  # bool[]; None: yes, known without looking
 
 
 def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis_name: AxisName) -> Verdict:
     """The table in `loss_scaled`. All flags are agreed over devices at once: one all-reduce."""
-    flags = _flags(scaled_grads, loss_scale, told)
-    if flags:
+    flags, largest = _look(scaled_grads, loss_scale, told)
+    if largest is not None:
+        agreed, largest = agree_on_largest(jnp.stack(list(flags.values())), largest, axis_name)
+        flags = dict(zip(flags, agreed, strict=True))
+    elif flags:
         flags = dict(zip(flags, agree(jnp.stack(list(flags.values())), axis_name), strict=True))
 
     reasons_to_apply = [flags[name] for name in ("value_finite", "allowed") if name in flags]
@@ -45,7 +57,7 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
         reasons_to_apply.append(flags["leaves_finite"])
     grads_finite = _all([flags[name] for name in ("leaves_finite", "parts_finite") if name in flags])
     if grads_finite is not None:
-        adjusted = loss_scale.adjust(grads_finite)
+        adjusted = adjust(loss_scale, grads_finite, largest)
         reasons_to_react = [flags["value_finite"]] if "value_finite" in flags else []
         if "allowed" in flags:
             reasons_to_react.append(flags["allowed"] | ~grads_finite)
@@ -57,6 +69,7 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
         leaves_finite=flags.get("leaves_finite", true),
         grads_finite=true if grads_finite is None else grads_finite,
         value_finite=flags.get("value_finite", true),
+        largest=largest,
         should_apply=_all(reasons_to_apply),
     )
 
@@ -75,13 +88,18 @@ def check_told(told: Told) -> None:
             _tree.check_bool_scalar(flag, f"update({name}=...)")
 
 
-def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> dict[str, jax.Array]:
-    """What this device knows: ``bool[]`` each."""
-    flags = {}
+def _look(
+    scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told
+) -> tuple[dict[str, jax.Array], jax.Array | None]:
+    """What this device knows: flags, ``bool[]`` each, and the largest gradient, if the loss scale needs it."""
+    flags: dict[str, jax.Array] = {}
+    largest = None
     if loss_scale.checks_gradients:
-        if told.grads_finite is None:
+        if loss_scale.needs_largest:
+            flags["leaves_finite"], largest = finite_and_largest(scaled_grads, loss_scale())
+        elif told.grads_finite is None:
             flags["leaves_finite"] = all_finite_unscaled(scaled_grads, loss_scale())
-        else:
+        if told.grads_finite is not None:
             flags["leaves_finite"] = jnp.asarray(told.grads_finite)
         if told.value is not None:
             flags["value_finite"] = all_finite(told.value)
@@ -89,7 +107,7 @@ def _flags(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> d
             flags["parts_finite"] = jnp.asarray(told.parts_finite)
     if told.skip_if is not None:
         flags["allowed"] = ~jnp.asarray(told.skip_if)
-    return flags
+    return flags, largest
 
 
 def _all(flags: list[jax.Array]) -> jax.Array | None:
