@@ -17,26 +17,28 @@ from jax_lossscale._loss_scale.base import LossScale, check_begun_at, config_of,
 # Float16 holds 65504, and 65520 rounds to infinity. Between the two, so that neither depends on how log2 is rounded.
 _LOG2_LIMIT = float(np.log2(65512.0))
 
-# The largest gradient of a step, in bits: how many steps the mean and the variance remember, how many standard
-# deviations are kept free (one step in 1,700 of a normal distribution passes 3.25), and by how many bits more than
-# those an outlier counts as noise.
+# The largest gradient of a step, in bits: how many steps its mean and its variance remember, how many standard
+# deviations are kept free (a normal distribution passes 3.25 of them once in 1,700 steps), and how many bits above
+# those are still counted as noise.
 _MEAN_STEPS = 16
 _VARIANCE_STEPS = 128
 _DEVIATIONS = 3.25
-_LOG2_OUTLIER = 1.0
+_LOG2_OUTLIER = 0.5
 
-# The margin: at first, how long until it is tried one bit lower, what makes that shorter and longer, and how close
-# two overflows must be to say something about it. One step in 500 may be skipped, no more.
+# The margin: what it is before anything is known, after how many steps it is lowered by a bit, and what makes it rise:
+# an overflow within so many steps of another, or of being lowered.
 _LOG2_FRESH_MARGIN = 5.0
-_FRESH_PATIENCE = 16
-_LEARNED_PATIENCE = 1024
-_LONGEST_PATIENCE = 8192
-_PATIENCE_DECREASE = 4
-_PATIENCE_INCREASE = 8
-_FEW_STEPS = 512
+_FRESH_PATIENCE = 8
+_LEARNED_PATIENCE = 1024  # two overflows in 1,000 steps are what may be
+_LONGEST_PATIENCE = 4096
+_PATIENCE_IF_LOWERED = 1 / 4
+_PATIENCE_IF_RAISED = 2
+_PATIENCE_IF_REFUTED = 8
+_SOON_AFTER_OVERFLOW = 96
+_SOON_AFTER_LOWERING = 256
 
-# How far the scale moves, in bits. Float16 shows gradients over 40 bits, from 2**-25 to 2**16. A step of 32 cannot
-# pass over that, even where 2**8 of it lies inside; nothing that is seen at 2**40 is below 2**-65.
+# How far the scale moves, in bits. Float16 shows a gradient over 40 bits, from 2**-25 to 2**16. A search that goes down
+# by 32 does not miss them, though what lies inside be 2**8 times larger. At 2**40 all is seen that is above 2**-65.
 _LOG2_BACKOFF = 8
 _LOG2_SEARCH_DOWN = 32
 _LOG2_SEARCH_UP = 8
@@ -56,28 +58,28 @@ _State = dict[str, jax.Array]
 class AutoLossScale(LossScale):
     """A loss scale that measures the gradients, and needs no thought.
 
-    The largest gradient says how far the scale may go up. Three things are kept free above it: room for its noise, and
-    a margin for what overflows elsewhere (inside the backward pass the cotangents can be far larger than any
-    gradient of a parameter), and what the caller asks for. With ``s = log2(scale)``, ``x = log2(largest)``, and
-    ``deviation`` the root of the variance::
+    The largest gradient tells how far the scale may go up. Kept free above it are room for its noise and a margin:
+    inside the backward pass the cotangents can be far larger than any gradient of a parameter, and only overflows
+    tell by how much. With ``s = log2(scale)``, ``x = log2(largest)`` and ``noise = 3.25 sqrt(variance)``::
 
-        finite:      mean'     = mean + max((x - mean) / 16, x - mean - 3.25 deviation)
-                     variance' = variance + (2 clip(x - mean, 0, 3.25 deviation + 1)**2 - variance) / 128
-                     margin'   = margin - 1  after every `patience` steps, then patience' = patience / 4
-                     target    = floor(log2(65512) - mean' - 3.25 deviation' - margin' - log2_headroom)
+        finite:      mean'     = mean + max((x - mean) / 16, x - mean - noise)
+                     variance' = variance + (2 clip(x - mean, 0, noise + 0.5)**2 - variance) / 128
+                     margin'   = max(margin - 1, 0)  after each `patience` steps;  then  patience' = patience / 4
+                     target    = floor(log2(65512) - mean' - noise' - margin' - log2_headroom)
                      s'        = min(target, max(s + 1, target - 8))
-        not finite:  margin'   = what makes the target s - 1, and patience' = 8 patience,  if the last overflow
-                                 or change of the margin is less than 512 steps ago
-                     s'        = s - 8,  and the step is skipped
+        not finite:  s'        = s - 8,  and the step is skipped
+                     margin'   = what makes the target s - 1,  if it is to blame;  then  patience' = 2 patience
 
-    The scale is at once within 8 bits of the target, and at the target after 8 steps more. Only deviations upwards are
-    noise. A lone overflow, such as a spike makes, changes nothing for longer than 8 steps. One that comes soon after
-    another, or after the margin was lowered, is what the margin learns from; what it learned is tried
-    again after 1,024 steps at first, and ever more rarely the more often it is confirmed. The first 16 (128)
-    measured steps count equally in the mean (variance).
+    The margin is to blame for an overflow within 96 steps of another, and for one within 256 steps of its being lowered
+    (then ``patience' = 8 patience``). Patience is 8 at first, and from 1,024 to 4,096 when something was learned. So
+    the scale probes fast until it first overflows and rarely from then on; when what lies inside has passed, it
+    finds that out ever faster. A lone overflow, such as a spike in the data makes, is forgotten after 8 steps.
 
-    Where nothing is known it searches: up by 8 bits for each step whose gradients are all zero, as far as 2**40, down
-    by 32 bits for each overflow that follows another. No such step passes over the 40 bits that float16 shows.
+    Only deviations upwards count as noise. The first 16 (128) steps weigh the same in the mean (variance).
+
+    Where nothing is known the scale is searched for: up by 8 bits with each step whose gradients are all zero, to at
+    most 2**40, and down by 32 with each further overflow in a row, after which all is learned afresh. Neither passes
+    over the 40 bits that float16 shows. All-zero steps in a run that is known let the mean slide down, one bit in 128.
 
     Args:
       initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry. Need not be
@@ -250,7 +252,7 @@ class AutoLossScale(LossScale):
         num_steps = self.num_margin_steps + 1
         is_due = (num_steps >= self.margin_patience) & (self.log2_margin > 0)
         margin = jnp.where(is_due, jnp.maximum(self.log2_margin - 1, 0), self.log2_margin)
-        shortened = jnp.maximum(self.margin_patience // _PATIENCE_DECREASE, _FRESH_PATIENCE)
+        shortened = jnp.maximum(self.margin_patience * _PATIENCE_IF_LOWERED, _FRESH_PATIENCE).astype(jnp.int32)
         return margin, jnp.where(is_due, shortened, self.margin_patience), jnp.where(is_due, 0, num_steps)
 
     def _after_overflow(self) -> _State:
@@ -260,12 +262,15 @@ class AutoLossScale(LossScale):
         # A scale that was set below the floor by hand does not rise on an overflow.
         lowered = jnp.minimum(lowered, self.current_loss_scale)
 
-        # Soon after another overflow, or after the margin was lowered, the margin is to blame.
-        was_lowered = (self.num_margin_steps < _FEW_STEPS) & (self.log2_margin > 0)
-        is_lesson = (self.num_finite_steps < _FEW_STEPS) | was_lowered
+        # The margin is to blame soon after another overflow, and soon after it was lowered, which is what changed it
+        # last if no overflow came since.
+        was_lowered = (self.num_finite_steps > self.num_margin_steps) & (self.log2_margin > 0)
+        is_refuted = was_lowered & (self.num_margin_steps < _SOON_AFTER_LOWERING)
+        is_to_blame = is_refuted | (self.num_finite_steps < _SOON_AFTER_OVERFLOW)
         needed = self._log2_target(self.log2_mean, self.log2_variance) - (log2_scale - 1)
-        learned = jnp.clip(needed, self.log2_margin, self.log2_margin + _LOG2_BACKOFF)
-        longer = jnp.clip(_PATIENCE_INCREASE * self.margin_patience, _LEARNED_PATIENCE, _LONGEST_PATIENCE)
+        raised = jnp.clip(needed, self.log2_margin, self.log2_margin + _LOG2_BACKOFF)
+        factor = jnp.where(is_refuted, _PATIENCE_IF_REFUTED, _PATIENCE_IF_RAISED)
+        longer = jnp.clip(self.margin_patience * factor, _LEARNED_PATIENCE, _LONGEST_PATIENCE)
 
         # Lost: begin again from here, as if the lowered scale were the target. At the floor it need not be.
         margin_if_lost = jnp.maximum(self.log2_margin, _LOG2_FRESH_MARGIN)
@@ -276,14 +281,14 @@ class AutoLossScale(LossScale):
             self._log2_target(0, 0) - margin_if_lost - _floor_log2(lowered),
         )
 
-        def choose(if_lost: ArrayLike, if_lesson: ArrayLike, otherwise: ArrayLike) -> jax.Array:
-            return jnp.where(is_lost, if_lost, jnp.where(is_lesson, if_lesson, otherwise))
+        def choose(if_lost: ArrayLike, if_to_blame: ArrayLike, otherwise: ArrayLike) -> jax.Array:
+            return jnp.where(is_lost, if_lost, jnp.where(is_to_blame, if_to_blame, otherwise))
 
         return {
             "current_loss_scale": lowered,
             "log2_mean": jnp.where(is_lost, guess, self.log2_mean),
             "log2_variance": jnp.where(is_lost, 0, self.log2_variance),
-            "log2_margin": choose(margin_if_lost, learned, self.log2_margin),
+            "log2_margin": choose(margin_if_lost, raised, self.log2_margin),
             "margin_patience": choose(_FRESH_PATIENCE, longer, self.margin_patience),
             "num_margin_steps": choose(0, 0, self.num_margin_steps),
             "num_finite_steps": jnp.zeros_like(self.num_finite_steps),
