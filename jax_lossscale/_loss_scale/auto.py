@@ -123,7 +123,7 @@ class AutoLossScale(LossScale):
       ...     if step in (0, 16, 99):
       ...         print(step, int(jnp.log2(loss_scale())))
       0 22
-      16 31
+      16 32
       99 35
 
     References:

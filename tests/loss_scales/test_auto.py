@@ -128,11 +128,8 @@ def oracle(config, state, finite, largest):
 
     target = limit - new["log2_mean"] - 3.25 * math.sqrt(new["log2_variance"]) - new["log2_margin"]
     rounded = math.floor(target)
-    if measured:
-        s = min(rounded, max(s + 1, rounded - 8))
-    else:
-        s = min(rounded, s + (8 if largest == 0 else 0))
-    new["current_loss_scale"] = clipped(s)
+    risen = max(s + 1, rounded - 8) if measured else s + 8 if largest == 0 else s
+    new["current_loss_scale"] = clipped(min(rounded, risen))
     return new, target
 
 
@@ -167,9 +164,9 @@ def test_every_step_is_the_rule_in_plain_python(seed, config):
     near_a_border = 0
     for largest in random_trace(random, 600):
         before = state_of(loss_scale)
-        finite = (
-            bool(largest * before["current_loss_scale"] * 8 < 65520) if np.isfinite(largest) else random.random() < 0.3
-        )
+        by_chance = random.random() < 0.3
+        fits = float(largest) * before["current_loss_scale"] * 8 < 65520
+        finite = fits if np.isfinite(largest) else by_chance
         loss_scale = adjust(loss_scale, finite, largest=largest)
         after = state_of(loss_scale)
         expected, target = oracle(bounds, before, finite, float(largest))
@@ -208,7 +205,7 @@ def test_arrives_in_16_steps(beginning, inside):
     scales, finite, _ = jax.vmap(run, in_axes=(None, 1, 1), out_axes=(1, 1, 0))(beginning(), largest, first)
     log2_scales = np.log2(np.asarray(scales))
     arrived = (log2_scales >= exponents - 6) & (log2_scales <= exponents)
-    assert np.all(np.argmax(arrived, axis=0) < 16) and np.all(np.any(arrived[:16], axis=0))
+    assert np.all(np.any(arrived[:16], axis=0))
     # From then on it stays there, but for the steps on which it finds out that something is inside.
     assert np.all(np.asarray(finite)[16:].sum(axis=0) >= 24 - (inside > 0))
     assert np.all(log2_scales[16:][np.asarray(finite)[16:]] <= np.broadcast_to(exponents, (24, 192))[finite[16:]])
@@ -248,9 +245,9 @@ def noise(deviation, seed=0):
             ("spikes", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700)), 4, 1.5),
             ("spikes_with_noise", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700) + noise(0.5)), 8, 4),
             ("every_second_step_zero", of_log2(np.where(np.arange(STEPS) % 2, -np.inf, -6.3)), 0, 4),
-            ("inside_2**3", of_log2(np.full(STEPS, -20.0), 3), 3, 1),
-            ("inside_2**6", of_log2(np.full(STEPS, -20.0), 6), 3, 1),
-            ("inside_2**12", of_log2(np.full(STEPS, -20.0), 12), 3, 1),
+            ("inside_2**3", of_log2(np.full(STEPS, -20.3), 3), 3, 1),
+            ("inside_2**6", of_log2(np.full(STEPS, -20.3), 6), 3, 1),
+            ("inside_2**12", of_log2(np.full(STEPS, -20.3), 12), 3, 1),
             ("inside_comes", of_log2(np.full(STEPS, -20.0), MIDDLE), 4, 2),
             ("inside_with_noise", of_log2(-20 + noise(0.5), 6), 8, 4),
             ("inside_of_a_decay", of_log2(-14 * TIME + noise(0.5), 6), 8, 4),
