@@ -308,12 +308,21 @@ def test_scale_stays_a_power_of_two_between_floor_and_ceiling(scale, steps, repe
         highest = max(highest, 2.0**100)
 
 
-@pytest.mark.parametrize("exponent", range(-126, 128))
-def test_every_power_of_two_is_exact(exponent):
-    loss_scale = replace(Auto(2.0**exponent, min_loss_scale=2.0**-126), num_finite_steps=1999)
-    expected = 2.0 ** min(exponent + 1, 127)
-    assert float(adjust(loss_scale, True)()) == expected
-    assert float(adjust(loss_scale, False)()) == 2.0 ** max(exponent - 1, -126)
+def test_every_power_of_two_is_exact():
+    powers = 2.0 ** np.arange(-126, 128)
+    loss_scales = replace(
+        Auto(min_loss_scale=2.0**-126), current_loss_scale=powers, num_finite_steps=np.full(254, 1999)
+    )
+    risen, fallen = (jax.vmap(lambda s, finite=finite: s.adjust(finite))(loss_scales) for finite in (True, False))
+    np.testing.assert_array_equal(risen(), np.minimum(2 * powers, 2.0**127))
+    np.testing.assert_array_equal(fallen(), np.maximum(powers / 2, 2.0**-126))
+
+
+@pytest.mark.parametrize("largest", [None, np.nan], ids=["not_measured", "measured"])
+def test_a_scale_set_below_the_floor_does_not_rise_on_an_overflow(largest):
+    loss_scale = replace(Auto(), current_loss_scale=0.25)
+    assert float(adjust(loss_scale, False, largest=largest)()) == 0.25
+    assert float(adjust(loss_scale, True, largest=largest)()) == 1.0
 
 
 def test_from_the_verdict_alone_it_is_the_classic_rule():
