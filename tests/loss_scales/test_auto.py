@@ -309,13 +309,14 @@ def test_scale_stays_a_power_of_two_between_floor_and_ceiling(scale, steps, repe
 
 
 def test_every_power_of_two_is_exact():
-    powers = 2.0 ** np.arange(-126, 128)
-    loss_scales = replace(
-        Auto(min_loss_scale=2.0**-126), current_loss_scale=powers, num_finite_steps=np.full(254, 1999)
-    )
-    risen, fallen = (jax.vmap(lambda s, finite=finite: s.adjust(finite))(loss_scales) for finite in (True, False))
-    np.testing.assert_array_equal(risen(), np.minimum(2 * powers, 2.0**127))
-    np.testing.assert_array_equal(fallen(), np.maximum(powers / 2, 2.0**-126))
+    powers = np.exp2(np.arange(-126, 128), dtype=np.float32)
+    loss_scale = replace(Auto(min_loss_scale=2.0**-126), num_finite_steps=1999)
+
+    def after(finite):
+        return jax.vmap(lambda scale: replace(loss_scale, current_loss_scale=scale).adjust(finite)())(powers)
+
+    np.testing.assert_array_equal(after(True), np.minimum(2 * powers.astype(float), 2.0**127))
+    np.testing.assert_array_equal(after(False), np.maximum(powers / 2, 2.0**-126))
 
 
 @pytest.mark.parametrize("largest", [None, np.nan], ids=["not_measured", "measured"])
