@@ -3,6 +3,7 @@
 from jax_lossscale import diagnostics, plotting
 from jax_lossscale._gradients import AccumulatedGradients, accumulate_gradients, scaled_grad, value_and_scaled_grad
 from jax_lossscale._loss_scale import (
+    AutoLossScale,
     DynamicLossScale,
     FixedLossScale,
     LossScale,
@@ -26,6 +27,7 @@ from jax_lossscale._version import __version__
 
 __all__ = [
     "AccumulatedGradients",
+    "AutoLossScale",
     "BadStep",
     "DynamicLossScale",
     "FixedLossScale",

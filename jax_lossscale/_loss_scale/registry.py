@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
@@ -22,8 +23,8 @@ from jax_lossscale._tree import checked_dtype
 _OWN_KINDS = (FixedLossScale, NoOpLossScale, DynamicLossScale)
 
 _ACCEPTED = (
-    "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), None (`NoOpLossScale`), a `LossScale`, or the "
-    "dictionary that `serialize` returns"
+    "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), 'auto' (`AutoLossScale()`), None "
+    "(`NoOpLossScale`), a `LossScale`, or the dictionary that `serialize` returns"
 )
 
 
@@ -31,9 +32,10 @@ def get(identifier: Any) -> LossScale:
     """Make a loss scale from an identifier.
 
     Args:
-      identifier: a number, or a scalar array, for a `FixedLossScale`; ``"dynamic"`` for a `DynamicLossScale` with its
-        defaults; ``None`` for a `NoOpLossScale`; a `LossScale`, which is returned as it is; or a dictionary
-        ``{"class_name": ..., "config": ...}`` as `serialize` makes it, for any kind, a user's own included.
+      identifier: a number, or a scalar array, for a `FixedLossScale`; ``"dynamic"`` for a `DynamicLossScale` and
+        ``"auto"`` for an `AutoLossScale`, with their defaults; ``None`` for a `NoOpLossScale`; a `LossScale`, which is
+        returned as it is; or a dictionary ``{"class_name": ..., "config": ...}`` as `serialize` makes it, for any kind,
+        a user's own included.
 
     Returns:
       The loss scale.
@@ -58,6 +60,8 @@ def get(identifier: Any) -> LossScale:
         return NoOpLossScale()
     if isinstance(identifier, str) and identifier == "dynamic":
         return DynamicLossScale()
+    if isinstance(identifier, str) and identifier == "auto":
+        return AutoLossScale()
     if isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}:
         return _from_dict(identifier["class_name"], identifier["config"])
     if is_number(identifier):
