@@ -1,8 +1,8 @@
 """What XLA makes of the optimizer's step for a GPU: the program compiled for an H100, read, and never run.
 
-XLA compiles for a GPU that it has only a description of, so this needs the extra ``cuda`` and no GPU. The program says
-how many kernels a step launches and how much each of them reads and writes, and Adam is bound by that traffic. It says
-nothing of time: no cache, no launch and no GPU has a part in it. Those marks are `optimizer`'s, on a GPU.
+XLA compiles for a GPU that it has only a description of, so this needs the extra ``bench-cuda`` and no GPU. The program
+says how many kernels a step launches and how much each of them reads and writes, and Adam is bound by that traffic. It
+says nothing of time: no cache, no launch and no GPU has a part in it. Those marks are `optimizer`'s, on a GPU.
 """
 
 from __future__ import annotations
