@@ -20,10 +20,18 @@ from jax.experimental import topologies
 
 from benchmarks import trees
 from benchmarks.isolation import Progress
-from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, Contender, Ours
+from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender, Ours, clipped
 from benchmarks.report import Mark, Table
 
-_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, Ours(skip="cond"), Ours(skip="select"), OURS_IN_TWO_CALLS)
+_CONTENDERS: tuple[Contender, ...] = (
+    BARE,
+    OURS,
+    Ours(skip="cond"),
+    Ours(skip="select"),
+    *OTHER_KINDS,
+    OURS_IN_TWO_CALLS,
+)
+_CLIPPED: tuple[Contender, ...] = tuple(map(clipped, (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS)))
 _BYTES_GOALS = {"float32": 1.18, "float16": 1.10}
 _PACKAGES = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
 _COLUMNS = (
@@ -68,7 +76,7 @@ gpu_device_info {
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each dtype of the gradients."""
+    """A table for each dtype of the gradients, with and without clipping."""
     if missing := [package for package in _PACKAGES if not _is_installed(package)]:
         return [_not_measured(f"needs {' and '.join(missing)}: pip install -e '.[bench-cuda]'")]
     # Only the CPU is started. The plugin would refuse to load without the libraries that running, not compiling, needs.
@@ -76,18 +84,25 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     topology = topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    cases = [(dtype, contenders) for contenders in (_CONTENDERS, _CLIPPED) for dtype in _BYTES_GOALS]
     return [
-        _measure(dtype, sharding, quick, progress.part(n, len(_BYTES_GOALS), f"{dtype} gradients"))
-        for n, dtype in enumerate(_BYTES_GOALS)
+        _measure(dtype, contenders, sharding, quick, progress.part(n, len(cases), f"{dtype} gradients"))
+        for n, (dtype, contenders) in enumerate(cases)
     ]
 
 
-def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress: Progress) -> Table:
+def _measure(
+    dtype: str,
+    contenders: tuple[Contender, ...],
+    sharding: jax.sharding.Sharding,
+    quick: bool,
+    progress: Progress,
+) -> Table:
     shapes = trees.transformer(4_000_000 if quick else 33_000_000)
     params, grads = trees.abstract(shapes, jnp.float32), trees.abstract(shapes, dtype)
     programs = {}
-    for n, contender in enumerate(_CONTENDERS):
-        progress(n / len(_CONTENDERS), f"compiling {contender.name}")
+    for n, contender in enumerate(contenders):
+        progress(n / len(contenders), f"compiling {contender.name}")
         programs[contender.name] = _compile(contender, params, grads, sharding)
     bare = programs[BARE.name]
     rows = [
@@ -104,8 +119,9 @@ def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress:
         for name, program in programs.items()
     ]
     ours = programs[OURS.name]
-    marks = _marks(dtype, ours.copies, ours.bytes / bare.bytes, quick=quick)
-    title = f"Program for an H100, not run: Adam over {trees.size(params) / 1e6:.1f} M parameters, {dtype} gradients"
+    marks = [] if contenders is _CLIPPED else _marks(dtype, ours.copies, ours.bytes / bare.bytes, quick=quick)
+    adam = "Adam after clipping by global norm" if contenders is _CLIPPED else "Adam"
+    title = f"Program for an H100, not run: {adam}, {trees.size(params) / 1e6:.1f} M parameters, {dtype} gradients"
     return Table(title, _COLUMNS, rows, marks, _NOTES, quick)
 
 
