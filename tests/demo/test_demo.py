@@ -226,6 +226,21 @@ def test_seconds_are_those_of_the_steps_not_of_compiling(monkeypatch, compilatio
     assert sum(done) == len(result.trace.loss) == steps
 
 
+def test_the_figure_of_a_run_shows_the_scale_after_each_step():
+    source = {"__name__": "figures", "__file__": str(ROOT / "docs" / "figures.py")}
+    pytest.importorskip("matplotlib")
+    exec((ROOT / "docs" / "figures.py").read_text(), source)
+    loss_scale = jls.DynamicLossScale(2.0**32, increment_period=2)  # of which a step or two overflow
+    result = job.train(job.load_patches()[:100], np.float16, loss_scale, steps=20, seed=0, advance=lambda steps: None)
+    history = source["history"](result)
+    expected = []
+    for skipped in history["skipped"]:
+        loss_scale = loss_scale.adjust(not skipped)
+        expected.append(float(loss_scale()))
+    assert 0 < history["skipped"].sum() < 20
+    assert history["loss_scale"].tolist() == expected
+
+
 # What it refuses: one line, exit code 2, nothing trained, nothing written.
 
 
