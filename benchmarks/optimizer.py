@@ -55,7 +55,7 @@ class _Case:
     @property
     def contenders(self) -> tuple[Contender, ...]:
         if self.clips:
-            return tuple(map(clipped, (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)))
+            return clipped(BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)
         if self.size < _LARGE:
             return (BARE, OURS, *_SKIPS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)
         return (BARE, OURS, *_SKIPS, *OTHER_KINDS)

@@ -208,10 +208,9 @@ OTHER_KINDS: tuple[Contender, ...] = tuple(Ours(loss_scale=kind) for kind in _LO
 PEERS: tuple[Contender, ...] = (Jmp(), Flax(), ApplyIfFinite())
 
 
-def clipped(contender: Contender) -> Contender:
+def clipped(*contenders: Contender) -> tuple[Contender, ...]:
     """The same, with clipping by the global norm of the true gradients before Adam."""
-    clipping: Contender = dataclasses.replace(contender, clips=True)  # type: ignore[type-var]
-    return clipping
+    return tuple(dataclasses.replace(contender, clips=True) for contender in contenders)  # type: ignore[type-var]
 
 
 def _optimizer(contender: Contender) -> optax.GradientTransformation:
