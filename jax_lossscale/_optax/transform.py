@@ -64,8 +64,8 @@ def loss_scaled(
     """Wrap an optimizer chain so that it takes scaled gradients and skips the steps that overflowed.
 
     The chain, clipping and weight decay and schedules included, sees true gradients in float32. On a bad step it is
-    not run, or its result is discarded whole: its state stays bit for bit, and the updates are zero. Wrap the whole
-    chain, once.
+    not run (on a CPU), or its result is discarded whole (elsewhere; see ``skip``): its state stays bit for bit, and the
+    updates are zero. Wrap the whole chain, once.
 
     A step is skipped if the gradients are not finite (and the loss scale skips such steps), if ``value`` is not finite,
     or if ``skip_if`` is true. The loss scale reacts to the gradients alone:
@@ -87,7 +87,7 @@ def loss_scaled(
     its moments are float32 and stay so. Leaves that are not inexact (integers, keys, float0) are not shown to it.
 
     With a `NoOpLossScale` all of this falls away, the check of ``value`` and float32 views of bfloat16 included; only
-    ``skip_if``, if given, still skips.
+    ``skip_if``, if given, still skips, and the state counts its steps.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps`.
