@@ -28,7 +28,10 @@ _CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 LOSS_SCALE = 2.0**8
 
 # To have another kind of loss scale in the benchmarks, add it here: it becomes a contender of each (`OTHER_KINDS`).
-_LOSS_SCALES: dict[str, Callable[[], jls.LossScale]] = {"dynamic": lambda: jls.DynamicLossScale(LOSS_SCALE)}
+_LOSS_SCALES: dict[str, Callable[[], jls.LossScale]] = {
+    "dynamic": lambda: jls.DynamicLossScale(LOSS_SCALE),
+    "auto": lambda: jls.AutoLossScale(LOSS_SCALE),
+}
 
 Tree: TypeAlias = Any
 State: TypeAlias = tuple[Tree, Any]  # parameters; the rest
