@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._gradients.scaled import as_loss_scale, value_and_scaled_grad
+from jax_lossscale._gradients.scaled import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import positive_integer
+from jax_lossscale._loss_scale.registry import as_loss_scale
 from jax_lossscale._measure import AxisName, agree, all_finite, vary
 
 
