@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import chex
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._gradients.narrow import warn_if_narrow
+from jax_lossscale._gradients.warn import warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.registry import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
@@ -119,7 +118,7 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
 
     def seed(leaf: jax.Array) -> jax.Array:
         differing = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
-        return _identity(partial(_scale_cotangent, jax.lax.psum(scale, differing) if differing else scale), leaf)
+        return _identity(_scale_cotangent, leaf, jax.lax.psum(scale, differing) if differing else scale)
 
     scale = _constant(loss_scale)
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
@@ -129,28 +128,30 @@ def _constant(loss_scale: LossScale) -> jax.Array:
     return jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
 
 
-def _map_adjoint(
-    adjoint: Callable[[jax.Array, jax.Array], jax.Array], tree: chex.ArrayTree, scale: jax.Array
-) -> chex.ArrayTree:
+_Adjoint = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
     # A cotangent is of the type of its leaf. Where the scale differs over devices, so must the leaf.
     axes = axes_varied_over(scale)
     return _tree.map_inexact(
-        lambda leaves: [_identity(partial(adjoint, scale), vary(jnp.asarray(leaf), axes)) for leaf in leaves], tree
+        lambda leaves: [_identity(adjoint, vary(jnp.asarray(leaf), axes), scale) for leaf in leaves], tree
     )
 
 
-def _identity(adjoint: Callable[[jax.Array], jax.Array], leaf: jax.Array) -> jax.Array:
+def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
 
     `jax.custom_vjp` would refuse forward mode, and would scale the way back of the way back once more. The solution of
     a linear system is the one public primitive with a transpose of one's own that `jax.vmap` takes; the system here is
     ``x = leaf``.
     """
+    scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
     return jax.lax.custom_linear_solve(
         lambda x: x,
         leaf,
         solve=lambda _, right_side: right_side,
-        transpose_solve=lambda _, cotangent: adjoint(cotangent),
+        transpose_solve=lambda _, cotangent: adjoint(scale, cotangent),
     )
 
 

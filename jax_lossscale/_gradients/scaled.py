@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jax_lossscale._gradients.cotangent import seed_gradient
-from jax_lossscale._gradients.narrow import warn_if_narrow
+from jax_lossscale._gradients.warn import warn_if_narrow
 from jax_lossscale._loss_scale import NoOpLossScale
 from jax_lossscale._loss_scale.registry import as_loss_scale
 

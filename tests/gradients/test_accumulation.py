@@ -319,7 +319,7 @@ def test_under_shard_map_over_some_axes_of_a_mesh(drop):
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
-    "no number": ({"num_microbatches": 2.0}, (BATCH,), "num_microbatches.*2.0"),
+    "no integer": ({"num_microbatches": 2.5}, (BATCH,), "num_microbatches.*2.5"),
     "a bool": ({"num_microbatches": True}, (BATCH,), "num_microbatches.*True"),
     "none": ({"num_microbatches": 0}, (BATCH,), "num_microbatches.*0"),
     "drop": ({"drop": "both"}, (BATCH,), "drop.*'both'"),

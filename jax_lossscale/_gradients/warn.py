@@ -1,8 +1,9 @@
-"""The warning about a loss of a dtype too narrow for its scale, at the line of the user's that it is about."""
+"""Warnings, at the line of the user's that they are about and not at one of this library."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from jax_lossscale._loss_scale import LossScale
 
 # Frames of these are on the way from the user's line to the warning.
-_NOT_THE_USER = tuple(f"{Path(file).parent}/" for file in (jax.__file__, str(Path(__file__).parent)))
+_NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent.parent))
 
 
 def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
@@ -30,20 +31,21 @@ def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
         return False
     if bound is not None and np.all(np.asarray(bound) <= largest_power):
         return False
-    warnings.warn(
+    warn_user(
         f"The loss is {dtype.name}, which cannot carry a loss scale above {largest_power:.0f} into the backward "
         "pass: every gradient would overflow. Return the loss in float32 (take its last mean there), or give the "
-        f"loss scale `max_loss_scale={largest_power}`.",
-        UserWarning,
-        stacklevel=_levels_to_the_user(),
+        f"loss scale `max_loss_scale={largest_power}`."
     )
     return True
 
 
-def _levels_to_the_user() -> int:
-    """The ``stacklevel``, for `warnings.warn` in the function that calls, of the innermost frame of the user's."""
-    level, frame = 1, sys._getframe(1)
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith(_NOT_THE_USER):
-        level, outer = level + 1, outer.f_back
-    return level
+def warn_user(message: str) -> None:
+    """Warn at the innermost frame that is neither ours nor JAX's.
+
+    Python shows a warning once for each line: at a line of this library, once for all that the user ever calls.
+    """
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
