@@ -126,7 +126,9 @@ def accumulate_gradients(
       In torch's ``GradScaler`` one micro-batch that overflows costs the window. `optax.MultiSteps` with
       `optax.skip_not_finite` drops a micro-batch, and waits for another in its place.
     """
-    loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
+    found = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
+    # A Python number goes on as one: while tracing it is known then whether a narrow loss could carry it.
+    number_or_found = loss_scale if isinstance(loss_scale, (int, float)) else found
     num_microbatches = positive_integer(
         num_microbatches, "accumulate_gradients(num_microbatches=...)", "With 1 the batch stays whole."
     )
@@ -145,7 +147,7 @@ def accumulate_gradients(
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         check_argnums(window.argnums, window.batch_argnums, len(args))
-        return call_compiled(window, fun, loss_scale, args, kwargs)
+        return call_compiled(window, fun, number_or_found, args, kwargs)
 
     return accumulate
 
@@ -171,7 +173,10 @@ class _Window:
     drop: Literal["window", "microbatch"]
     axis_name: AxisName
 
-    def __call__(self, loss_scale: LossScale, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AccumulatedGradients:
+    def __call__(
+        self, number_or_loss_scale: float | LossScale, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AccumulatedGradients:
+        loss_scale = as_loss_scale(number_or_loss_scale, "accumulate_gradients(loss_scale=...)")
         microbatches = split(args, self.batch_argnums, self.num_microbatches)
         value_and_grads = value_and_scaled_grad(
             self.fun, loss_scale, self.argnums, self.has_aux, allow_int=self.allow_int
