@@ -175,6 +175,12 @@ def public_modules():
             yield info.name
 
 
+@pytest.mark.parametrize("path", sorted(MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_error_tells_to_install_this_package_by_name(path):
+    """It is on no index: an extra can be installed from a checkout only."""
+    assert re.findall(r"pip install [^`\n]*jax_lossscale", path.read_text()) == []
+
+
 def import_or_skip(name):
     try:
         return importlib.import_module(name)

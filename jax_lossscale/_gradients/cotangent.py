@@ -99,9 +99,9 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       >>> import jax_lossscale as jls
       >>> def half_precision_loss(w, scale):
       ...     w = jls.unscale_gradient(w, scale).astype(jnp.float16)
-      ...     return jls.scale_gradient(1e-9 * (w**2).astype(jnp.float32), scale)
+      ...     return jls.scale_gradient(2.0**-30 * (w**2).astype(jnp.float32), scale)
       >>> jax.grad(half_precision_loss)(2.0, 1.0), jax.grad(half_precision_loss)(2.0, 2.0**20)
-      (Array(0., dtype=float32), Array(3.9999985e-09, dtype=float32))
+      (Array(0., dtype=float32), Array(3.7252903e-09, dtype=float32))
     """
     loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
