@@ -110,8 +110,9 @@ def accumulate_gradients(
         an argument as long as the batch stays whole.
 
     Warns:
-      UserWarning: as `value_and_scaled_grad`; and at trace time, if micro-batches are of one example, which broadcasts
-        with everything, while an argument as long as the batch stays whole.
+      UserWarning: as `value_and_scaled_grad` (the value of a `FixedLossScale` is always traced here; that of a number
+        is not); and at trace time, if micro-batches are of one example, which broadcasts with everything, while an
+        argument as long as the batch stays whole.
 
     Examples:
       >>> import jax.numpy as jnp

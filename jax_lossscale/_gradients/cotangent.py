@@ -57,7 +57,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     if isinstance(loss_scale, NoOpLossScale):
         return tree
     warn_if_narrow(tree, loss_scale)
-    return _map_adjoint(_scale_cotangent, tree, _constant(loss_scale))
+    return _map_adjoint(_scale_cotangent, tree, _constant(loss_scale, "scale_gradient(scale=...)"))
 
 
 def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
@@ -106,7 +106,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
-    return _map_adjoint(_unscale_cotangent, tree, _constant(loss_scale))
+    return _map_adjoint(_unscale_cotangent, tree, _constant(loss_scale, "unscale_gradient(scale=...)"))
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
@@ -120,12 +120,19 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
         differing = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
         return _identity(_scale_cotangent, leaf, jax.lax.psum(scale, differing) if differing else scale)
 
-    scale = _constant(loss_scale)
+    scale = _constant(loss_scale, "value_and_scaled_grad(loss_scale=...)")
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
 
 
-def _constant(loss_scale: LossScale) -> jax.Array:
-    return jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
+def _constant(loss_scale: LossScale, name: str) -> jax.Array:
+    """The scale, ``float32[]``, without a derivative; ``name`` names the argument in the error."""
+    scale = jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
+    if scale.ndim > 0:
+        raise ValueError(
+            f"`{name}` holds scales of shape {scale.shape}. To use each with its member of an ensemble, map the whole "
+            "step with `jax.vmap`."
+        )
+    return scale
 
 
 _Adjoint = Callable[[jax.Array, jax.Array], jax.Array]

@@ -161,6 +161,7 @@ def test_what_carries_a_scale(holder):
         (0.5, "at least 1"),
         (NAN, "nan"),
         (jnp.ones(2), "real scalar"),
+        (jls.FixedLossScale(jnp.ones(3)), "shape (3,)"),
         (optax.sgd(0.1).init(X), "holds no `LossScale`"),
         (TX, "tx.init"),
         ((TX.init(X), TX.init(X)), "holds 2"),

@@ -238,6 +238,8 @@ def test_errors_name_the_argument_that_was_given():
     for loss_scale in ("8", 0.5, optax.sgd(0.1).init(X), (TX.init(X), TX.init(X))):
         with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)"):
             jls.value_and_scaled_grad(loss, loss_scale)
+    with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)` holds scales of shape \(3,\)"):
+        jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "allow_int"])  # where JAX refuses the loss itself
