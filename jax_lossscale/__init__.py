@@ -1,7 +1,14 @@
 """Loss scaling for float16 training in JAX and optax."""
 
 from jax_lossscale import diagnostics, plotting
-from jax_lossscale._gradients import AccumulatedGradients, accumulate_gradients, scaled_grad, value_and_scaled_grad
+from jax_lossscale._gradients import (
+    AccumulatedGradients,
+    accumulate_gradients,
+    scale_gradient,
+    scaled_grad,
+    unscale_gradient,
+    value_and_scaled_grad,
+)
 from jax_lossscale._loss_scale import (
     AutoLossScale,
     DynamicLossScale,
@@ -47,8 +54,10 @@ __all__ = [
     "metrics",
     "plotting",
     "raise_if_stuck",
+    "scale_gradient",
     "scaled_grad",
     "select_tree",
     "serialize",
+    "unscale_gradient",
     "value_and_scaled_grad",
 ]

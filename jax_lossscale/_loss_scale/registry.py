@@ -153,6 +153,30 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
     return loss_scale
 
 
+def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
+    """A loss scale, that of a number, or the one that an optimizer state holds.
+
+    Args:
+      loss_scale: what the user passed.
+      name: what to call that argument in the error.
+    """
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if is_number(loss_scale):
+        try:
+            return FixedLossScale(loss_scale)
+        except ValueError as error:
+            raise ValueError(f"`{name}` got {loss_scale!r}, of which no loss scale can be made: {error}") from error
+    if loss_scale is None or isinstance(loss_scale, (str, bool, numbers.Number, np.ndarray, np.generic, jax.Array)):
+        raise ValueError(
+            f"`{name}` must be a `LossScale`, a real scalar, or an optimizer state that holds a loss scale, got "
+            f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
+            "`jls.get`, and carry it along."
+        )
+    _, found = find_one(loss_scale, LossScale, name)
+    return found
+
+
 def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = None) -> tuple[str, Any]:
     """The path and value of the one instance of ``kind`` in a tree.
 
@@ -173,6 +197,11 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
     if everywhere and not found:
         paths = ", ".join(jax.tree_util.keystr(path) for path, _ in everywhere)
         raise ValueError(f"`{name}` holds no `{kind.__name__}` below the path {below!r}. There are: {paths}.")
+    if not found and _is_transformation(tree):
+        raise ValueError(
+            f"`{name}` got an optimizer itself, which holds no state: {tree!r}. Pass the state, `tx.init(params)`, as "
+            "the last step has left it."
+        )
     if not found:
         raise ValueError(
             f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, got "
@@ -184,6 +213,11 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
             "Pass the part of the state that holds the one you mean, or to `get_loss_scale` its path."
         )
     return found[0]
+
+
+def _is_transformation(value: Any) -> bool:
+    """Whether it looks like an optax transformation, of which nothing is known here."""
+    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:

@@ -165,12 +165,16 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
 
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}  # what pip calls a module, where that differs
+
+
 def _require(parser: _Parser, extra: str, *modules: str) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError:
-            parser.error(f'this needs the package {module}; install it with: pip install "jax_lossscale[{extra}]"')
+            name = _DISTRIBUTIONS.get(module, module)
+            parser.error(f"this needs {name}, which the extra `{extra}` brings; install it with: pip install {name}")
 
 
 def _picture_format(path: Path) -> str:

@@ -297,17 +297,24 @@ def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch, capsys, must_no
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("sklearn", "demo"), ("rich", "demo"), ("PIL", "demo"), ("matplotlib", "plot")]
+    ("module", "extra", "distribution"),
+    [
+        ("sklearn", "demo", "scikit-learn"),
+        ("rich", "demo", "rich"),
+        ("PIL", "demo", "pillow"),
+        ("matplotlib", "plot", "matplotlib"),
+    ],
 )
 def test_a_missing_package_ends_it_with_one_line_that_names_the_extra(
-    module, extra, tmp_path, monkeypatch, capsys, must_not_train
+    module, extra, distribution, tmp_path, monkeypatch, capsys, must_not_train
 ):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match="2"):
         main(["--plot", str(tmp_path / "picture.png")])
     output = capsys.readouterr()
     assert output.err.count("\n") == 1
-    assert f'pip install "jax_lossscale[{extra}]"' in output.err
+    assert f"the extra `{extra}`" in output.err
+    assert output.err.endswith(f"pip install {distribution}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -527,4 +527,5 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, name):
     with pytest.raises(ImportError) as error_info:
         eval(CALLS[name].format(""))
     assert f"`{name}`" in str(error_info.value)
-    assert 'pip install "jax_lossscale[plot]"' in str(error_info.value)
+    assert "the extra `plot`" in str(error_info.value)
+    assert "`pip install matplotlib`" in str(error_info.value)
