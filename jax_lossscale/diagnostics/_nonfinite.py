@@ -227,7 +227,7 @@ def _statistics(leaf: ArrayLike) -> _Statistics:
     if jnp.iscomplexobj(leaf):
         numbers = numbers.max(axis=-1)
     counts, largest = count((nan, posinf, neginf), jnp.where(nan | posinf | neginf, 0, numbers + 1))
-    return _Statistics(*counts, largest_finite=largest)
+    return _Statistics(counts[0], counts[1], counts[2], largest)
 
 
 def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:

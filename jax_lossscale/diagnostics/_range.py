@@ -203,8 +203,8 @@ def _survey(part: list[ArrayLike], dtype: jnp.dtype) -> _Survey:
         ~is_zero & (numbers <= zero),
         (numbers > zero) & (numbers <= subnormal),
     )
-    counts, largest = count(flags, jnp.where(is_finite, numbers, 0))
-    return _Survey(*counts, largest=largest)
+    (not_zero, zeros, become_zero, become_subnormal), largest = count(flags, jnp.where(is_finite, numbers, 0))
+    return _Survey(not_zero, zeros, become_zero, become_subnormal, largest)
 
 
 @jax.jit

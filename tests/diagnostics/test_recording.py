@@ -12,7 +12,7 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 import jax_lossscale as jls
 
 RECORDED = {
-    # gradients, loss, skip_if: leaf, has_nan, value_finite
+    # gradients, loss, skip_if: leaf, has_nan, value_finite; that skip_if is kept, too, is asserted for each
     "infinity": ([1.0, INF], 1.0, False, 1, False, True),
     "NaN": ([NAN, INF], 1.0, False, 0, True, True),
     "loss": ([1.0, 1.0], INF, False, -1, False, False),
@@ -30,7 +30,19 @@ def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, has_nan,
     state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
     record = state.last_bad_step
     assert (record.step, record.leaf, record.has_nan, record.value_finite) == (1, leaf, has_nan, value_finite)
+    assert record.skip_if == skip_if
+    assert record.parts_finite
     assert jls.metrics(state)["last_bad_leaf"] == leaf
+
+
+def test_a_part_that_was_left_out_is_kept_where_the_step_was_bad_otherwise():
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    told = {"parts_finite": jnp.array(False)}
+    params, state = tx.update_and_apply(PARAMS, tx.init(PARAMS), PARAMS, **told)
+    assert state.last_bad_step.step == -1
+    _, state = tx.update_and_apply(PARAMS, state, params, **told, skip_if=jnp.array(True))
+    record = state.last_bad_step
+    assert (record.step, record.parts_finite, record.leaves_finite, record.skip_if) == (1, False, True, True)
 
 
 def test_steps_are_counted_whether_they_were_applied_or_not():
