@@ -155,7 +155,8 @@ def test_many_settings_at_once(make, numbers):
     together = jax.vmap(lambda number: simulate(make(number), largest=largest))(jnp.array(numbers))
     for member, number in enumerate(numbers):
         alone = simulate(make(number), largest=largest)
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf: leaf[member], together), alone)
+        for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(one[member], other)
         assert together.skipped_steps[member] == alone.skipped_steps
 
 
