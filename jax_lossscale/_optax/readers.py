@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._loss_scale.registry import find_one
 from jax_lossscale._optax.state import LossScaledState
 
@@ -119,10 +120,8 @@ def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
 
 @jax.jit
 def _after_many_bad_steps(loss_scale: LossScale) -> LossScale:
-    measured = {"largest": jnp.float32(0)} if loss_scale.needs_largest else {}
-
     def bad_step(_: Any, loss_scale: LossScale) -> LossScale:
-        return loss_scale.adjust(jnp.array(False), **measured)
+        return adjust(loss_scale, jnp.array(False), jnp.float32(0))
 
     # Not one bad step only: hysteresis lets some pass before the scale goes down.
     return jax.lax.fori_loop(0, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS, bad_step, loss_scale)

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.base import adjust
 
 
 class Simulation(NamedTuple):
@@ -154,10 +155,8 @@ def _replay_magnitudes(loss_scale: LossScale, largest: jax.Array, inside: jax.Ar
         scale = _scale_of(loss_scale)
         arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
         finite = jnp.isfinite(arrives) & jnp.isfinite(overflows)
-        if not loss_scale.needs_largest:
-            return loss_scale.adjust(finite), (scale, finite)
         measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, 0)
-        return loss_scale.adjust(finite, largest=measured), (scale, finite)  # type: ignore[call-arg]
+        return adjust(loss_scale, finite, measured), (scale, finite)
 
     return _simulation(*jax.lax.scan(step, loss_scale, (largest, inside)))
 
