@@ -180,6 +180,8 @@ def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
 def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = None) -> tuple[str, Any]:
     """The path and value of the one instance of ``kind`` in a tree.
 
+    Leaves of it that are wrapped (as a state inside an `nnx.Optimizer`, each leaf an `nnx.Variable`) are unwrapped.
+
     Args:
       tree: any pytree.
       kind: a class.
@@ -212,7 +214,19 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
             f"`{name}` holds {len(found)} of `{kind.__name__}`, at {', '.join(path for path, _ in found)}. "
             "Pass the part of the state that holds the one you mean, or to `get_loss_scale` its path."
         )
-    return found[0]
+    ((path, node),) = found
+    return path, _unwrapped(node)
+
+
+def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """The same tree, with arrays in the place of objects that are none, but can be taken for one."""
+
+    def is_wrapped(node: Any) -> bool:
+        return hasattr(node, "__jax_array__") and not isinstance(node, (jax.Array, np.ndarray, np.generic))
+
+    if not any(map(is_wrapped, jax.tree.leaves(tree, is_leaf=is_wrapped))):
+        return tree
+    return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
 
 
 def _is_transformation(value: Any) -> bool:

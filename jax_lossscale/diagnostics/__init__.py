@@ -2,15 +2,9 @@
 
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._explain import explain
+from jax_lossscale.diagnostics._histogram import ExponentHistogram, exponent_histogram
 from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._range import (
-    ExponentHistogram,
-    LossScaleSuggestion,
-    Underflow,
-    exponent_histogram,
-    suggest_loss_scale,
-    underflow_fraction,
-)
+from jax_lossscale.diagnostics._range import LossScaleSuggestion, Underflow, suggest_loss_scale, underflow_fraction
 from jax_lossscale.diagnostics._simulate import Simulation, simulate
 
 __all__ = [
