@@ -130,13 +130,18 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
     return jax.tree.map(with_dtype, old, new)
 
 
-def zero_updates(params: optax.Params) -> optax.Updates:
-    """What is added to the leaves of ``params`` that the inner chain is not shown; ``None`` for all others."""
+def updates_of_others(grads: optax.Updates, params: optax.Params) -> optax.Updates:
+    """What is added to the leaves of ``params`` that the inner chain is not shown; ``None`` for all others.
 
-    def zero(leaf: Any) -> Any:
-        is_addable = isinstance(leaf, (bool, int)) or (
-            hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        )
-        return None if _tree.is_inexact(leaf) or not is_addable else jnp.zeros_like(leaf)
+    Zeros for arrays. A Python number that has no gradient is part of the model's configuration, and gets no update.
+    """
 
-    return jax.tree.map(zero, params)
+    def update(grad: Any, param: Any) -> Any:
+        is_array = hasattr(param, "dtype") and not jnp.issubdtype(param.dtype, jax.dtypes.extended)
+        is_number = isinstance(param, (bool, int)) and grad is not None
+        return jnp.zeros_like(param) if (is_array or is_number) and not _tree.is_inexact(param) else None
+
+    def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
+        return jax.tree.map(lambda param: update(grad, param), params)
+
+    return jax.tree.map(updates_below, grads, params, is_leaf=lambda leaf: leaf is None)

@@ -191,7 +191,7 @@ class _Wrapped:
         told = Told(value, skip_if, parts_finite, grads_finite)
         shown = self._checked(updates, state, params, told)
         new_updates, state = self._updates(*shown, **extra_args)
-        return _fill(new_updates, updates if params is None else _inner.zero_updates(params)), state
+        return _fill(new_updates, updates if params is None else _inner.updates_of_others(updates, params)), state
 
     def update_and_apply(
         self,

@@ -233,11 +233,7 @@ def _fault(record: BadStep, params: chex.ArrayTree | None) -> str:
     if record.leaf >= 0:
         what = "a NaN" if record.has_nan else "an infinity"
         return f"there was {what} in the gradients, first in {_where(record, params)}"
-    # The verdict has read all copies of every leaf, looking for the leaf reads one of each.
-    return (
-        "there was a NaN or an infinity in the gradients, in a leaf whose copies on several devices differ (or "
-        "`grads_finite` was given, and wrong)"
-    )
+    return "`grads_finite` said that the gradients were not finite, though every leaf was"
 
 
 def _where(record: BadStep, params: chex.ArrayTree | None) -> str:

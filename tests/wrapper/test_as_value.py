@@ -126,6 +126,17 @@ def test_leaves_that_are_no_arrays_are_the_same_objects():
     assert state.applied_steps == 1
 
 
+def test_what_has_no_gradient_and_is_no_array_gets_no_update():
+    tx = make()
+    model = {"layer": PARAMS, "inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
+    grads = {"layer": GRADS, "inference": None, "depth": None, "steps": None, "activation": None}
+    updates, _ = jax.jit(lambda grads: tx.update(grads, tx.init(model), model))(grads)
+    assert (updates["inference"], updates["depth"], updates["activation"]) == (None, None, None)
+    assert updates["steps"] == 0
+    after = eqx.apply_updates(model, updates)
+    assert (after["inference"], after["depth"], after["steps"]) == (False, 3, 3)
+
+
 def test_a_whole_equinox_module():
     model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
     tx = make()

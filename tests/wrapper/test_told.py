@@ -128,7 +128,11 @@ def test_at_a_scale_of_a_subnormal_reciprocal_float16_overflows_too():
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_skipped_step_is_one_to_the_last_bit_through_apply_updates_too(skip, call):
     params = {"real": jnp.array([-0.0, 0.0, 1.5]), "complex": jnp.array([complex(-0.0, -0.0), 1j]), "count": 3}
-    grads = {"real": jnp.full(3, jnp.nan), "complex": jnp.zeros(2, jnp.complex64), "count": None}
+    grads = {
+        "real": jnp.full(3, jnp.nan),
+        "complex": jnp.zeros(2, jnp.complex64),
+        "count": np.zeros((), jax.dtypes.float0),
+    }
     tx = jls.loss_scaled(optax.sgd(1.0), SCALE, skip=skip)
     updates, state = call(tx.update)(grads, tx.init(params), params)
     after = optax.apply_updates(params, updates)
