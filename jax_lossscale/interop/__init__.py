@@ -1,8 +1,8 @@
 """To and from other libraries: one peer a file, each imported only by whoever uses it.
 
 ``from_<peer>`` takes what the peer saves and gives a loss scale with its configuration and state, which goes on as it
-would have in the peer. ``to_<peer>`` gives it back in the same form: one thing, or a pair of configuration and state. What
-has no counterpart on the other side is a `UserWarning`.
+would have in the peer. ``to_<peer>`` gives it back in the same form: one thing, or a pair of configuration and state.
+What has no counterpart on the other side is a `UserWarning`.
 
 ======================  ================================================  ============================
 module                  what the peer saves                               needs the peer installed
