@@ -1,7 +1,7 @@
 """The real classes of other libraries, each behind the same few methods, so that one test serves all.
 
-A peer is made with a configuration, stepped with a verdict, and asked for its scale and counter. ``save`` gives what our
-``from_<peer>`` takes, ``load`` takes what our ``to_<peer>`` gives. Only the packages that are installed are run.
+A peer is made with a configuration, stepped with a verdict, and asked for its scale and counter. ``save`` gives what
+our ``from_<peer>`` takes, ``load`` takes what our ``to_<peer>`` gives. Only the packages that are installed are run.
 """
 
 import importlib
