@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
+
 
 def needs(package):
     """The package, or a skip that says why."""
@@ -68,7 +70,6 @@ class Keras(Peer):
     losses = ("no floor",)
 
     def __init__(self, initial=8.0, period=4):
-        os.environ.setdefault("KERAS_BACKEND", "jax")
         self.keras = needs("keras")
         if self.keras.backend.backend() != "jax":
             pytest.skip("Keras runs on another backend here")
