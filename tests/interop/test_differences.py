@@ -39,6 +39,13 @@ def test_tensorflow_fails_on_integers(tf_scale):
         tf_scale().update([needs("tensorflow").constant(1)])
 
 
+def test_tensorflow_takes_a_bool_for_a_number_and_none_for_none():
+    needs("tensorflow")
+    get = importlib.import_module("tensorflow.python.training.experimental.loss_scale").get
+    assert float(get(True)()) == 1.0
+    assert get(None) is None
+
+
 def torch_step(dtype=None, grad=True):
     torch = needs("torch")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -99,6 +106,30 @@ def test_a_torch_counter_past_the_interval_does_not_grow():
     for _ in range(20):
         peer.step(True)
     assert peer.scale_and_counter() == (8.0, 25)
+
+
+def test_a_flax_counter_past_the_interval_does_not_grow():
+    peer = PEERS["flax"](period=3)
+    peer.dynamic_scale = peer.dynamic_scale.replace(fin_steps=jnp.int32(5))
+    for _ in range(20):
+        peer.step(True)
+    assert peer.scale_and_counter() == (8.0, 25)
+
+
+def test_flax_and_jmp_raise_a_scale_below_the_floor_on_an_overflow():
+    flax, jmp = PEERS["flax"](initial=0.25), PEERS["jmp"](initial=0.25)
+    flax.dynamic_scale = flax.dynamic_scale.replace(minimum_scale=1.0)
+    for peer in flax, jmp:
+        peer.step(False)
+        assert peer.scale_and_counter()[0] == 1.0
+
+
+def test_jmp_goes_down_to_a_floor_of_zero():
+    jmp = needs("jmp")
+    loss_scale = jmp.DynamicLossScale(jnp.float32(1), min_loss_scale=jnp.float32(0))
+    for _ in range(160):
+        loss_scale = loss_scale.adjust(jnp.bool_(False))
+    assert loss_scale.loss_scale == 0.0
 
 
 def test_flax_reports_nan_for_the_loss_of_an_overflowing_step():
