@@ -82,7 +82,7 @@ def second_growth(record, cut):
 
 
 @pytest.mark.parametrize(("file", "case"), CASES)
-@pytest.mark.parametrize("cut", [0, 7, 30])
+@pytest.mark.parametrize("cut", [0, 30])
 @pytest.mark.filterwarnings("ignore:`from_.*`. ")
 def test_the_record_goes_on(file, case, cut):
     record = RECORDS[file][case]
