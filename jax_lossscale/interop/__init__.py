@@ -1,1 +1,18 @@
-"""To and from other libraries: one peer a file, each imported only by whoever uses it."""
+"""To and from other libraries: one peer a file, each imported only by whoever uses it.
+
+``from_<peer>`` takes what the peer saves and gives a loss scale with its configuration and state, which goes on as it
+would have in the peer. ``to_<peer>`` gives it back in the same form: one thing, or a pair of configuration and state.
+What has no counterpart on the other side is a `UserWarning`.
+
+======================  ================================================  ============================
+module                  what the peer saves                               needs the peer installed
+======================  ================================================  ============================
+``interop.torch``       ``GradScaler.state_dict()``                       no
+``interop.keras``       ``LossScaleOptimizer.get_config()``, two numbers  no
+``interop.tensorflow``  ``DynamicLossScale.get_config()``, two numbers    no
+``interop.deepspeed``   ``FP16_Optimizer.state_dict()``, `loss_scaler`    no
+``interop.megatron``    constructor arguments, ``state_dict()``           no
+``interop.flax``        a `DynamicScale`                                  yes
+``interop.jmp``         a loss scale                                      yes
+======================  ================================================  ============================
+"""

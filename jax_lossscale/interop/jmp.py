@@ -1,0 +1,102 @@
+"""jmp's loss scales, to and from.
+
+Read against jmp 0.0.4. The rule is the same, with two differences: jmp keeps its floor only until the first `jax.jit`,
+`jax.lax.scan` or `jax.tree.map`, after which it is 1; and a counter past the period goes on to the next multiple.
+
+Examples:
+  >>> import jax.numpy as jnp, jmp
+  >>> from jax_lossscale.interop.jmp import from_jmp
+  >>> loss_scale = from_jmp(jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500))
+  >>> float(loss_scale()), int(loss_scale.num_good_steps), loss_scale.increment_period
+  (32768.0, 7, 500)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale.interop import _carry
+
+try:
+    import jmp
+except ImportError as error:
+    raise ImportError("`jax_lossscale.interop.jmp` needs jmp: `pip install jmp`.") from error
+
+_FLOOR = 1.0  # jmp's default, and what any floor becomes when jmp's loss scale is flattened
+
+
+def from_jmp(loss_scale: Any) -> LossScale:
+    """Carry on where a loss scale of jmp stopped.
+
+    Args:
+      loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
+
+    Returns:
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is kept, and a warning says that
+      jmp would have lost it. jmp's fixed scale leaves skipping to the caller; `FixedLossScale` never skips unless it is
+      told to.
+
+    Raises:
+      ValueError: if it is none of these, if the scale is 0, infinite or NaN, or if the configuration makes no sense.
+    """
+    if isinstance(loss_scale, jmp.NoOpLossScale):
+        return NoOpLossScale()
+    if isinstance(loss_scale, jmp.StaticLossScale):
+        return FixedLossScale.from_config(
+            {"loss_scale_value": _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")}
+        )
+    if not isinstance(loss_scale, jmp.DynamicLossScale):
+        raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
+    scale = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
+    num_good_steps = _carry.counter(loss_scale.counter, "from_jmp(...).counter")
+    floor = float(loss_scale.min_loss_scale)
+    lost = []
+    if floor != _FLOOR:
+        lost.append(f"the floor {floor:g} is kept here, where jmp loses it at the first `jax.jit` and goes on with 1")
+    if floor == 0:
+        floor = _carry.SMALLEST_FLOOR
+        lost.append("jmp's floor is 0; here it is the smallest normal float32, 1.2e-38")
+    result = DynamicLossScale(
+        max(scale, floor),
+        _carry.integer(loss_scale.period, "from_jmp(...).period"),
+        _carry.number(loss_scale.factor, "from_jmp(...).factor"),
+        min_loss_scale=floor,
+    )
+    lost += _carry.past_period(num_good_steps, result.increment_period) + _carry.below_floor(scale, floor)
+    _carry.warn("from_jmp", lost)
+    return _carry.with_state(result, scale, num_good_steps)
+
+
+def to_jmp(loss_scale: LossScale) -> Any:
+    """The same loss scale as jmp's.
+
+    Args:
+      loss_scale: a `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`.
+
+    Returns:
+      A ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``, its numbers float32 and int32
+      arrays. jmp lowers the scale by the factor that it raises it by, forgets any floor but 1, and has neither
+      ceiling nor hysteresis: where ``loss_scale`` does otherwise, a warning says so.
+
+    Raises:
+      ValueError: if ``loss_scale`` is of another kind, or a batch.
+    """
+    if isinstance(loss_scale, NoOpLossScale):
+        return jmp.NoOpLossScale()
+    if isinstance(loss_scale, FixedLossScale):
+        if loss_scale.skip_nonfinite:
+            _carry.warn("to_jmp", ["`skip_nonfinite` is set; with jmp, skipping is the caller's to write"])
+        return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
+    loss_scale = _carry.check_dynamic(loss_scale, "to_jmp")
+    _carry.warn("to_jmp", _carry.without_counterpart(loss_scale, floor=_FLOOR))
+    factor = loss_scale.multiplier
+    return jmp.DynamicLossScale(
+        jnp.float32(loss_scale.current_loss_scale),
+        jnp.int32(loss_scale.num_good_steps),
+        loss_scale.increment_period,
+        int(factor) if factor.is_integer() else factor,
+        jnp.float32(loss_scale.min_loss_scale),
+    )

@@ -1,0 +1,95 @@
+"""``torch.amp.GradScaler``, by its state dictionary; torch itself is not needed.
+
+Read against torch 2.13.0. The rule is the same, with two differences: torch has no floor, and it compares its counter
+with ``==``, so that it stops growing where the interval is set below the counter.
+
+Examples:
+  >>> from jax_lossscale.interop.torch import from_torch, to_torch
+  >>> state_dict = {
+  ...     "scale": 32768.0,
+  ...     "growth_factor": 2.0,
+  ...     "backoff_factor": 0.5,
+  ...     "growth_interval": 2000,
+  ...     "_growth_tracker": 1234,
+  ... }
+  >>> loss_scale = from_torch(state_dict, min_loss_scale=1.0)
+  >>> float(loss_scale()), int(loss_scale.num_good_steps)
+  (32768.0, 1234)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax_lossscale._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jax_lossscale.interop import _carry
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = None) -> LossScale:
+    """Carry on where a ``GradScaler`` stopped.
+
+    Args:
+      state_dict: what ``GradScaler.state_dict()`` returned, after ``update()``.
+      min_loss_scale: the floor, which torch does not have. By default the smallest normal float32, with a warning; the
+        default of `DynamicLossScale` is 1.
+
+    Returns:
+      A `DynamicLossScale` with torch's configuration and state. Like torch, which keeps only the current scale, it has
+      that as its `initial_loss_scale`. A `NoOpLossScale` for the empty dictionary of a scaler with ``enabled=False``.
+
+    Raises:
+      ValueError: if an entry is missing or is not a number, or if the scale is 0, infinite or NaN.
+
+    Examples:
+      >>> from jax_lossscale.interop.torch import from_torch
+      >>> from_torch({})
+      NoOpLossScale()
+    """
+    if isinstance(state_dict, Mapping) and not state_dict:
+        return NoOpLossScale()
+    name = "from_torch(state_dict=...)"
+    values = dict(zip(_KEYS, _carry.entries(state_dict, _KEYS, name), strict=True))
+    scale = _carry.number(values["scale"], f"{name}['scale']")
+    period = _carry.integer(values["growth_interval"], f"{name}['growth_interval']")
+    num_good_steps = _carry.counter(values["_growth_tracker"], f"{name}['_growth_tracker']")
+    floor = _carry.SMALLEST_FLOOR if min_loss_scale is None else min_loss_scale
+    loss_scale = DynamicLossScale(
+        max(scale, floor),
+        period,
+        _carry.number(values["growth_factor"], f"{name}['growth_factor']"),
+        backoff_factor=_carry.number(values["backoff_factor"], f"{name}['backoff_factor']"),
+        min_loss_scale=floor,
+    )
+    _carry.warn("from_torch", _carry.no_floor(min_loss_scale) + _carry.past_period(num_good_steps, period))
+    return _carry.with_state(loss_scale, scale, num_good_steps)
+
+
+def to_torch(loss_scale: LossScale) -> dict[str, Any]:
+    """What ``GradScaler.load_state_dict`` takes.
+
+    Args:
+      loss_scale: a `DynamicLossScale`; or a `NoOpLossScale`, which is torch's ``enabled=False``.
+
+    Returns:
+      The five entries of a state dictionary, Python numbers; none for a `NoOpLossScale`. A floor, a ceiling and
+      hysteresis have no place in torch: a warning names them.
+
+    Raises:
+      ValueError: if ``loss_scale`` is of another kind, or a batch.
+    """
+    if isinstance(loss_scale, NoOpLossScale):
+        return {}
+    loss_scale = _carry.check_dynamic(loss_scale, "to_torch")
+    _carry.warn("to_torch", _carry.without_counterpart(loss_scale, floor=_carry.SMALLEST_FLOOR, takes_backoff=True))
+    scale, num_good_steps = _carry.scale_and_counter(loss_scale)
+    values = (
+        scale,
+        loss_scale.multiplier,
+        _carry.backoff_factor(loss_scale),
+        loss_scale.increment_period,
+        num_good_steps,
+    )
+    return dict(zip(_KEYS, values, strict=True))

@@ -1,0 +1,342 @@
+"""What the conversions say and refuse, with nothing but dictionaries (and flax and jmp where they are installed)."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peers import ours
+
+import jax_lossscale as jls
+from jax_lossscale.interop.deepspeed import from_deepspeed, to_deepspeed
+from jax_lossscale.interop.keras import from_keras, to_keras
+from jax_lossscale.interop.megatron import MEGATRON_DEFAULTS, from_megatron, to_megatron
+from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
+from jax_lossscale.interop.torch import from_torch, to_torch
+
+TINY = float(np.finfo(np.float32).tiny)
+TORCH = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 3}
+KERAS = {"initial_scale": 8.0, "dynamic_growth_steps": 9, "name": "scaled", "inner_optimizer": {}}
+TENSORFLOW = {"initial_loss_scale": 8.0, "increment_period": 9, "multiplier": 2.0}
+DEEPSPEED = {"cur_scale": 4.0, "cur_iter": 7, "last_overflow_iter": 3, "scale_factor": 2.0, "scale_window": 8}
+ZERO = {"min_scale": 1.0, "delayed_shift": 2, "cur_hysteresis": 1, "consecutive_hysteresis": True}
+
+
+def at(loss_scale, scale, num_good_steps, **state):
+    return dataclasses.replace(loss_scale, current_loss_scale=scale, num_good_steps=num_good_steps, **state)
+
+
+def warned(function, *arguments, **keywords):
+    """The result, and the messages, which must point at the line that converts."""
+    with pytest.warns(UserWarning, match="^`(from|to)_") as caught:
+        result = function(*arguments, **keywords)
+    assert {warning.filename for warning in caught} == {__file__}
+    return result, [str(warning.message) for warning in caught]
+
+
+def sole_warning(function, *arguments, **keywords):
+    result, (message,) = warned(function, *arguments, **keywords)
+    return result, message
+
+
+# What is carried over: configuration and state, named here, in full.
+
+
+def test_torch():
+    expected = at(jls.DynamicLossScale(4.0, 9, 2.0, backoff_factor=0.5, min_loss_scale=1.0), 4.0, 3)
+    assert from_torch(TORCH, min_loss_scale=1.0) == expected
+    result, message = sole_warning(from_torch, TORCH)
+    assert result.min_loss_scale == TINY
+    assert "no floor" in message
+    assert from_torch({}) == jls.NoOpLossScale()
+    assert to_torch(jls.NoOpLossScale()) == {}
+
+
+def test_keras():
+    state = {"dynamic_scale": np.float32(4.0), "step_counter": np.int32(3)}
+    assert from_keras(KERAS, state, min_loss_scale=1.0) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
+    assert from_keras(KERAS, min_loss_scale=1.0) == jls.DynamicLossScale(8.0, 9)
+    result, message = sole_warning(from_keras, KERAS, state)
+    assert result.min_loss_scale == TINY
+    assert "no floor" in message
+
+
+def test_keras_2_is_refused():
+    with pytest.raises(ValueError, match="tf-keras 2"):
+        from_keras({**KERAS, "dynamic": True})
+
+
+def test_tensorflow():
+    state = {"current_loss_scale": np.float32(4.0), "good_steps": np.int64(3)}
+    assert from_tensorflow(TENSORFLOW, state) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
+    assert from_tensorflow(TENSORFLOW) == jls.DynamicLossScale(8.0, 9)
+    assert from_tensorflow({"loss_scale_value": 8.0}) == jls.FixedLossScale(8.0)
+    assert to_tensorflow(jls.FixedLossScale(8.0)) == ({"loss_scale_value": 8.0}, {})
+
+
+def test_tensorflow_below_its_floor():
+    result, message = sole_warning(from_tensorflow, {**TENSORFLOW, "initial_loss_scale": 0.5})
+    assert float(result.adjust(False)()) == 0.5  # TensorFlow's would rise to 1
+    assert "never raises" in message
+
+
+def test_megatron():
+    config = {**MEGATRON_DEFAULTS, "initial_scale": 8.0, "growth_interval": 9, "hysteresis": 3}
+    state = {"scale": jnp.float32([4.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
+    fresh = jls.DynamicLossScale(8.0, 9, 2.0, backoff_factor=0.5, hysteresis=3)
+    assert from_megatron(config) == fresh
+    assert from_megatron(config, state) == at(fresh, 4.0, 3, hysteresis_left=2)
+    assert from_megatron(config, {**state, "hysteresis_tracker": -4}) == at(fresh, 4.0, 3, hysteresis_left=0)
+    result, message = sole_warning(from_megatron, config, {**state, "hysteresis_tracker": 5})
+    assert result == at(fresh, 4.0, 3, hysteresis_left=3)
+    assert "another configuration" in message
+
+
+def test_megatron_defaults():
+    assert from_megatron(MEGATRON_DEFAULTS) == jls.DynamicLossScale(2.0**32, 1000, backoff_factor=0.5, hysteresis=2)
+
+
+@pytest.mark.filterwarnings("ignore:`from_deepspeed`. DeepSpeed")
+def test_deepspeed():
+    fresh = jls.DynamicLossScale(4.0, 9)
+    assert from_deepspeed(DEEPSPEED, min_loss_scale=1.0) == at(fresh, 4.0, 3)
+    scaler = type("Scaler", (), {})()
+    vars(scaler).update({**DEEPSPEED, **ZERO, "dynamic": True})
+    with_hysteresis = jls.DynamicLossScale(4.0, 9, hysteresis=2, hysteresis_refill="finite")
+    assert from_deepspeed({"loss_scaler": scaler}) == at(with_hysteresis, 4.0, 3, hysteresis_left=1)
+    static = {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 5}
+    assert from_deepspeed(static) == jls.FixedLossScale(128.0, skip_nonfinite=True)
+
+
+def test_deepspeed_says_what_its_state_does_not():
+    result, (late, floor) = warned(from_deepspeed, DEEPSPEED)
+    assert result.min_loss_scale == 1.0
+    assert "finite step 8 + 1" in late
+    assert "does not say what the floor was" in floor
+    _, (late, raises) = warned(from_deepspeed, {**DEEPSPEED, **ZERO})
+    assert "raise_if_stuck" in raises
+
+
+def test_flax():
+    flax = ours("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    theirs = DynamicScale(2.0, 0.25, 9, fin_steps=3, scale=4.0, minimum_scale=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        result = flax.from_flax(theirs)
+    late = flax._steps_late()
+    largest = float(np.finfo(np.float32).max)
+    config = {"backoff_factor": 0.25, "min_loss_scale": 0.5, "max_loss_scale": largest}
+    assert result == at(jls.DynamicLossScale(4.0, 9 + late, **config), 4.0, 3)
+    back = flax.to_flax(result)
+    assert back == theirs
+    assert {leaf.dtype for leaf in jax.tree.leaves(back)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+@pytest.mark.parametrize("steps_late", [0, 1])
+def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
+    flax = ours("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    monkeypatch.setattr(flax, "_steps_late", lambda: steps_late)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert flax.from_flax(DynamicScale(growth_interval=9)).increment_period == 9 + steps_late
+    assert len(caught) == steps_late
+    assert flax.to_flax(jls.DynamicLossScale(increment_period=9)).growth_interval == 9 - steps_late
+
+
+def test_flax_grows_one_step_late_if_the_conversion_says_so():
+    flax = ours("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    scale, scales = DynamicScale(growth_interval=3, scale=1.0), []
+    for _ in range(8):
+        scale, *_ = scale.value_and_grad(lambda x: x)(1.0)
+        scales.append(float(scale.scale))
+    assert scales.index(2.0) + 1 == 3 + flax._steps_late()
+
+
+def test_jmp():
+    jmp, theirs = ours("jmp"), pytest.importorskip("jmp")
+    assert jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), jnp.int32(3), 9)) == at(
+        jls.DynamicLossScale(4.0, 9), 4.0, 3
+    )
+    assert jmp.from_jmp(theirs.StaticLossScale(jnp.float32(8))) == jls.FixedLossScale(8.0)
+    assert jmp.from_jmp(theirs.NoOpLossScale()) == jls.NoOpLossScale()
+    assert jmp.to_jmp(jls.FixedLossScale(8.0)) == theirs.StaticLossScale(jnp.float32(8))
+    assert jmp.to_jmp(jls.NoOpLossScale()) == theirs.NoOpLossScale()
+    result, message = sole_warning(
+        jmp.from_jmp, theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0.25))
+    )
+    assert result.min_loss_scale == 0.25
+    assert "loses it" in message
+    with pytest.warns(UserWarning, match="loses it"), pytest.warns(UserWarning, match="smallest normal"):
+        result = jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0)))
+    assert result.min_loss_scale == TINY
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "keywords"),
+    [
+        (from_torch, ({**TORCH, "_growth_tracker": 9},), {"min_loss_scale": 1.0}),
+        (from_keras, (KERAS, {"dynamic_scale": 8.0, "step_counter": 9}), {"min_loss_scale": 1.0}),
+        (
+            from_megatron,
+            (
+                {**MEGATRON_DEFAULTS, "growth_interval": 9},
+                {"scale": 8.0, "growth_tracker": 9, "hysteresis_tracker": 2},
+            ),
+            {},
+        ),
+    ],
+    ids=["torch", "keras", "megatron"],
+)
+def test_a_counter_that_is_past_the_period(function, arguments, keywords):
+    loss_scale, message = sole_warning(function, *arguments, **keywords)
+    assert "already past the period 9" in message
+    assert float(loss_scale.adjust(True)()) == 2 * float(loss_scale())
+
+
+def test_tensorflow_grows_past_the_period_as_we_do():
+    loss_scale = from_tensorflow(TENSORFLOW, {"current_loss_scale": 8.0, "good_steps": 12})
+    assert float(loss_scale.adjust(True)()) == 16.0
+
+
+# What a configuration loses on its way out.
+
+FULL = {
+    "backoff_factor": 0.25,
+    "min_loss_scale": 0.5,
+    "max_loss_scale": 2.0**20,
+    "hysteresis": 2,
+    "hysteresis_refill": "finite",
+}
+LOST = {
+    "torch": {"min_loss_scale", "max_loss_scale", "hysteresis"},
+    "keras": {"multiplier", "backoff_factor", "min_loss_scale", "max_loss_scale", "hysteresis"},
+    "tensorflow": {"backoff_factor", "min_loss_scale", "max_loss_scale", "hysteresis"},
+    "deepspeed": {"backoff_factor", "max_loss_scale", "increment_period"},
+    "megatron": {"max_loss_scale", "hysteresis_refill"},
+    "flax": {"max_loss_scale", "hysteresis"},
+    "jmp": {"backoff_factor", "min_loss_scale", "max_loss_scale", "hysteresis"},
+}
+
+
+@pytest.mark.parametrize("peer", LOST)
+def test_what_has_no_place_in_the_peer_is_named(peer):
+    convert = getattr(ours(peer), f"to_{peer}")
+    _, messages = warned(convert, jls.DynamicLossScale(8.0, 9, 3.0, **FULL))
+    named = {
+        argument for argument in (*FULL, "multiplier", "increment_period") for m in messages if f"`{argument}`" in m
+    }
+    assert named == LOST[peer]
+    assert len(messages) == len(named)
+
+
+PAIRS = {
+    "torch": (from_torch, to_torch, {"min_loss_scale": TINY}),
+    "keras": (from_keras, to_keras, {"min_loss_scale": TINY, "multiplier": 2.0, "backoff_factor": None}),
+    "tensorflow": (from_tensorflow, to_tensorflow, {"min_loss_scale": 1.0, "backoff_factor": None}),
+    "deepspeed": (from_deepspeed, to_deepspeed, {"backoff_factor": None}),
+    "megatron": (from_megatron, to_megatron, {}),
+}
+
+
+@pytest.mark.parametrize("peer", PAIRS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_there_and_back_again(peer, data):
+    """What the peer has a place for comes back as it was, and the state to the last bit."""
+    to_here, to_peer, fixed = PAIRS[peer]
+    hysteresis = data.draw(st.integers(1, 3)) if peer in ("deepspeed", "megatron") else 1
+    config = {
+        "initial_loss_scale": 2.0 ** data.draw(st.integers(0, 30)),
+        "increment_period": data.draw(st.integers(2, 5000)),
+        "multiplier": data.draw(st.sampled_from([2.0, 4.0])),
+        "backoff_factor": data.draw(st.sampled_from([0.5, 0.25])),
+        "min_loss_scale": data.draw(st.sampled_from([1.0, 0.25])),
+        "hysteresis": hysteresis,
+        **fixed,
+    }
+    left = {"hysteresis_left": data.draw(st.integers(1, hysteresis))} if hysteresis > 1 else {}
+    scale = 2.0 ** data.draw(st.integers(0, 30))
+    loss_scale = at(
+        jls.DynamicLossScale(**config), scale, data.draw(st.integers(0, config["increment_period"] - 1)), **left
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        saved = to_peer(loss_scale)
+        back = to_here(*saved) if isinstance(saved, tuple) else to_here(saved)
+    if peer in ("torch", "deepspeed"):  # which keep the current scale only
+        config["initial_loss_scale"] = scale
+    assert jax.tree.leaves(back) == jax.tree.leaves(loss_scale)
+    expected = jls.DynamicLossScale(**config)
+    for argument, value in back.get_config().items():
+        if argument == "backoff_factor":
+            value = value or 1 / back.multiplier
+            assert value == (expected.backoff_factor or 1 / expected.multiplier)
+        else:
+            assert value == getattr(expected, argument), argument
+
+
+# What is refused, by whom, and what the message names.
+
+
+@pytest.mark.parametrize(
+    ("convert", "named"),
+    [
+        (lambda: from_torch({"scale": 1.0}), ["from_torch(state_dict=...)", "growth_interval", "_growth_tracker"]),
+        (lambda: from_torch([1.0]), ["from_torch(state_dict=...)", "must be a dictionary"]),
+        (lambda: from_torch({**TORCH, "scale": 0.0}), ["['scale']", "positive and finite", "0.0"]),
+        (lambda: from_torch({**TORCH, "scale": float("inf")}), ["['scale']", "inf"]),
+        (lambda: from_torch({**TORCH, "scale": "big"}), ["['scale']", "one number", "'big'"]),
+        (lambda: from_torch({**TORCH, "scale": True}), ["['scale']", "True"]),
+        (lambda: from_torch({**TORCH, "scale": np.ones(2)}), ["['scale']", "one number"]),
+        (lambda: from_torch({**TORCH, "_growth_tracker": -1}), ["_growth_tracker", "negative"]),
+        (lambda: from_torch({**TORCH, "growth_interval": 2.5}), ["growth_interval", "integer", "2.5"]),
+        (lambda: from_torch({**TORCH, "growth_interval": 0}), ["increment_period", "at least 1"]),
+        (lambda: from_keras({}), ["from_keras(config=...)", "initial_scale", "it has nothing"]),
+        (lambda: from_keras(KERAS, {}, min_loss_scale=1.0), ["from_keras(state=...)", "dynamic_scale"]),
+        (lambda: from_tensorflow({"loss_scale": 1.0}), ["from_tensorflow(config=...)", "multiplier", "loss_scale"]),
+        (lambda: from_tensorflow({**TENSORFLOW, "multiplier": 0.5}), ["multiplier", "more than 1"]),
+        (lambda: from_megatron({"initial_scale": 1.0}), ["from_megatron(config=...)", "hysteresis"]),
+        (lambda: from_deepspeed({"dynamic_loss_scale": True}), ["from_deepspeed(state=...)", "cur_scale"]),
+        (lambda: from_deepspeed({**DEEPSPEED, **ZERO, "delayed_shift": 0}), ["hysteresis", "at least 1"]),
+        (lambda: to_torch(jls.FixedLossScale(8.0)), ["to_torch(loss_scale=...)", "DynamicLossScale"]),
+        (lambda: to_keras("dynamic"), ["to_keras(loss_scale=...)", "'dynamic'"]),
+        (lambda: to_tensorflow(None), ["to_tensorflow(loss_scale=...)", "None"]),
+        (lambda: to_deepspeed(jls.NoOpLossScale()), ["to_deepspeed(loss_scale=...)"]),
+        (lambda: to_megatron(jls.NoOpLossScale()), ["to_megatron(loss_scale=...)"]),
+        (
+            lambda: to_torch(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale())),
+            ["batch of shape (3,)", "one by one"],
+        ),
+    ],
+)
+def test_what_is_refused(convert, named):
+    with pytest.raises(ValueError) as caught:
+        convert()
+    assert [part for part in named if part not in str(caught.value)] == []
+
+
+def test_what_flax_and_jmp_refuse():
+    with pytest.raises(ValueError, match="DynamicScale"):
+        ours("flax").from_flax({"scale": 1.0})
+    with pytest.raises(ValueError, match="loss scale of jmp"):
+        ours("jmp").from_jmp(jls.DynamicLossScale())
+
+
+def test_what_comes_over_trains():
+    """In the state of an optimizer, as the next step finds it."""
+    import optax
+
+    tx = jls.loss_scaled(optax.sgd(0.5), from_torch(TORCH, min_loss_scale=1.0))
+    state = tx.init(jnp.float32(1.0))
+    params, state = tx.update_and_apply(jnp.float32(4.0), state, jnp.float32(1.0))
+    assert (float(params), int(state.loss_scale.num_good_steps)) == (0.5, 4)

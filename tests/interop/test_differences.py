@@ -1,0 +1,220 @@
+"""What `docs/migrating.md` says that other libraries do, in its table of intended differences, seen in them.
+
+Our side of each row is in the test that the row names. Only the packages that are installed are run.
+"""
+
+import importlib
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from peers import PEERS, needs
+
+
+@pytest.fixture
+def tf_scale():
+    tf = needs("tensorflow")
+    tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
+    return tf.compat.v1.mixed_precision.DynamicLossScale
+
+
+def test_tensorflow_takes_what_makes_no_sense(tf_scale):
+    assert tf_scale(8, 2.9).increment_period == 2
+    assert tf_scale(8, 2, 0.5).multiplier == 0.5
+    assert tf_scale(-1.0).initial_loss_scale == -1.0
+
+
+def test_tensorflow_raises_a_scale_below_one_on_an_overflow(tf_scale):
+    loss_scale = tf_scale(0.5)
+    loss_scale.update([needs("tensorflow").constant(np.nan)])
+    assert float(loss_scale()) == 1.0
+
+
+def test_tensorflow_fails_on_integers(tf_scale):
+    with pytest.raises(Exception, match="int32"):
+        tf_scale().update([needs("tensorflow").constant(1)])
+
+
+def test_tensorflow_takes_a_bool_for_a_number_and_none_for_none():
+    needs("tensorflow")
+    get = importlib.import_module("tensorflow.python.training.experimental.loss_scale").get
+    assert float(get(True)()) == 1.0
+    assert get(None) is None
+
+
+def torch_step(dtype=None, grad=True):
+    torch = needs("torch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter = torch.nn.Parameter(torch.ones(1, dtype=dtype))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(torch.ones(()))
+    if grad:
+        parameter.grad = torch.ones(1, dtype=dtype)
+    scaler.step(optimizer)
+
+
+def test_torch_refuses_float16_gradients():
+    with pytest.raises(ValueError, match="FP16"):
+        torch_step(needs("torch").float16)
+
+
+def test_torch_refuses_a_step_without_gradients():
+    with pytest.raises(AssertionError, match="No inf checks"):
+        torch_step(grad=False)
+
+
+def test_torch_lowers_the_scale_of_both_optimizers():
+    torch = needs("torch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters]
+    scaler.scale(torch.ones(()))
+    for parameter, optimizer, grad in zip(parameters, optimizers, [8.0, math.inf], strict=True):
+        parameter.grad = torch.full((1,), grad)
+        scaler.step(optimizer)
+    scaler.update()
+    assert ([parameter.item() for parameter in parameters], scaler.get_scale()) == ([0.0, 1.0], 4.0)
+
+
+@pytest.mark.parametrize("name", ["torch", "keras"])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_torch_and_keras_have_no_floor(name):
+    peer = PEERS[name](initial=1.0)
+    for _ in range(160):
+        peer.step(False)
+    assert peer.scale_and_counter()[0] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_keras_has_no_ceiling():
+    peer = PEERS["keras"](initial=2.0**126, period=1)
+    for _ in range(4):
+        peer.step(True)
+    peer.step(False)
+    assert peer.scale_and_counter()[0] == math.inf
+
+
+def test_a_torch_counter_past_the_interval_does_not_grow():
+    peer = PEERS["torch"](period=10)
+    for _ in range(5):
+        peer.step(True)
+    peer.scaler.set_growth_interval(3)
+    for _ in range(20):
+        peer.step(True)
+    assert peer.scale_and_counter() == (8.0, 25)
+
+
+def test_a_flax_counter_past_the_interval_does_not_grow():
+    peer = PEERS["flax"](period=3)
+    peer.dynamic_scale = peer.dynamic_scale.replace(fin_steps=jnp.int32(5))
+    for _ in range(20):
+        peer.step(True)
+    assert peer.scale_and_counter() == (8.0, 25)
+
+
+def test_flax_and_jmp_raise_a_scale_below_the_floor_on_an_overflow():
+    flax, jmp = PEERS["flax"](initial=0.25), PEERS["jmp"](initial=0.25)
+    flax.dynamic_scale = flax.dynamic_scale.replace(minimum_scale=1.0)
+    for peer in flax, jmp:
+        peer.step(False)
+        assert peer.scale_and_counter()[0] == 1.0
+
+
+def test_jmp_goes_down_to_a_floor_of_zero():
+    jmp = needs("jmp")
+    loss_scale = jmp.DynamicLossScale(jnp.float32(1), min_loss_scale=jnp.float32(0))
+    for _ in range(160):
+        loss_scale = loss_scale.adjust(jnp.bool_(False))
+    assert loss_scale.loss_scale == 0.0
+
+
+def test_flax_reports_nan_for_the_loss_of_an_overflowing_step():
+    needs("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    *_, loss, _ = DynamicScale().value_and_grad(lambda x: jnp.asarray(x, jnp.float16) ** 2)(3.0)
+    assert not jnp.isfinite(loss)
+
+
+def test_flax_takes_no_arguments_by_name():
+    needs("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    with pytest.raises(TypeError, match="keyword"):
+        DynamicScale().value_and_grad(lambda x, y: x * y)(2.0, y=3.0)
+
+
+@pytest.mark.filterwarnings("ignore:Casting from complex:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
+def test_flax_drops_imaginary_parts():
+    needs("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    *_, grads = DynamicScale(scale=8.0).value_and_grad(lambda z: jnp.abs(z) ** 2)(jnp.complex64(1 + 2j))
+    assert grads.dtype == jnp.float32
+
+
+def test_flax_averages_gradients_over_an_axis():
+    needs("flax")
+    from flax.training.dynamic_scale import DynamicScale
+
+    def grads_of(x):
+        return DynamicScale(scale=8.0).value_and_grad(lambda x: x**2, axis_name="shard")(x).grad
+
+    np.testing.assert_allclose(jax.vmap(grads_of, axis_name="shard")(jnp.array([1.0, 3.0])), [4.0, 4.0])
+
+
+def test_jmp_loses_its_floor():
+    jmp = needs("jmp")
+    loss_scale = jmp.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0.25))
+    assert jax.jit(lambda s: s)(loss_scale).min_loss_scale == 1.0
+
+
+def test_jmp_unscales_in_the_dtype_of_promotion():
+    jmp = needs("jmp")
+    assert jmp.DynamicLossScale(jnp.float16(8)).unscale(jnp.float16(1)).dtype == jnp.float16
+
+
+def test_jmp_warns_of_an_integer_and_fails():
+    jmp = needs("jmp")
+    with pytest.warns(UserWarning, match="floating"):
+        loss_scale = jmp.DynamicLossScale(jnp.int32(8))
+    with pytest.raises(TypeError):
+        loss_scale.adjust(jnp.bool_(True))
+
+
+def test_jmp_makes_a_fixed_scale_of_zero_without_leaves():
+    assert jax.tree.leaves(needs("jmp").StaticLossScale(0)) == []
+
+
+def test_deepspeed_raises_at_its_floor_and_never_backs_off_without_hysteresis():
+    needs("deepspeed")
+    module = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
+    module.dist = types.SimpleNamespace(get_rank=lambda: 1)
+    scaler = module.DynamicLossScaler(1.0, 9, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
+    with pytest.raises(Exception, match="minimum"):
+        scaler.update_scale(True)
+    scaler = module.DynamicLossScaler(8.0, 9, min_scale=1.0, delayed_shift=0, consecutive_hysteresis=False)
+    for _ in range(9):
+        scaler.update_scale(True)
+    assert scaler.cur_scale == 8.0
+
+
+def test_apply_if_finite_applies_nan_in_the_end():
+    tx = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
+    params = jnp.float32(1.0)
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(jnp.float32(jnp.nan), state, params)
+        params = optax.apply_updates(params, updates)
+    assert jnp.isnan(params)
+
+
+def test_optax_gives_updates_of_the_dtype_of_the_gradients():
+    params = jnp.ones(2, jnp.bfloat16)
+    updates, _ = optax.adam(0.1).update(params, optax.adam(0.1).init(params), params)
+    assert updates.dtype == jnp.bfloat16

@@ -1,0 +1,124 @@
+"""A recorded run of a real system, cut anywhere and carried over, goes on here as it went on there.
+
+`golden/README.md` says where the records come from. None of the packages is needed.
+"""
+
+import json
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+from jax_lossscale.interop.deepspeed import from_deepspeed
+from jax_lossscale.interop.keras import from_keras
+from jax_lossscale.interop.megatron import from_megatron
+from jax_lossscale.interop.tensorflow import from_tensorflow
+from jax_lossscale.interop.torch import from_torch
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+ULP = 2.0**-23
+adjust = jax.jit(jls.DynamicLossScale.adjust)
+
+
+def torch_at(record, step):
+    config = {key: record["config"][key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
+    return from_torch({"scale": record["scale"][step], "_growth_tracker": record["counter"][step], **config})
+
+
+def keras_at(record, step):
+    return from_keras(
+        record["config"], {"dynamic_scale": record["scale"][step], "step_counter": record["counter"][step]}
+    )
+
+
+def tensorflow_at(record, step):
+    state = {"current_loss_scale": record["scale"][step], "good_steps": record["counter"][step]}
+    return from_tensorflow(record["config"], state)
+
+
+def megatron_at(record, step):
+    state = {
+        "scale": np.float32([record["scale"][step]]),
+        "growth_tracker": record["counter"][step],
+        "hysteresis_tracker": record["hysteresis_tracker"][step],
+    }
+    return from_megatron(record["config"], state)
+
+
+def deepspeed_at(record, step):
+    state = {key: record[key][step] for key in ("cur_iter", "last_overflow_iter")}
+    state |= {"cur_scale": record["scale"][step], "scale_window": record["config"]["scale_window"], "scale_factor": 2.0}
+    if "cur_hysteresis" not in record:  # the copy of `FP16_Optimizer`
+        return from_deepspeed({"dynamic_loss_scale": True, **state}, min_loss_scale=record["config"]["min_scale"])
+    return from_deepspeed({**record["config"], **state, "cur_hysteresis": record["cur_hysteresis"][step]})
+
+
+FILES = {
+    "torch_grad_scaler": torch_at,
+    "keras3_loss_scale_optimizer": keras_at,
+    "tf1_dynamic_loss_scale": tensorflow_at,
+    "megatron_dynamic_grad_scaler": megatron_at,
+    "deepspeed_loss_scalers": deepspeed_at,
+}
+RECORDS = {name: json.loads((GOLDEN / f"{name}.json").read_text())["cases"] for name in FILES}
+CASES = [pytest.param(file, i, id=f"{file}-{i}") for file in FILES for i in range(len(RECORDS[file]))]
+
+
+def second_growth(record, cut):
+    """The first step on which the scale grows for the second time since ``cut`` without an overflow between."""
+    has_grown = False
+    for step, (before, after) in enumerate(pairwise(record["scale"][cut:]), start=cut + 1):
+        if not record["finite"][step]:
+            has_grown = False
+        elif after > before:
+            if has_grown:
+                return step
+            has_grown = True
+    return len(record["finite"])
+
+
+@pytest.mark.parametrize(("file", "case"), CASES)
+@pytest.mark.parametrize("cut", [0, 30])
+@pytest.mark.filterwarnings("ignore:`from_.*`. ")
+def test_the_record_goes_on(file, case, cut):
+    record = RECORDS[file][case]
+    loss_scale = FILES[file](record, cut)
+    # After two growths in a row DeepSpeed is a step ahead, which `from_deepspeed` warns of.
+    end = second_growth(record, cut) if file == "deepspeed_loss_scalers" else len(record["finite"])
+    assert end > cut + 1
+    num_changes = 0
+    for step in range(cut + 1, end):
+        before = record["scale"][step - 1]
+        loss_scale = adjust(loss_scale, record["finite"][step])
+        num_changes += record["scale"][step] != before
+        # Equal where the factors are powers of two; elsewhere a change of the scale may round differently.
+        assert float(loss_scale()) == pytest.approx(record["scale"][step], rel=num_changes * ULP, abs=0), step
+        if "counter" in record:
+            assert int(loss_scale.num_good_steps) == record["counter"][step], step
+
+
+def test_deepspeed_grows_late_after_an_overflow_only():
+    """What `from_deepspeed` warns of: N + 1 finite steps after an overflow, N after a growth."""
+    intervals = {"overflow": set(), "growth": set()}
+    for record in RECORDS["deepspeed_loss_scalers"]:
+        window, last, since = record["config"]["scale_window"], "overflow", int(record["finite"][0])
+        for step, (before, after) in enumerate(pairwise(record["scale"]), start=1):
+            since += 1
+            if not record["finite"][step]:
+                last, since = "overflow", 0
+            elif after > before:
+                intervals[last].add(since - window)
+                last, since = "growth", 0
+    assert intervals == {"overflow": {1}, "growth": {0}}
+
+
+def test_the_records_are_there():
+    assert len(RECORDS["deepspeed_loss_scalers"]) == 20
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        deepspeed_at(RECORDS["deepspeed_loss_scalers"][0], 0)
+    assert len(caught) == 1
