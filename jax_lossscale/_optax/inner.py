@@ -125,7 +125,8 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
         if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
             a = jnp.asarray(a)
         is_number = hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.number)
-        return jnp.asarray(b).astype(a.dtype) if is_number else b
+        is_abstract = isinstance(b, jax.ShapeDtypeStruct)  # of abstract parameters, where a state holds them
+        return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
 
     return jax.tree.map(with_dtype, old, new)
 
