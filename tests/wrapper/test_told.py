@@ -165,3 +165,12 @@ def test_python_floats_become_strong_either_way():
             updates, _ = call(tx.update)(grad, tx.init(1.0), 1.0)
             assert not any(leaf.weak_type for leaf in jax.tree.leaves((after, updates, state)))
             assert (after, after.dtype) == (1.0 if np.isnan(grad) else 0.0, jnp.float32)
+
+
+def test_apply_if_finite_around_the_wrapper_never_lets_the_scale_down():
+    """Why README says to leave it out: it goes back to the state before the overflow."""
+    tx = optax.apply_if_finite(jls.loss_scaled(optax.sgd(0.1), SCALE), max_consecutive_errors=100)
+    state = tx.init(PARAMS)
+    for _ in range(5):
+        _, state = tx.update(BAD_GRADS, state, PARAMS)
+    assert jls.get_loss_scale(state)() == 8.0
