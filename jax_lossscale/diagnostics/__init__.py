@@ -3,6 +3,7 @@
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._explain import explain
 from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._precision import in_precision
 from jax_lossscale.diagnostics._range import (
     ExponentHistogram,
     LossScaleSuggestion,
@@ -23,6 +24,7 @@ __all__ = [
     "explain",
     "exponent_histogram",
     "first_nonfinite",
+    "in_precision",
     "leaf_path",
     "nonfinite_report",
     "simulate",
