@@ -22,8 +22,8 @@ class Traced:
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
         leaves, structure = jax.tree.flatten((args, kwargs))
-        positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
-        self.inputs = [leaves[position] for position in positions]
+        self._positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.inputs = self.inputs_from(args, kwargs)
 
         def of_inputs(*inputs: Any) -> list[Any]:
             filled = list(leaves)
@@ -37,6 +37,11 @@ class Traced:
             return arrays
 
         self.jaxpr = jax.make_jaxpr(of_inputs)(*self.inputs)
+
+    def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
+        """The inputs for other arguments of the same structure."""
+        leaves = jax.tree.leaves((args, kwargs))
+        return [leaves[position] for position in self._positions]
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """What the function would have returned, with these outputs of the jaxpr."""
@@ -72,6 +77,17 @@ def holds_narrow(jaxpr: Jaxpr) -> bool:
     """Whether any value in the jaxpr, or in one inside it, is a narrow float."""
     atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
     return any(is_narrow(atom.aval) for atom in atoms) or any(map(is_equation_narrow, jaxpr.eqns))
+
+
+def narrow_dtypes(jaxpr: Jaxpr) -> list[jnp.dtype]:
+    """The narrow floats that are met in the jaxpr or in one inside it, each once."""
+    found: dict[jnp.dtype, None] = {}
+    for eqn in jaxpr.eqns:
+        types: list[Any] = [atom.aval for atom in [*eqn.invars, *eqn.outvars]]
+        found |= {aval.dtype: None for aval in types if is_narrow(aval)}
+        inner = [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+        found |= {dtype: None for jaxpr in inner for dtype in narrow_dtypes(jaxpr)}
+    return list(found)
 
 
 def is_equation_narrow(eqn: Any) -> bool:
