@@ -27,27 +27,25 @@ _A_DERIVATIVE = (
     "The derivative of {operation} is computed in the forward pass and not scaled, so no loss scale helps: compute "
     "{operation} in float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon."
 )
-_OVERFLOW_BACKWARD = "A smaller loss scale, by {factor}; if other gradients are lost by that, a scale of its own."
+_OVERFLOW_BACKWARD = "A smaller loss scale; if other gradients are lost by that, a scale of its own."
 _VANISHING_BACKWARD = (
-    "A larger loss scale, by at least {factor}; if others overflow then, a scale of its own: "
-    "`jls.scale_gradient` behind this branch, `jls.unscale_gradient` in front of it."
+    "A larger loss scale; if others overflow then, a scale of its own for this branch: `jls.scale_gradient` for its "
+    "result in float32, `jls.unscale_gradient` for its parameters and inputs."
 )
 _VANISHING_FORWARD = "No loss scale reaches the forward pass: compute it in float32, or make it larger before."
 
 
-def cure_of_overflow(
-    operation: str, derivative_of: str, is_backward: bool, largest: float, log2_above: int, *, is_cast: bool
-) -> str:
+def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, largest: float, *, is_cast: bool) -> str:
     """What to do about an operation whose results are too large."""
     if derivative_of:
         return _A_DERIVATIVE.format(operation=f"`{derivative_of}`")
     if is_backward:
-        return _OVERFLOW_BACKWARD.format(factor=f"2^{log2_above}")
+        return _OVERFLOW_BACKWARD
     if largest >= _MASK and (is_cast or operation in ("mul", "add", "sub")):
         return _A_MASK
     return _IN_THE_FORWARD_PASS.get(operation, "Compute it in float32.")
 
 
-def cure_of_vanishing(is_backward: bool, log2_below: int) -> str:
+def cure_of_vanishing(is_backward: bool) -> str:
     """What to do about an operation whose results become zero."""
-    return _VANISHING_BACKWARD.format(factor=f"2^{log2_below}") if is_backward else _VANISHING_FORWARD
+    return _VANISHING_BACKWARD if is_backward else _VANISHING_FORWARD

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from jax_lossscale.diagnostics import _cause, _table
+from jax_lossscale.diagnostics import _table
 
 _MOST_ROWS = 12
+# Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
+_MOSTLY_ROUNDING = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,11 @@ class LeafGradientError:
     lost: tuple[float, ...]
     nonfinite: tuple[float, ...]
     rounding: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the true gradient is nothing but rounding."""
+        return self.rounding > _MOSTLY_ROUNDING
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,16 +109,19 @@ class GradientComparison(Sequence[LeafGradientError]):
         lines = [self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
         if self.as_they_are:
             lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
+        if any(leaf.is_rounding for leaf in self):
+            lines.append("*: its true gradient is nothing but rounding, in float32 too, so its errors say nothing.")
         lines.append("Relative error of the gradients, by loss scale (lost: zero, where the reference is not):")
         return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
-        scales = [_cause.power_of_two(scale) for scale in self.loss_scales]
+        scales = [_table.power_of_two(scale) for scale in self.loss_scales]
         rows = [["leaf", "shape", "largest", "smallest", *scales]]
         rows.append(["all leaves", "", *_magnitudes(self.total), *_errors(self.total)])
         rows.append(["  lost", "", "", "", *(f"{share:.1%}" for share in self.total.lost)])
         for leaf in self.leaves[:_MOST_ROWS]:
-            rows.append([leaf.path or "the only leaf", str(list(leaf.shape)), *_magnitudes(leaf), *_errors(leaf)])
+            name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
+            rows.append([name, str(list(leaf.shape)), *_magnitudes(leaf), *_errors(leaf)])
         if len(self) > _MOST_ROWS:
             rows.append([f"... {len(self) - _MOST_ROWS} more", *[""] * (3 + len(scales))])
         return rows
@@ -123,4 +133,4 @@ def _magnitudes(leaf: LeafGradientError) -> tuple[str, str]:
 
 def _errors(leaf: LeafGradientError) -> list[str]:
     pairs = zip(leaf.relative_error, leaf.nonfinite, strict=True)
-    return ["overflow" if nonfinite else f"{_cause.percent(error)}" for error, nonfinite in pairs]
+    return ["overflow" if nonfinite else f"{_table.percent(error)}" for error, nonfinite in pairs]

@@ -21,32 +21,12 @@ from jax_lossscale.diagnostics._precision import Evaluator
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-# These only move numbers that were measured where they were made.
+# These only move or choose among numbers that were measured where they were made.
 _MOVES = frozenset(
-    [
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "copy_p",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "expand_dims",
-        "gather",
-        "name",
-        "neg",
-        "optimization_barrier",
-        "pad",
-        "pvary",
-        "reshape",
-        "rev",
-        "select_n",
-        "slice",
-        "sort",
-        "split",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    ]
+    {"broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"}
+    | {"gather", "name", "optimization_barrier", "pad", "pvary", "reshape", "rev", "select_n", "slice", "sort", "split"}
+    | {"abs", "clamp", "max", "min", "neg", "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min"}
+    | {"squeeze", "stop_gradient", "top_k", "transpose"}
 )
 _REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum", "dot_general", "conv_general_dilated")
 # The operations whose derivatives may be out of range where they themselves are not.
@@ -250,7 +230,7 @@ def _inner(eqn: Any) -> list[Jaxpr]:
     return [_closed(params["call_jaxpr" if name in _CUSTOM_CALLS else "jaxpr"]).jaxpr]
 
 
-def sites(jaxpr: Jaxpr, within: str = "") -> list[Site]:
+def sites(jaxpr: Jaxpr, within: Place | None = None) -> list[Site]:
     """What is measured in a jaxpr and inside it, in the order of the rows."""
     found: list[Site] = []
     makers: dict[Any, Any] = {}
@@ -264,7 +244,7 @@ def sites(jaxpr: Jaxpr, within: str = "") -> list[Site]:
             steep[variable] = derivative_of
         inner = _inner(eqn)
         if inner or eqn.primitive.name in _INSIDE:
-            found += [site for jaxpr in inner for site in sites(jaxpr, place.stack)]
+            found += [site for jaxpr in inner for site in sites(jaxpr, place)]
             continue
         operation = _operation(eqn, operands, makers)
         for variable in eqn.outvars:

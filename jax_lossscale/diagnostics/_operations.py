@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._gradients import as_loss_scale, value_and_scaled_grad
+from jax_lossscale._loss_scale.registry import is_number
 from jax_lossscale.diagnostics import _cures, _table
-from jax_lossscale.diagnostics._cause import percent, power_of_two
 from jax_lossscale.diagnostics._jaxpr import Traced
 from jax_lossscale.diagnostics._measured import Limits, MeasuringEvaluator, Site, Statistics, limits_of, sites
 from jax_lossscale.diagnostics._precision import Evaluator, checked_precision
+from jax_lossscale.diagnostics._table import percent, power_of_two
 
 _MOST_ROWS = 16
 # So many of an operation's results may become zero before it is told: a few always do.
@@ -111,6 +112,11 @@ class RangeReport(Sequence[OperationRange]):
             return _table.as_html(self._summary(), [])
         return _table.as_html(self._summary(), self._rows()) + _table.as_html("\n".join(self._notes()), [])
 
+    def forward_overflows(self) -> tuple[OperationRange, ...]:
+        """What overflows in the forward pass itself, no derivative: at every loss scale alike."""
+        over = [operation for operation in self.bad if operation.overflow and not operation.is_backward]
+        return tuple(operation for operation in over if not operation.derivative_of)
+
     def _summary(self) -> str:
         over = [operation for operation in self.bad if operation.overflow]
         at = f"at a loss scale of {power_of_two(self.loss_scale)}"
@@ -124,7 +130,19 @@ class RangeReport(Sequence[OperationRange]):
         return f"{counts}, and more than half becomes zero in {len(self.bad) - len(over)}."
 
     def _rows(self) -> list[list[str]]:
-        headings = ["operation", "layer", "line", "pass", "shape", "largest", "overflow", "zero", "subnormal", "cure"]
+        headings = [
+            "operation",
+            "layer",
+            "line",
+            "pass",
+            "shape",
+            "largest",
+            "off by",
+            "overflow",
+            "zero",
+            "subnormal",
+            "cure",
+        ]
         cures = list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
         return [headings, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
@@ -146,6 +164,7 @@ def _cells(of: OperationRange) -> list[str]:
         "backward" if of.is_backward else "forward",
         str(list(of.shape)),
         f"{of.largest:.2g}",
+        f"2^{of.log2_above}" if of.log2_above else f"2^-{of.log2_below}" if of.log2_below else "",
         *(percent(share) if share else "" for share in (of.overflow, of.zero, of.subnormal)),
     ]
 
@@ -198,7 +217,7 @@ def range_report(
       ('dot_general', 'energy', 80000.0)
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
-    scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
+    scale = _scale_of(loss_scale)
 
     def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
         return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
@@ -212,7 +231,16 @@ def range_report(
     pairs = zip(sites(traced.jaxpr.jaxpr), jax.device_get(rows), strict=True)
     operations = [_operation_range(site, Statistics(*row.tolist()), dtype, limits) for site, row in pairs]
     operations.sort(key=lambda of: (not of.overflow, of.is_backward if of.overflow else -of.zero))
-    return RangeReport(tuple(operations), dtype.name, float(scale), tuple(evaluator.evaluator.as_they_are))
+    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are))
+
+
+def _scale_of(loss_scale: Any) -> float:
+    """The scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
+    if not is_number(loss_scale):
+        loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
+    if not 0 < float(loss_scale) < math.inf:
+        raise ValueError(f"`range_report(loss_scale=...)` must be positive and finite, got {loss_scale!r}.")
+    return float(loss_scale)
 
 
 def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, limits: Limits) -> OperationRange:
@@ -227,10 +255,10 @@ def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, limits: Limit
     if of.overflow or of.nan:
         is_cast = site.operation == "convert_element_type"
         cure = _cures.cure_of_overflow(
-            site.operation, site.derivative_of, site.place.is_backward, of.largest, log2_above, is_cast=is_cast
+            site.operation, site.derivative_of, site.place.is_backward, of.largest, is_cast=is_cast
         )
     elif of.zero > _MANY_ZEROS:
-        cure = _cures.cure_of_vanishing(site.place.is_backward, max(log2_below, 1))
+        cure = _cures.cure_of_vanishing(site.place.is_backward)
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,

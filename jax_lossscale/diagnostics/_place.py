@@ -36,14 +36,16 @@ class Place(NamedTuple):
     is_backward: bool
 
 
-def place_of(eqn: Any, within: str) -> Place:
-    """The place of an equation of a jaxpr that lies in the stack ``within``."""
-    stack = "/".join(filter(None, [within, str(eqn.source_info.name_stack)]))
+def place_of(eqn: Any, within: Place | None = None) -> Place:
+    """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
+    outer = within or Place("", "", "", "", False)
+    stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     return Place(
         stack=stack,
-        layer=_layer(stack) or "/".join(_classes(frames)),
-        source=_source(frames) or summarize(eqn.source_info),
+        layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
+        # What is compiled apart, and perhaps called from elsewhere, does not know from where.
+        source=_source(frames) or outer.source or summarize(eqn.source_info),
         column=summarize(eqn.source_info),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
     )

@@ -1,8 +1,9 @@
-"""A table for a terminal and for a notebook."""
+"""Tables for a terminal and for a notebook, and how numbers and names are written in them and in sentences."""
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 
@@ -34,3 +35,22 @@ def as_html(summary: str, rows: Sequence[Sequence[str]]) -> str:
     headings, *body = rows
     lines = "".join(line(cells, "td") for cells in body)
     return f"{paragraph}<table><thead>{line(headings, 'th')}</thead><tbody>{lines}</tbody></table>"
+
+
+def power_of_two(scale: float) -> str:
+    """2^k, or the number if it is none."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def percent(share: float) -> str:
+    """A share, with the digits that matter."""
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
+
+
+def listed(paths: Sequence[str], most: int = 3) -> str:
+    """The first few paths, and how many more there are, as a part of a sentence."""
+    shown = [path or "the only leaf" for path in paths[:most]]
+    if len(paths) > most:
+        shown.append(f"{len(paths) - most} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -1,7 +1,9 @@
-"""Small programs in float16 whose trouble is known: what it is, and the line and the operation that it comes from.
+"""Small programs in float16 whose trouble is known.
 
 Each is a function of nothing that returns a loss function, its parameters and its batch.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,9 @@ def draw(*shape, seed=0, scale=1.0):
 
 
 def layers(*sizes):
-    pairs = zip(sizes[:-1], sizes[1:], strict=True)
     return {
         f"layer{n}": {"kernel": draw(a, b, seed=n, scale=a**-0.5), "bias": draw(1, b, seed=n + 10, scale=0.1)}
-        for n, (a, b) in enumerate(pairs)
+        for n, (a, b) in enumerate(itertools.pairwise(sizes))
     }
 
 
@@ -88,6 +89,27 @@ def matmul_too_large():
     return loss, layers(8, 16), draw(32, 8, seed=20)
 
 
+def times_backwards(x, factor):
+    """The identity, whose cotangent is multiplied."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent * factor,))
+    return jax.tree.map(identity, x)
+
+
+def two_branches_cured(factor):
+    """`two_branches`, with a scale of its own for the side branch, as the verdict on it says."""
+
+    def loss(params, x):
+        main, side = network(params["main"], x), network(times_backwards(params["side"], 1 / factor), x)
+        return 100 * mean_square(main) + 1e-13 * mean_square(times_backwards(side.astype(jnp.float32), factor))
+
+    return loss, *two_branches()[1:]
+
+
 def rounded_away():
     def loss(params, x):
         state = x[:, :4].astype(jnp.float16) + 100
@@ -128,10 +150,21 @@ def mean_over_a_million():
     def loss(params, x):
         y = jax.nn.sigmoid(x.astype(jnp.float16) * params["w"].astype(jnp.float16))
         with jax.named_scope("mean"):
-            return (jnp.sum(y) / y.size).astype(jnp.float32)
+            return (jnp.sum(y) * jnp.float16(2.0**-20)).astype(jnp.float32)
 
-    return loss, {"w": jnp.float32(1.0)}, jnp.linspace(-1, 1, 2**20)
+    return loss, {"w": jnp.float32(1.0)}, jnp.linspace(0, 1, 2**20)
 
 
 def sum_for_a_mean():
     return lambda params, x: 3e5 * 128 * mean_square(network(params, x)), layers(8, 16, 4), draw(32, 8, seed=20)
+
+
+def mask_of_minus_infinity():
+    """A mask of -inf is fine where each row keeps something."""
+
+    def loss(params, x):
+        q = network(params, x)
+        scores = jnp.where(jnp.tril(jnp.ones((32, 32))) > 0, q @ q.T, -jnp.inf)
+        return mean_square(jax.nn.softmax(scores) @ q)
+
+    return loss, layers(8, 4), draw(32, 8, seed=20)
