@@ -78,7 +78,7 @@ def compare_gradients(
       ...     return 1e-6 * jnp.mean((x @ weights).astype(jnp.float32) ** 2)
       >>> comparison = jls.diagnostics.compare_gradients(loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4)))
       >>> print(comparison.verdict)
-      It will train; start from 2^24.
+      It will train; start from 2^29.
     """
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
 
@@ -95,6 +95,17 @@ def is_equation_narrow(eqn: Any) -> bool:
     if any(is_narrow(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
         return True
     return any(holds_narrow(jaxpr) for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter))
+
+
+def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
+    """For each equation, the variables that nothing needs after it."""
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    uses: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = {atom for atom in [*eqn.invars, *eqn.outvars] if not isinstance(atom, Literal)}
+        uses.append(list(atoms - kept))
+        kept |= atoms
+    return uses[::-1]
 
 
 def in_context(eqn: Any) -> Any:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jax_lossscale.diagnostics._jaxpr import in_context, is_equation_narrow, is_narrow
+from jax_lossscale.diagnostics._jaxpr import in_context, is_equation_narrow, is_narrow, last_uses
 from jax_lossscale.diagnostics._place import Place, place_of
 from jax_lossscale.diagnostics._precision import Evaluator
 
@@ -78,68 +78,68 @@ def limits_of(dtype: jnp.dtype) -> Limits:
 
 
 class MeasuringEvaluator:
-    """Evaluates jaxprs like an `Evaluator`, and returns beside the outputs a row of statistics for each site."""
+    """Evaluates jaxprs like an `Evaluator`, and returns beside the outputs a row of statistics for each site.
+
+    Rows come in blocks, ``float32[n, 5]``, together in the order of `sites`. Outside of `jax.jit` each operation is
+    compiled by itself, and once for all layers that are alike; no number is kept longer than it is needed.
+    """
 
     def __init__(self, evaluator: Evaluator, limits: Limits) -> None:
         self.evaluator = evaluator
         self._limits = limits
 
-    def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], jax.Array]:
-        """The outputs, and ``float32[sites, 5]`` in the order of `sites`."""
+    def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
+        """The outputs, and the blocks of rows."""
         jaxpr, read = closed.jaxpr, self.evaluator.read
         values: dict[Any, Any] = {}
         for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
             values[variable] = self.evaluator.widened(value, variable.aval)
-        rows = [no_rows()]
-        for eqn in jaxpr.eqns:
+        blocks: list[jax.Array] = []
+        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
             outputs, of_equation = self._equation(eqn, [read(atom, values) for atom in eqn.invars])
             values.update(zip(eqn.outvars, outputs, strict=True))
-            rows.append(of_equation)
-        return [read(atom, values) for atom in jaxpr.outvars], jnp.concatenate(rows)
+            blocks += of_equation
+            for variable in unneeded:
+                del values[variable]
+        return [read(atom, values) for atom in jaxpr.outvars], blocks
 
-    def _equation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+    def evaluate_rows(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], jax.Array]:
+        """The outputs, and all rows as one block."""
+        outputs, blocks = self.evaluate(closed, inputs)
+        return outputs, jnp.concatenate([no_rows(), *blocks])
+
+    def _equation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
         evaluate = _INSIDE.get(eqn.primitive.name)
         if evaluate is not None and is_equation_narrow(eqn):
             with in_context(eqn):
                 return evaluate(self, eqn, inputs)
         outputs = self.evaluator.equation(eqn, inputs)
         pairs = zip(eqn.outvars, outputs, strict=True)
-        measured = [self._measure(value) for variable, value in pairs if _is_measured(eqn, variable)]
-        return outputs, jnp.stack(measured) if measured else no_rows()
+        return outputs, [_row(value, self._limits) for variable, value in pairs if _is_measured(eqn, variable)]
 
-    def _measure(self, value: jax.Array) -> jax.Array:
-        value = value.astype(jnp.float32)
-        magnitude = jnp.abs(value).ravel()
-        is_nan = jnp.isnan(magnitude)
-        magnitude = jnp.where(is_nan, 0, magnitude)
-        is_nonzero = magnitude > 0
-        flags = (
-            magnitude >= self._limits.overflow,
-            is_nan,
-            is_nonzero & (magnitude <= self._limits.zero),
-            (magnitude > self._limits.zero) & (magnitude < self._limits.subnormal),
-            is_nonzero,
-        )
-        largest, *counts = _reduce(magnitude, flags)
-        size, nonzero = max(value.size, 1), jnp.maximum(counts[4], 1)
-        return jnp.stack([largest, counts[0] / size, counts[1] / size, counts[2] / nonzero, counts[3] / nonzero])
+
+@partial(jax.jit, static_argnums=1)
+def _row(value: jax.Array, limits: Limits) -> jax.Array:
+    """``float32[1, 5]``, the statistics of an array."""
+    magnitude = jnp.abs(value.astype(jnp.float32)).ravel()
+    is_nan = jnp.isnan(magnitude)
+    magnitude = jnp.where(is_nan, 0, magnitude)
+    flags = (
+        magnitude >= limits.overflow,
+        is_nan,
+        (magnitude > 0) & (magnitude <= limits.zero),
+        (magnitude > limits.zero) & (magnitude < limits.subnormal),
+        magnitude > 0,
+    )
+    overflow, nan, zero, subnormal, nonzero = (flag.sum(dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
+    size, nonzero = max(value.size, 1), jnp.maximum(nonzero, 1)
+    largest = jnp.max(magnitude, initial=0)
+    return jnp.stack([largest, overflow / size, nan / size, zero / nonzero, subnormal / nonzero])[None]
 
 
 def no_rows(number: int = 0) -> jax.Array:
     """Rows of statistics of nothing."""
     return jnp.zeros((number, len(Statistics._fields)), jnp.float32)
-
-
-def _reduce(magnitude: jax.Array, flags: Sequence[jax.Array]) -> list[jax.Array]:
-    """The largest magnitude and how many flags of each kind are set, in one pass."""
-    counted = [flag.astype(jnp.uint32) for flag in flags]
-    zeros = [np.uint32(0)] * len(counted)
-
-    def combine(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return (jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True)))
-
-    largest, *counts = lax.reduce((magnitude, *counted), (np.float32(0), *zeros), combine, (0,))
-    return [largest, *(count.astype(jnp.float32) for count in counts)]
 
 
 def _is_measured(eqn: Any, variable: Any) -> bool:
@@ -150,34 +150,34 @@ def _is_measured(eqn: Any, variable: Any) -> bool:
 
 # What is evaluated inside. Each of these also says, in `_inner`, which jaxprs it evaluates, in this order.
 
-_Inside = Callable[[MeasuringEvaluator, Any, list[Any]], tuple[list[Any], jax.Array]]
+_Inside = Callable[[MeasuringEvaluator, Any, list[Any]], tuple[list[Any], list[jax.Array]]]
 
 
-def _call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+def _call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
     return self.evaluate(_closed(eqn.params["jaxpr"]), inputs)
 
 
-def _custom_call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+def _custom_call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
     return self.evaluate(_closed(eqn.params["call_jaxpr"]), inputs)
 
 
-def _scan(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+def _scan(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
     params = eqn.params
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry, xs = _split(inputs, num_consts, num_carry)
 
     def body(state: Any, xs: Any) -> Any:
         carry, worst = state
-        outputs, rows = self.evaluate(params["jaxpr"], [*consts, *carry, *xs])
+        outputs, rows = self.evaluate_rows(params["jaxpr"], [*consts, *carry, *xs])
         return (outputs[:num_carry], jnp.maximum(worst, rows)), outputs[num_carry:]
 
     start = list(carry), no_rows(_number_of_sites(params["jaxpr"].jaxpr))
     options = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
     (carry, worst), ys = lax.scan(body, start, list(xs), **options)
-    return [*carry, *ys], worst
+    return [*carry, *ys], [worst]
 
 
-def _while(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+def _while(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
     params = eqn.params
     of_condition, of_body, carry = _split(inputs, params["cond_nconsts"], params["body_nconsts"])
 
@@ -185,20 +185,20 @@ def _while(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[
         return self.evaluator.evaluate(params["cond_jaxpr"], [*of_condition, *state[0]])[0]
 
     def body(state: Any) -> Any:
-        carry, rows = self.evaluate(params["body_jaxpr"], [*of_body, *state[0]])
+        carry, rows = self.evaluate_rows(params["body_jaxpr"], [*of_body, *state[0]])
         return carry, jnp.maximum(state[1], rows)
 
     carry, worst = lax.while_loop(goes_on, body, (list(carry), no_rows(_number_of_sites(params["body_jaxpr"].jaxpr))))
-    return carry, worst
+    return carry, [worst]
 
 
-def _cond(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], jax.Array]:
+def _cond(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
     branches = eqn.params["branches"]
     numbers = [_number_of_sites(branch.jaxpr) for branch in branches]
 
     def of(position: int) -> Callable[..., Any]:
         def branch(*operands: Any) -> Any:
-            outputs, rows = self.evaluate(branches[position], operands)
+            outputs, rows = self.evaluate_rows(branches[position], operands)
             before, after = no_rows(sum(numbers[:position])), no_rows(sum(numbers[position + 1 :]))
             return outputs, jnp.concatenate([before, rows, after])
 
@@ -206,7 +206,7 @@ def _cond(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[A
 
     index, *operands = inputs
     outputs, rows = lax.switch(index.astype(jnp.int32), [of(n) for n in range(len(branches))], *operands)
-    return outputs, rows
+    return outputs, [rows]
 
 
 _INSIDE: dict[str, _Inside] = {

@@ -122,7 +122,7 @@ class RangeReport(Sequence[OperationRange]):
         at = f"at a loss scale of {power_of_two(self.loss_scale)}"
         if not self:
             return (
-                f"`fun` computes nothing in {self.dtype}: cast parameters and inputs in it, with `jls.cast_floating`."
+                f"`fun` computes nothing in {self.dtype}. Cast parameters and inputs in it, with `jls.cast_floating`."
             )
         counts = f"{len(over)} of {len(self)} {self.dtype} operations overflow {at}"
         if not self.bad:
@@ -184,8 +184,9 @@ def range_report(
     would have been narrow is measured: how large it is, and how much of it would be infinite, zero or subnormal. So
     one operation's overflow does not hide the next one's. What runs in a loop is told by its worst iteration.
 
-    Compiled, with a few numbers kept for each operation. Inside `jax.shard_map` and kernels only the results are
-    measured. Layers are known to flax, haiku and `jax.named_scope`; for nnx and equinox the classes stand in for them.
+    It runs operation by operation, so that what is alike is compiled once, and keeps a few numbers of each. Inside
+    `jax.shard_map` and kernels only the results are measured. Layers are known to flax, haiku and `jax.named_scope`;
+    for nnx and equinox the classes stand in for them.
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
@@ -227,8 +228,8 @@ def range_report(
         raise ValueError("`range_report` got values that are traced. Call it outside of `jax.jit`.")
     limits = limits_of(dtype)
     evaluator = MeasuringEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits)
-    rows = jax.jit(lambda *inputs: evaluator.evaluate(traced.jaxpr, inputs)[1])(*traced.inputs)
-    pairs = zip(sites(traced.jaxpr.jaxpr), jax.device_get(rows), strict=True)
+    blocks = jax.device_get(evaluator.evaluate(traced.jaxpr, traced.inputs)[1])
+    pairs = zip(sites(traced.jaxpr.jaxpr), [row for block in blocks for row in block], strict=True)
     operations = [_operation_range(site, Statistics(*row.tolist()), dtype, limits) for site, row in pairs]
     operations.sort(key=lambda of: (not of.overflow, of.is_backward if of.overflow else -of.zero))
     return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are))

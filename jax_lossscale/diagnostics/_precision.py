@@ -28,6 +28,7 @@ from jax_lossscale.diagnostics._jaxpr import (
     in_context,
     is_equation_narrow,
     is_narrow,
+    last_uses,
 )
 
 # Their result is what the bits say, which are those of the narrow numbers; or they have no result.
@@ -127,9 +128,11 @@ class Evaluator:
         values: dict[Any, Any] = {}
         for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
             values[variable] = self.widened(value, variable.aval)
-        for eqn in jaxpr.eqns:
+        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
             outputs = self.equation(eqn, [self.read(atom, values) for atom in eqn.invars])
             values.update(zip(eqn.outvars, outputs, strict=True))
+            for variable in unneeded:
+                del values[variable]
         return [self.read(atom, values) for atom in jaxpr.outvars]
 
     def read(self, atom: Any, values: dict[Any, Any]) -> Any:

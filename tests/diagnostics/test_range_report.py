@@ -70,7 +70,7 @@ def test_every_operation_that_starves_belongs_to_the_branch():
 
 def test_what_overflows_first_comes_first():
     operations = [operation.operation for operation in reported("mask_of_minus_a_billion").bad]
-    assert operations == ["convert_element_type", "add", "reduce_max", "max", "sub"]
+    assert operations == ["convert_element_type", "add", "sub"]
 
 
 # Measured.
@@ -179,16 +179,11 @@ def test_it_looks_into(flow):
 
     report = range_report(fun, jnp.float32(4.0), loss_scale=1.0)
     over = report.forward_overflows()
-    assert {operation.operation for operation in over} == {"mul"}
+    assert over[0].operation == "mul"
     assert {operation.layer for operation in over} == {"inside"}
     assert {operation.source.split(":")[0] for operation in over} == {"tests/diagnostics/test_range_report.py"}
-    expected = (
-        2.0**20
-        if "inputs" in flow
-        else 65536.0
-        if "loop" in flow or (flow.startswith("scan") and "cond" not in flow)
-        else 120000
-    )
+    squared = ("scan", "fori_loop", "while_loop", "scan of a checkpoint")
+    expected = 2.0**20 if "inputs" in flow else 2.0**16 if flow in squared else 120000
     assert over[0].largest == expected
 
 
@@ -311,7 +306,7 @@ def test_bad_input(options, words):
 
 
 def test_it_is_not_for_the_inside_of_jit():
-    with pytest.raises(ValueError, match="outside of `jax.jit`"):
+    with pytest.raises(ValueError, match=r"outside of `jax\.jit`"):
         jax.jit(lambda x: range_report(lambda x: x**2, x))(jnp.float32(1))
 
 
