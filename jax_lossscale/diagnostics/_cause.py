@@ -213,6 +213,8 @@ def _trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
     bare = evidence.scales.index(1.0) if 1.0 in evidence.scales else None
     starving = [] if bare is None else _suffering(evidence, bare)
     if bare is None or (evidence.total.relative_error[bare] <= _LARGE_ERROR and not starving):
+        if bare is not None and jnp.finfo(evidence.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
+            return Finding("none", "It will train, without a loss scale.", True, 1.0, judged_at=1.0)
         return Finding("none", f"{verdict}.", True, start, judged_at=start)
     lost = f"Without a loss scale {percent(evidence.total.lost[bare])} of the gradients would be zero"
     whose = f", above all those of {listed([leaf.path for leaf in starving])}" if starving else ""

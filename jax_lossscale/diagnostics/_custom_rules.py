@@ -49,8 +49,7 @@ def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
         return evaluator.evaluate(eqn.params["call_jaxpr"], primals)
 
     def forward(*boxes: Any) -> tuple[list[Any], Any]:
-        # The first inputs are what the function closes over, with respect to which its rule says nothing.
-        moved = [n for n, box in enumerate(boxes) if box.perturbed and n >= eqn.params["num_consts"]]
+        moved = [n for n, box in enumerate(boxes) if box.perturbed]
         pullbacks = []
 
         def as_it_stands(*primals: Any) -> tuple[list[Any], list[Any]]:

@@ -211,6 +211,7 @@ def test_bfloat16():
 
     report = compare_gradients(fun, jnp.ones(3), jnp.array([1.0, 1e-30, 3.0]), dtype=jnp.bfloat16)
     assert (report.cause, report.dtype) == ("none", "bfloat16")
+    assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)  # its range is float32's
 
 
 # What cannot be compared is said.

@@ -411,6 +411,23 @@ def test_closures_over_what_is_differentiated():
     assert jax.grad(outer)(jnp.float32(300)) == 2 * 300 * 300
 
 
+def test_a_custom_rule_that_closes_over_what_is_differentiated_is_refused_as_by_jax():
+    def fun(x, y):
+        y = y.astype(jnp.float16)
+
+        @jax.custom_vjp
+        def multiply(x):
+            return x * y
+
+        multiply.defvjp(lambda x: (multiply(x), y), lambda y, cotangent: (5 * cotangent * y,))
+        return multiply(x.astype(jnp.float16)).astype(jnp.float32)
+
+    assert in_precision(jax.grad(fun))(jnp.float32(2), jnp.float32(3)) == 15
+    for function in (jax.jit(fun), in_precision(jax.jit(fun)), in_precision(fun)):
+        with pytest.raises(Exception, match="closed-over value"):
+            jax.grad(function, 1)(jnp.float32(2), jnp.float32(3))
+
+
 def test_second_derivatives():
     def energy(x):
         return jnp.sum(jax.nn.silu(x.astype(jnp.float16))).astype(jnp.float32)
