@@ -11,18 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale.diagnostics import _cause
-from jax_lossscale.diagnostics._gradient_error import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics._gradient_error import GradientComparison
+from jax_lossscale.diagnostics._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics._jaxpr import Traced, narrow_dtypes
 from jax_lossscale.diagnostics._operations import range_report
 from jax_lossscale.diagnostics._precision import Evaluator, checked_precision
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 _NUDGE = 2.0**-22
+_ONE = np.float32(1)
 
 
 def compare_gradients(
@@ -86,67 +88,89 @@ def compare_gradients(
     def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
         return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
 
-    one = jnp.float32(1)
-    narrow = Traced(scaled, (one, *args), kwargs)
+    narrow = Traced(scaled, (_ONE, *args), kwargs)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in narrow.inputs):
         raise ValueError("`compare_gradients(*args)` got values that are traced. Call it outside of `jax.jit`.")
-    nudged = narrow.inputs_from((one, *_nudged(args, argnums)), kwargs)
-    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    nudged = _nudged(args, argnums, keep_dtypes=reference is not None)
     if reference is None:
-        wide, run = narrow, jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
+        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *nudged), kwargs), has_aux)
     else:
         wide = Traced(jax.value_and_grad(reference, argnums, has_aux), args, kwargs)
-        run = jax.jit(jaxpr_as_fun(wide.jaxpr))
-        nudged = wide.inputs_from(_nudged(args, argnums, keep_dtypes=True), kwargs)
-    reference_value, exact = _value_and_leaves(wide.result(run(*wide.inputs)), has_aux)
-    _, moved = _value_and_leaves(wide.result(run(*nudged)), has_aux)
-    if not exact:
+        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(nudged, kwargs), has_aux)
+    if not exact.leaves:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
 
-    scales = given or _useful_scales(exact, dtype)
-    step = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    measured: list[list[_Measurement]] = []
-    value: Any = math.nan
-    for scale in progress(scales) if progress else scales:
-        value, leaves = _value_and_leaves(narrow.result(step(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
-        measured.append(jax.device_get(_measure(list(leaves.values()), list(exact.values()), jnp.float32(scale))))
-    rounding = jax.device_get(_measure(list(moved.values()), list(exact.values()), one))
-    reports = [
-        _report(path, jnp.shape(leaf), [at_scale[n] for at_scale in measured], rounding[n])
-        for n, (path, leaf) in enumerate(exact.items())
-    ]
-    total = _total(reports)
-    found = _cause.find_cause(
-        _cause.Evidence(
-            reports,
-            total,
-            scales,
-            dtype,
-            narrow_dtypes(narrow.jaxpr.jaxpr),
-            jnp.result_type(value),
-            float(value),
-            float(reference_value),
-            lambda scale: range_report(
-                fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
-            ),
-        )
+    scales = given or _useful_scales(exact.leaves, dtype)
+    value, measured = _at_scales(narrow, exact, progress(scales) if progress else scales, has_aux)
+    leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
+    total = report_of_all(leaves)
+    evidence = _cause.Evidence(
+        leaves=leaves,
+        total=total,
+        scales=scales,
+        dtype=dtype,
+        dtypes_met=narrow_dtypes(narrow.jaxpr.jaxpr),
+        loss_dtype=jnp.result_type(value),
+        value=float(value),
+        reference_value=float(exact.value),
+        ranges=lambda scale: range_report(
+            fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+        ),
     )
-    at = scales.index(found.judged_at) if found.judged_at is not None else 0
-    reports.sort(key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
+    finding = _cause.find_cause(evidence)
+    at = scales.index(finding.judged_at) if finding.judged_at is not None else 0
+    leaves.sort(key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=found.verdict,
-        cause=found.cause,
-        will_train=found.will_train,
-        loss_scale=found.loss_scale,
-        suffering=found.suffering,
+        verdict=finding.verdict,
+        cause=finding.cause,
+        will_train=finding.will_train,
+        loss_scale=finding.loss_scale,
+        suffering=finding.suffering,
         dtype=dtype.name,
         loss_scales=tuple(scales),
-        leaves=tuple(reports),
+        leaves=tuple(leaves),
         total=total,
         value=float(value),
-        reference_value=float(reference_value),
-        as_they_are=tuple(evaluator.as_they_are),
+        reference_value=float(exact.value),
+        as_they_are=exact.as_they_are,
     )
+
+
+class _Exact(NamedTuple):
+    """The reference: its value, its gradients by path, how far a nudge moves them, and what was not followed."""
+
+    value: Any
+    leaves: dict[str, Any]
+    rounding: list[Measurement]
+    as_they_are: tuple[str, ...] = ()
+
+
+def _made_reference(narrow: Traced, nudged: Sequence[Any], has_aux: bool) -> _Exact:
+    """The reference made from the function itself, at a scale of 1."""
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    exact = _reference(narrow, lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs), nudged, has_aux)
+    return exact._replace(as_they_are=tuple(evaluator.as_they_are))
+
+
+def _reference(traced: Traced, fun: Callable[..., Any], nudged: Sequence[Any], has_aux: bool) -> _Exact:
+    compiled = jax.jit(fun)
+    value, leaves = _value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
+    _, moved = _value_and_leaves(traced.result(compiled(*nudged)), has_aux)
+    return _Exact(value, leaves, jax.device_get(measure(list(moved.values()), list(leaves.values()), _ONE)))
+
+
+def _at_scales(
+    narrow: Traced, exact: _Exact, scales: Iterable[float], has_aux: bool
+) -> tuple[Any, list[list[Measurement]]]:
+    """The value, which is that of every scale, and a measurement of each leaf for each scale."""
+    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    value: Any = math.nan
+    measured = []
+    for scale in scales:
+        value, leaves = _value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+        measurement = measure(list(leaves.values()), list(exact.leaves.values()), jnp.float32(scale))
+        measured.append(jax.device_get(measurement))  # waits, so that no two scales' gradients are held at a time
+    return value, measured
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
@@ -169,7 +193,7 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def _nudged(args: Sequence[Any], argnums: int | Sequence[int], keep_dtypes: bool = False) -> list[Any]:
+def _nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     nudged = list(args)
@@ -192,90 +216,3 @@ def _value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     value, grads = result
     with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
     return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
-
-
-class _Measurement(NamedTuple):
-    """Of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
-
-    largest: Any
-    smallest: Any
-    squares: Any
-    squared_errors: Any
-    nonzero: Any
-    lost: Any
-    nonfinite: Any
-
-
-@jax.jit
-def _measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: jax.Array) -> list[_Measurement]:
-    pairs = zip(_tree.unscale(leaves, scale), _tree.widen(exact), strict=True)
-    return [_measure_leaf(leaf, reference) for leaf, reference in pairs]
-
-
-def _measure_leaf(leaf: jax.Array, reference: jax.Array) -> _Measurement:
-    magnitudes = jnp.abs(reference)
-    largest = jnp.max(magnitudes, initial=0)
-    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    is_nonzero = magnitudes > 0
-    return _Measurement(
-        largest=largest,
-        smallest=jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero),
-        squares=jnp.sum((magnitudes / unit) ** 2),
-        squared_errors=jnp.sum((jnp.abs(leaf - reference) / unit) ** 2),
-        nonzero=jnp.sum(is_nonzero, dtype=jnp.float32),
-        lost=jnp.sum(is_nonzero & (leaf == 0), dtype=jnp.float32),
-        nonfinite=jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32),
-    )
-
-
-def _report(
-    path: str, shape: tuple[int, ...], at_scales: list[_Measurement], rounding: _Measurement
-) -> LeafGradientError:
-    first = at_scales[0]
-    return LeafGradientError(
-        path=path,
-        shape=shape,
-        norm=float(first.largest) * math.sqrt(first.squares),
-        largest=float(first.largest),
-        smallest=float(first.smallest) if first.nonzero else 0.0,
-        nonzero=int(first.nonzero),
-        relative_error=tuple(_relative(m.squared_errors, m.squares) for m in at_scales),
-        lost=tuple(float(m.lost) / max(float(m.nonzero), 1.0) for m in at_scales),
-        nonfinite=tuple(float(m.nonfinite) / max(math.prod(shape), 1) for m in at_scales),
-        rounding=_relative(rounding.squared_errors, rounding.squares),
-    )
-
-
-def _relative(squared_errors: float, squares: float) -> float:
-    if squared_errors == 0:
-        return 0.0
-    ratio = math.sqrt(squared_errors / squares) if squares else math.inf
-    return ratio if math.isfinite(ratio) else math.inf
-
-
-def _total(leaves: list[LeafGradientError]) -> LeafGradientError:
-    """All leaves as one."""
-    norms = [leaf.norm for leaf in leaves]
-    norm = math.hypot(*norms)
-
-    def error(errors: Iterable[float]) -> float:
-        parts = [error * norm for error, norm in zip(errors, norms, strict=True) if error and norm]
-        return math.hypot(*parts) / norm if norm else 0.0
-
-    def share(shares: Iterable[float], of: list[int]) -> float:
-        return sum(share * number for share, number in zip(shares, of, strict=True)) / max(sum(of), 1)
-
-    nonzero = [leaf.nonzero for leaf in leaves]
-    sizes = [math.prod(leaf.shape) for leaf in leaves]
-    return LeafGradientError(
-        path="all leaves",
-        shape=(sum(sizes),),
-        norm=norm,
-        largest=max(leaf.largest for leaf in leaves),
-        smallest=min((leaf.smallest for leaf in leaves if leaf.smallest), default=0.0),
-        nonzero=sum(nonzero),
-        relative_error=tuple(map(error, zip(*(leaf.relative_error for leaf in leaves), strict=True))),
-        lost=tuple(share(column, nonzero) for column in zip(*(leaf.lost for leaf in leaves), strict=True)),
-        nonfinite=tuple(share(column, sizes) for column in zip(*(leaf.nonfinite for leaf in leaves), strict=True)),
-        rounding=error(leaf.rounding for leaf in leaves),
-    )
