@@ -175,7 +175,7 @@ def _at_scales(
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
     scales = sorted({float(scale) for scale in np.ravel(np.asarray(loss_scales, np.float64))})
-    if not scales or not all(0 < scale < math.inf for scale in scales):
+    if not scales or not all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales):
         raise ValueError(
             f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
             "useful ones are chosen."

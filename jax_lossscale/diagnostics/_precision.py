@@ -120,7 +120,7 @@ class Evaluator:
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
         self.as_they_are: dict[str, None] = {}
-        self._translated: dict[int, tuple[Jaxpr, ClosedJaxpr]] = {}
+        self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs, each of which may be of its narrow dtype or already wide."""
@@ -174,11 +174,12 @@ class Evaluator:
         """The jaxpr in which every narrow type has become ``dtype``."""
         if not holds_narrow(closed.jaxpr):
             return closed
-        if id(closed.jaxpr) not in self._translated:
+        key = (id(closed.jaxpr), *map(id, closed.consts))
+        if key not in self._translated:
             types = [self._wide_type(variable.aval) for variable in closed.jaxpr.invars]
             wide = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            self._translated[id(closed.jaxpr)] = (closed.jaxpr, wide)  # the first, lest its id be taken by another
-        return self._translated[id(closed.jaxpr)][1]
+            self._translated[key] = (closed, wide)  # the first is kept, lest its ids be taken by others
+        return self._translated[key][1]
 
     def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
         return [self.widened(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]

@@ -214,6 +214,17 @@ def test_bfloat16():
     assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)  # its range is float32's
 
 
+def test_what_lies_on_a_mesh_is_compared_and_measured_there():
+    fun, params, x = workloads.healthy()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, copies = (jax.NamedSharding(mesh, spec) for spec in (jax.P("data"), jax.P()))
+    args = jax.device_put(params, copies), jax.device_put(x, rows)
+    report = compare_gradients(fun, *args, loss_scales=[2.0**15])
+    assert report.cause == "none"
+    assert report.total.relative_error[0] == pytest.approx(compared("healthy").total.relative_error[6], rel=0.1)
+    assert jls.diagnostics.range_report(fun, *args).bad == ()
+
+
 # What cannot be compared is said.
 
 
@@ -254,6 +265,7 @@ def test_what_is_not_followed_is_listed():
         ({"loss_scales": []}, r"loss_scales=...\)` must be positive finite numbers, got \[\]"),
         ({"loss_scales": [0.0, 1.0]}, "must be positive finite numbers"),
         ({"loss_scales": [math.inf]}, "must be positive finite numbers"),
+        ({"loss_scales": [1e39]}, "must be positive finite numbers"),  # float32 has no such number
     ],
 )
 def test_bad_input(options, words):

@@ -195,6 +195,25 @@ def test_a_loop_is_told_by_its_worst_iteration():
     assert fine["mul"].largest == 256
 
 
+def in_a_scan(x, factors):
+    return lax.scan(lambda carry, factor: (carry, carry * factor), x, factors)[1][0]
+
+
+def in_a_while(x, factors):
+    def body(state):
+        n, carry, _ = state
+        return n + 1, carry, carry * factors[n]
+
+    return lax.stop_gradient(lax.while_loop(lambda state: state[0] < 3, body, (0, lax.stop_gradient(x), x * 0))[2])
+
+
+@pytest.mark.parametrize("loop", [in_a_scan, in_a_while])
+def test_the_worst_may_be_any_iteration(loop):
+    factors = jnp.array([1, 30000, 2], jnp.float16)
+    report = range_report(lambda x: loop(x.astype(jnp.float16), factors).astype(jnp.float32), jnp.float32(4.0))
+    assert report.forward_overflows()[0].largest == 120000
+
+
 def test_a_recomputed_forward_pass_is_no_backward_pass():
     def fun(x):
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x.astype(jnp.float16))))(x).astype(jnp.float32)
