@@ -7,11 +7,11 @@ tables.
 """
 
 BENCHMARKS = {
-    "optimizer": "the optimizer's step: Adam over 33 M parameters",
+    "optimizer": "the optimizer's step: Adam over 33 M parameters, with and without clipping",
     "finite": "`all_finite` alone, and the ways to write it",
     "training": "the whole training step, forward and backward included",
-    "compile_time": "trace, lower and compile",
+    "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
-    "cuda": "the program for an H100, compiled and not run (extra `cuda`)",
+    "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
 }

@@ -1,33 +1,42 @@
-"""How long the optimizer's step takes to compile, by the number of leaves."""
+"""How long a step takes to compile: the optimizer's, by the number of leaves, and a whole training step."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import trees
+from benchmarks import models, trees
 from benchmarks.isolation import Progress, call_apart
-from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, ApplyIfFinite, Contender, Jmp
+from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, ApplyIfFinite, Contender, Flax, Jmp
 from benchmarks.report import Cell, Mark, Table
 from benchmarks.timing import Timings
 
-_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, OURS_IN_TWO_CALLS, ApplyIfFinite())
+_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, ApplyIfFinite())
 _PATIENCE = 20.0  # seconds, for jmp, whose time grows faster than the number of leaves
 _GOAL = 1.5
+# Of a whole training step, these take so long that they are compiled once, in a process that can be given up.
+_SLOW: tuple[Contender, ...] = (Flax(), Jmp())
+_TRAINING_PATIENCE = 300.0  # seconds
+_TRAINING_GOAL = 1.25
+_MARKED_LAYERS = 12
 _MARKED_LEAVES = 1_000
 _SHAPES = {"small": (64, 64), "large": (256, 512)}
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for small leaves, which are checked together, and one for large ones."""
+    """A table for small leaves, which are checked together, one for large ones, and one for a training step."""
     jax.config.update("jax_enable_compilation_cache", False)
     shapes = {"small": _SHAPES["small"]} if quick else _SHAPES
-    return [
-        _measure(kind, shape, quick, progress.part(n, len(shapes), f"{kind} leaves"))
+    count = len(shapes) + 1
+    tables = [
+        _measure(kind, shape, quick, progress.part(n, count, f"{kind} leaves"))
         for n, (kind, shape) in enumerate(shapes.items())
     ]
+    return [*tables, _measure_training(quick, progress.part(count - 1, count, "training step"))]
 
 
 def _measure(kind: str, shape: tuple[int, ...], quick: bool, progress: Progress) -> Table:
@@ -44,7 +53,8 @@ def _measure(kind: str, shape: tuple[int, ...], quick: bool, progress: Progress)
             jmp_is_bearable = call_apart(_compile, Jmp(), leaves, shape, timeout=patience) is not None
         if jmp_is_bearable:
             contenders = (*_CONTENDERS, Jmp())
-        timings = _interleave(contenders, leaves, shape, 1 if quick else 3, part)
+        _compile(BARE, 2, shape)  # what only the very first compilation pays for
+        timings = _interleave(lambda it, n=leaves: _compile(it, n, shape), contenders, 1 if quick else 3, part)  # type: ignore[misc]
         rows += [
             (leaves, name, timings.minimum(name), timings.minimum(name) / timings.minimum(BARE.name))
             for name in timings.seconds
@@ -67,23 +77,70 @@ def _measure(kind: str, shape: tuple[int, ...], quick: bool, progress: Progress)
     return Table(f"Compile time, leaves of {shape[0]} x {shape[1]}", columns, rows, marks, quick=quick)
 
 
+def _measure_training(quick: bool, progress: Progress) -> Table:
+    layers = 2 if quick else _MARKED_LAYERS
+    patience = _TRAINING_PATIENCE / 10 if quick else _TRAINING_PATIENCE
+    _compile_training(BARE, 1)  # what only the very first compilation pays for
+    timings = _interleave(lambda it: _compile_training(it, layers), _CONTENDERS, 1 if quick else 3, progress)
+    seconds: dict[str, float | None] = {name: timings.minimum(name) for name in timings.seconds}
+    for contender in _SLOW:
+        progress(1.0, f"trying {contender.name}")
+        seconds[contender.name] = call_apart(_compile_training_first, contender, layers, timeout=patience)
+    bare = timings.minimum(BARE.name)
+    rows = [
+        (name, f"> {patience:.0f} s" if taken is None else taken, None if taken is None else taken / bare)
+        for name, taken in seconds.items()
+    ]
+    name = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer"
+    if quick:
+        mark = Mark(name, None, _TRAINING_GOAL, note=f"--quick stops at {layers} layers")
+    else:
+        mark = Mark(name, timings.minimum(OURS.name) / bare, _TRAINING_GOAL)
+    columns = (("step", "{}"), ("trace, lower and compile", "{:.2f} s"), ("over bare", "{:.2f}"))
+    leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
+    title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
+    notes = [f"{' and '.join(it.name for it in _SLOW)}: compiled once, the others several times; the shortest counts."]
+    return Table(title, columns, rows, [mark], notes, quick)
+
+
 def _interleave(
-    contenders: tuple[Contender, ...], leaves: int, shape: tuple[int, ...], rounds: int, progress: Progress
+    compile_one: Callable[[Contender], float], contenders: tuple[Contender, ...], rounds: int, progress: Progress
 ) -> Timings:
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    _compile(BARE, 2, shape)  # what only the very first compilation pays for
     turns = [contender for _ in range(rounds) for contender in contenders]
     for n, contender in enumerate(turns):
         progress(n / len(turns), contender.name)
-        seconds[contender.name].append(_compile(contender, leaves, shape))
+        seconds[contender.name].append(compile_one(contender))
     return Timings(seconds)
 
 
 def _compile(contender: Contender, leaves: int, shape: tuple[int, ...]) -> float:
-    """Seconds from nothing to a compiled step."""
+    """Seconds from nothing to a compiled step of the optimizer."""
     params = trees.abstract(trees.uniform(leaves, shape), jnp.float32)
     state = jax.eval_shape(contender.init, params)
     jax.clear_caches()
     start = time.perf_counter()
     jax.jit(contender.apply, donate_argnums=0).lower(state, params).compile()
     return time.perf_counter() - start
+
+
+def _compile_training(contender: Contender, layers: int) -> float:
+    """Seconds from nothing to a compiled training step."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    params, batch = _abstract_transformer(layers)
+    loss = models.transformer_loss(jnp.float16, heads=4)
+    state = jax.eval_shape(contender.init, params)
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.jit(lambda state, batch: contender.train(loss, state, batch), donate_argnums=0).lower(state, batch).compile()
+    return time.perf_counter() - start
+
+
+def _compile_training_first(contender: Contender, layers: int) -> float:
+    """The same in a new process, without what only its very first compilation pays for."""
+    _compile_training(BARE, 1)
+    return _compile_training(contender, layers)
+
+
+def _abstract_transformer(layers: int) -> Any:
+    return jax.eval_shape(lambda: models.transformer(layers, width=256, batch=4, context=128))

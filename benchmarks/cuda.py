@@ -1,8 +1,8 @@
 """What XLA makes of the optimizer's step for a GPU: the program compiled for an H100, read, and never run.
 
-XLA compiles for a GPU that it has only a description of, so this needs the extra ``cuda`` and no GPU. The program says
-how many kernels a step launches and how much each of them reads and writes, and Adam is bound by that traffic. It says
-nothing of time: no cache, no launch and no GPU has a part in it. Those marks are `optimizer`'s, on a GPU.
+XLA compiles for a GPU that it has only a description of, so this needs the extra ``bench-cuda`` and no GPU. The program
+says how many kernels a step launches and how much each of them reads and writes, and Adam is bound by that traffic. It
+says nothing of time: no cache, no launch and no GPU has a part in it. Those marks are `optimizer`'s, on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ from benchmarks import trees
 from benchmarks.gpu_program import Program, read
 from benchmarks.isolation import Progress
 from benchmarks.meshes import LAYOUTS, Layout, collectives
-from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, Contender, Ours
+from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender, Ours, clipped
 from benchmarks.report import Mark, Table
 
-_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, Ours(skip="cond"), Ours(skip="select"), OURS_IN_TWO_CALLS)
+_CONTENDERS: tuple[Contender, ...] = (
+    BARE,
+    OURS,
+    Ours(skip="cond"),
+    Ours(skip="select"),
+    *OTHER_KINDS,
+    OURS_IN_TWO_CALLS,
+)
+_CLIPPED = clipped(BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS)
 _BYTES_GOALS = {"float32": 1.18, "float16": 1.10}
 _PACKAGES = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
 _COLUMNS = (
@@ -78,17 +86,18 @@ gpu_device_info {
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each dtype of the gradients, and one for meshes."""
+    """A table for each dtype of the gradients, with and without clipping, and one for meshes."""
     if missing := [package for package in _PACKAGES if not _is_installed(package)]:
         return [_not_measured(f"needs {' and '.join(missing)}: pip install -e '.[bench-cuda]'")]
     # Only the CPU is started. The plugin would refuse to load without the libraries that running, not compiling, needs.
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     one_device = jax.sharding.SingleDeviceSharding(_devices("1x1x1")[0])
-    parts = len(_BYTES_GOALS) + 1
+    cases = [(dtype, contenders) for contenders in (_CONTENDERS, _CLIPPED) for dtype in _BYTES_GOALS]
+    parts = len(cases) + 1
     tables = [
-        _measure(dtype, one_device, quick, progress.part(n, parts, f"{dtype} gradients"))
-        for n, dtype in enumerate(_BYTES_GOALS)
+        _measure(dtype, contenders, one_device, quick, progress.part(n, parts, f"{dtype} gradients"))
+        for n, (dtype, contenders) in enumerate(cases)
     ]
     return [*tables, _measure_on_meshes(_devices("1x1x8"), quick, progress.part(parts - 1, parts, "eight devices"))]
 
@@ -97,12 +106,18 @@ def _devices(topology: str) -> list[Any]:
     return topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology=topology).devices
 
 
-def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress: Progress) -> Table:
+def _measure(
+    dtype: str,
+    contenders: tuple[Contender, ...],
+    sharding: jax.sharding.Sharding,
+    quick: bool,
+    progress: Progress,
+) -> Table:
     shapes = trees.transformer(4_000_000 if quick else 33_000_000)
     params, grads = trees.abstract(shapes, jnp.float32), trees.abstract(shapes, dtype)
     programs = {}
-    for n, contender in enumerate(_CONTENDERS):
-        progress(n / len(_CONTENDERS), f"compiling {contender.name}")
+    for n, contender in enumerate(contenders):
+        progress(n / len(contenders), f"compiling {contender.name}")
         there = jax.tree.map(lambda leaf: sharding, params)
         programs[contender.name], _ = _compile(contender, params, grads, there, sharding)
     bare = programs[BARE.name]
@@ -120,8 +135,9 @@ def _measure(dtype: str, sharding: jax.sharding.Sharding, quick: bool, progress:
         for name, program in programs.items()
     ]
     ours = programs[OURS.name]
-    marks = _marks(dtype, ours.copies, ours.bytes / bare.bytes, quick=quick)
-    title = f"Program for an H100, not run: Adam over {trees.size(params) / 1e6:.1f} M parameters, {dtype} gradients"
+    marks = [] if contenders is _CLIPPED else _marks(dtype, ours.copies, ours.bytes / bare.bytes, quick=quick)
+    adam = "Adam after clipping by global norm" if contenders is _CLIPPED else "Adam"
+    title = f"Program for an H100, not run: {adam}, {trees.size(params) / 1e6:.1f} M parameters, {dtype} gradients"
     return Table(title, _COLUMNS, rows, marks, _NOTES, quick)
 
 

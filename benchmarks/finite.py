@@ -1,10 +1,12 @@
 """`all_finite` alone, beside a plain sum, a plain `isfinite` and jmp; and the ways in which it could be written.
 
-The second half has no mark. It is where the table in ``jax_lossscale/_measure/reading.py`` comes from.
+The second half has no mark. It is where the table in ``jax_lossscale/_measure/reading.py`` comes from, and the way in
+which ``largest.py`` beside it reads on a CPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,9 +21,12 @@ from benchmarks import trees
 from benchmarks.isolation import Progress
 from benchmarks.report import Cell, Mark, Table
 from benchmarks.timing import Timings, interleave
+from jax_lossscale._measure import finite_and_largest
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OURS, _JMP, _SUM, _PLAIN = "ours", "jmp", "jnp.sum", "isfinite(x).all()"
+_LARGEST = "ours, with the largest magnitude"
+_PARTS = 16
 _COLUMNS = (
     ("check", "{}"),
     ("median", "{:.2f} ms"),
@@ -52,6 +57,7 @@ def _checks(tree: Any, dtype: str, rounds: int, quick: bool, progress: Progress)
         _PLAIN: _over_tree(lambda x: jnp.isfinite(x).all()),
         _JMP: jmp.all_finite,
         _OURS: jls.all_finite,
+        _LARGEST: finite_and_largest,
     }
     if jax.default_backend() == "gpu":
         checks["copy (reads, and writes as much)"] = lambda tree: jax.tree.map(jnp.copy, tree)
@@ -106,6 +112,9 @@ def _candidates(dtype: np.dtype[Any]) -> dict[str, LeafCheck]:
         "(x * 0).sum() == 0": lambda x: (x * 0).sum() == 0,
         f"{word.__name__} view, mask": lambda x: (words(x) & exponent != exponent).all(),
         f"{word.__name__} view, largest without sign": lambda x: (words(x) << 1).max() < word(int(exponent) << 1),
+        f"{word.__name__} view, largest without sign, of {_PARTS} parts joined": lambda x: (
+            functools.reduce(jnp.maximum, [words(part) << 1 for part in _parts(x)]).max() < word(int(exponent) << 1)
+        ),
     }
     if dtype == jnp.float16:
         candidates["uint8 view, largest high byte without sign"] = lambda x: (
@@ -116,6 +125,13 @@ def _candidates(dtype: np.dtype[Any]) -> dict[str, LeafCheck]:
             (jax.lax.bitcast_convert_type(x, jnp.uint16)[..., 1] << 1).max() < 0b11111111_00000000
         )
     return candidates
+
+
+def _parts(x: jax.Array) -> list[jax.Array]:
+    """Of one length; the last may begin within the one before."""
+    length = -(-x.size // _PARTS)
+    starts = [min(n * length, x.size - length) for n in range(_PARTS)]
+    return [x.ravel()[start : start + length] for start in starts]
 
 
 def _over_tree(check: LeafCheck) -> Callable[[Any], jax.Array]:

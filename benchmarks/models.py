@@ -44,11 +44,14 @@ def mlp_loss(dtype: DTypeLike) -> Loss:
 
 
 def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any, Any]:
-    """Parameters of a decoder, and a batch of text: ``int32[batch, context + 1]``."""
-    keys = iter(jax.random.split(jax.random.key(0), 4 * layers + 2))
+    """Parameters of a decoder, 16 leaves a layer and 3 more, and a batch of text: ``int32[batch, context + 1]``."""
+    keys = iter(jax.random.split(jax.random.key(0), 7 * layers + 2))
 
     def kernel(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+
+    def linear(fan_in: int, fan_out: int) -> dict[str, jax.Array]:
+        return {"kernel": kernel(fan_in, fan_out), "bias": jnp.zeros(fan_out)}
 
     params = {
         "characters": kernel(_CHARACTERS, width),
@@ -57,11 +60,11 @@ def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any,
         "layers": [
             {
                 "attention_norm": jnp.ones(width),
-                "query_key_value": kernel(width, 3 * width),
-                "output": kernel(width, width),
+                **{name: linear(width, width) for name in ("query", "key", "value", "output")},
                 "feed_forward_norm": jnp.ones(width),
-                "up": kernel(width, 4 * width),
-                "down": kernel(4 * width, width),
+                "gate": linear(width, 4 * width),
+                "up": linear(width, 4 * width),
+                "down": linear(4 * width, width),
             }
             for _ in range(layers)
         ],
@@ -77,7 +80,7 @@ def transformer_loss(dtype: DTypeLike, heads: int) -> Loss:
         x = params["characters"][text[:, :-1]] + params["positions"]
         for layer in params["layers"]:
             x = x + _attention(_norm(x, layer["attention_norm"]), layer, heads)
-            x = x + jax.nn.gelu(_norm(x, layer["feed_forward_norm"]) @ layer["up"]) @ layer["down"]
+            x = x + _feed_forward(_norm(x, layer["feed_forward_norm"]), layer)
         logits = _norm(x, params["norm"]) @ params["characters"].T
         log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
         return -jnp.take_along_axis(log_probabilities, text[:, 1:, None], axis=-1).sum() / len(text)
@@ -87,10 +90,20 @@ def transformer_loss(dtype: DTypeLike, heads: int) -> Loss:
 
 def _attention(x: jax.Array, layer: Any, heads: int) -> jax.Array:
     batch, context, width = x.shape
-    query, key, value = jnp.split((x @ layer["query_key_value"]).reshape(batch, context, heads, -1), 3, axis=-1)
+    query, key, value = (
+        _linear(x, layer[name]).reshape(batch, context, heads, -1) for name in ("query", "key", "value")
+    )
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * (width / heads) ** -0.5
     weights = jax.nn.softmax(jnp.where(jnp.tri(context, dtype=bool), logits, -jnp.inf)).astype(x.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, context, width) @ layer["output"]
+    return _linear(jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, context, width), layer["output"])
+
+
+def _feed_forward(x: jax.Array, layer: Any) -> jax.Array:
+    return _linear(jax.nn.silu(_linear(x, layer["gate"])) * _linear(x, layer["up"]), layer["down"])
+
+
+def _linear(x: jax.Array, layer: Any) -> jax.Array:
+    return x @ layer["kernel"] + layer["bias"]
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

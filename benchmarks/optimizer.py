@@ -1,6 +1,7 @@
 """The optimizer's step alone: Adam over 33 M float32 parameters, state donated.
 
-What is compared is everything between the gradients and the new parameters. On a GPU the sizes are larger, the marks
+What is compared is everything between the gradients and the new parameters; once more with `optax.clip_by_global_norm`
+inside, which reads the gradients for its norm whether or not they are scaled. On a GPU the sizes are larger, the marks
 those of DESIGN for a GPU, and PyTorch's fused `GradScaler` and `Adam` stand beside, where PyTorch is installed.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks import trees
 from benchmarks.isolation import Progress
-from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours
+from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours, clipped
 from benchmarks.report import Mark, Table
 from benchmarks.timing import Repeated, Timings, interleave
 
@@ -37,80 +39,99 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class _Case:
+    """What the contenders work on."""
+
+    platform: str
+    size: int  # parameters, about
+    clips: bool
+    dtype: str  # of the gradients
+
+    @property
+    def what(self) -> str:
+        return f"{self.size / 1e6:.0f} M parameters, {self.dtype} gradients" + (", clipped" if self.clips else "")
+
+    @property
+    def contenders(self) -> tuple[Contender, ...]:
+        if self.clips:
+            return clipped(BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)
+        if self.size < _LARGE:
+            return (BARE, OURS, *_SKIPS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)
+        return (BARE, OURS, *_SKIPS, *OTHER_KINDS)
+
+
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each size and dtype of the gradients."""
+    """A table for each size and dtype of the gradients, and for the first size with clipping."""
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
-    cases = [
-        (size, dtype) for size in (_QUICK_SIZES if quick else _SIZES)[platform] for dtype in ("float32", "float16")
-    ]
-    tables = [
-        _measure(size, dtype, platform, quick, progress.part(n, len(cases), f"{size / 1e6:.0f} M, {dtype}"))
-        for n, (size, dtype) in enumerate(cases)
-    ]
+    sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
+    cases = [_Case(platform, size, False, dtype) for size in sizes for dtype in ("float32", "float16")]
+    cases += [_Case(platform, sizes[0], True, dtype) for dtype in ("float32", "float16")]
+    tables = [_measure(case, quick, progress.part(n, len(cases), case.what)) for n, case in enumerate(cases)]
     return [*tables, _elsewhere(platform)]
 
 
-def _measure(size: int, dtype: str, platform: str, quick: bool, progress: Progress) -> Table:
-    shapes = trees.transformer(size)
-    grads = trees.fill(shapes, dtype, seed=1)
+def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
+    shapes = trees.transformer(case.size)
+    grads = trees.fill(shapes, case.dtype, seed=1)
     params_bytes = 4 * trees.size(grads)
-    contenders: tuple[Contender, ...] = (BARE, OURS, *_SKIPS)
-    if size < _LARGE:
-        contenders = (*contenders, OURS_IN_TWO_CALLS, *PEERS)
 
     steps: dict[str, Callable[[], Any]] = {}
     temporaries: dict[str, int] = {}
-    for contender in contenders:
+    for contender in case.contenders:
         progress(0, f"compiling {contender.name}")
         state = jax.jit(contender.init)(trees.fill(shapes, jnp.float32))
         compiled = jax.jit(contender.apply, donate_argnums=0).lower(state, grads).compile()
         if memory := compiled.memory_analysis():
             temporaries[contender.name] = memory.temp_size_in_bytes
         steps[contender.name] = Repeated(compiled, state, grads)
-    if platform == "gpu" and size < _LARGE and dtype == "float32" and importlib.util.find_spec("torch"):
+    if _with_torch(case):
         from benchmarks import peers_torch
 
         steps |= peers_torch.steps([leaf.shape for leaf in jax.tree.leaves(grads)])
 
     timings = interleave(steps, 7 if quick else 25, progress)
-    bare = BARE.name
     rows = [
         (
             name,
             1e3 * timings.median(name),
             1e3 * timings.minimum(name),
-            timings.ratio(name, bare).median,
-            timings.ratio(name, bare).spread,
+            timings.ratio(name, BARE.name).median,
+            timings.ratio(name, BARE.name).spread,
             temporaries[name] / 1e6 if name in temporaries else None,
             temporaries[name] / params_bytes if name in temporaries else None,
         )
         for name in steps
     ]
-    what = f"{size / 1e6:.0f} M parameters, {dtype} gradients"
-    on = "GPU: " if platform == "gpu" else ""
-    ratio = timings.ratio(OURS.name, bare)
-    marks = [
-        Mark(
-            f"{on}update_and_apply over bare, {what}",
-            ratio.median,
-            _GOALS[platform][dtype],
-            quick=quick,
-            note=f"spread {ratio.spread}",
-        ),
-        Mark(
-            f"{on}temporaries over parameters, {what}",
-            temporaries[OURS.name] / params_bytes,
-            _LARGEST_SHARE,
-            quick=quick,
-        ),
-    ]
-    if size < _LARGE:
-        marks.append(_over_fastest_peer(timings, f"{on}update + apply_updates over the fastest peer, {what}", quick))
-    if platform == "gpu":
-        waits = _waits_for_device(steps[OURS.name])
-        marks.append(Mark(f"{on}host waits for the device in a step, {what}", waits, 0, exactly=True, quick=quick))
-    title = f"Adam over {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {dtype} gradients"
+    # With clipping there is no goal: what the check costs is then part of what the norm costs anyway.
+    marks = [] if case.clips else _marks(case, timings, temporaries[OURS.name] / params_bytes, quick)
+    if case.platform == "gpu" and not case.clips:
+        name = f"GPU: host waits for the device in a step, {case.what}"
+        marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True, quick=quick))
+    adam = "Adam after clipping by global norm" if case.clips else "Adam"
+    title = f"{adam}, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
     return Table(title, _COLUMNS, rows, marks, quick=quick)
+
+
+def _with_torch(case: _Case) -> bool:
+    small_and_plain = case.size < _LARGE and case.dtype == "float32" and not case.clips
+    return case.platform == "gpu" and small_and_plain and importlib.util.find_spec("torch") is not None
+
+
+def _marks(case: _Case, timings: Timings, temporaries: float, quick: bool) -> list[Mark]:
+    """Of ours, in one call: the time over bare, and temporaries as a share of the parameters; then of two calls."""
+    on = "GPU: " if case.platform == "gpu" else ""
+    goal = _GOALS[case.platform][case.dtype]
+    marks = []
+    for contender in (OURS, *OTHER_KINDS):
+        ratio = timings.ratio(contender.name, BARE.name)
+        name = f"{on}{contender.name.removeprefix('ours, ')} over bare, {case.what}"
+        marks.append(Mark(name, ratio.median, goal, quick=quick, note=f"spread {ratio.spread}"))
+    marks.append(Mark(f"{on}temporaries over parameters, {case.what}", temporaries, _LARGEST_SHARE, quick=quick))
+    if case.size < _LARGE:
+        name = f"{on}update + apply_updates over the fastest peer, {case.what}"
+        marks.append(_over_fastest_peer(timings, name, quick))
+    return marks
 
 
 def _over_fastest_peer(timings: Timings, name: str, quick: bool) -> Mark:

@@ -1,13 +1,14 @@
 """The optimizer step without loss scaling, with ours, and with each peer: Adam, on float32 master weights.
 
 All have one interface, `Contender`, and one form of state, a pair of the parameters and whatever else must be kept.
-Each is written as its own documentation tells its users to write it.
+Each is written as its own documentation tells its users to write it; `clipped` makes any of them clip before Adam.
 """
 
 # ruff: noqa: D102  (`Contender` documents the methods)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -21,9 +22,16 @@ import optax
 import jax_lossscale as jls
 
 ADAM = optax.adam(1e-4)
+_CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 # Small, so that the gradients of `models` are in the range of float16 with and without it: a CPU is slow with subnormal
 # numbers and quick to skip a step, and neither is to be measured.
 LOSS_SCALE = 2.0**8
+
+# To have another kind of loss scale in the benchmarks, add it here: it becomes a contender of each (`OTHER_KINDS`).
+_LOSS_SCALES: dict[str, Callable[[], jls.LossScale]] = {
+    "dynamic": lambda: jls.DynamicLossScale(LOSS_SCALE),
+    "auto": lambda: jls.AutoLossScale(LOSS_SCALE),
+}
 
 Tree: TypeAlias = Any
 State: TypeAlias = tuple[Tree, Any]  # parameters; the rest
@@ -31,7 +39,11 @@ Loss: TypeAlias = Callable[[Tree, Any], jax.Array]  # of parameters and a batch;
 
 
 class Contender(Protocol):
-    """One way to make an optimizer step."""
+    """One way to make an optimizer step; a frozen dataclass."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped by their global norm before Adam."""
 
     @property
     def name(self) -> str:
@@ -52,13 +64,14 @@ class Bare:
     """No loss scaling. Adam gets its gradients in float32."""
 
     name: str = "bare"
+    clips: bool = False
 
     def init(self, params: Tree) -> State:
-        return params, ADAM.init(params)
+        return params, _optimizer(self).init(params)
 
     def apply(self, state: State, grads: Tree) -> State:
         params, adam_state = state
-        updates, adam_state = ADAM.update(_to_float32(grads), adam_state, params)
+        updates, adam_state = _optimizer(self).update(_to_float32(grads), adam_state, params)
         return optax.apply_updates(params, updates), adam_state
 
     def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
@@ -72,15 +85,18 @@ class Ours:
 
     fused: bool = True
     skip: Literal["auto", "cond", "select"] = "auto"
+    loss_scale: str = "dynamic"  # a key of `_LOSS_SCALES`
+    clips: bool = False
 
     @property
     def name(self) -> str:
         call = "update_and_apply" if self.fused else "update + apply_updates"
-        return f"ours, {call}" + ("" if self.skip == "auto" else f", skip={self.skip!r}")
+        options = "" if self.skip == "auto" else f", skip={self.skip!r}"
+        return f"ours, {call}{options}" + ("" if self.loss_scale == "dynamic" else f", {self.loss_scale!r}")
 
     @property
     def _transformation(self) -> jls.LossScaledTransformation:
-        return jls.loss_scaled(ADAM, jls.DynamicLossScale(LOSS_SCALE), skip=self.skip)
+        return jls.loss_scaled(_optimizer(self), _LOSS_SCALES[self.loss_scale](), skip=self.skip)
 
     def init(self, params: Tree) -> State:
         return params, self._transformation.init(params)
@@ -108,9 +124,10 @@ class Jmp:
     """
 
     name: str = "jmp"
+    clips: bool = False
 
     def init(self, params: Tree) -> State:
-        return params, (ADAM.init(params), (jnp.float32(LOSS_SCALE), jnp.int32(0)))
+        return params, (_optimizer(self).init(params), (jnp.float32(LOSS_SCALE), jnp.int32(0)))
 
     def apply(self, state: State, grads: Tree) -> State:
         params, (adam_state, arrays) = state
@@ -118,7 +135,7 @@ class Jmp:
         grads = loss_scale.unscale(grads)
         grads_finite = jmp.all_finite(grads)
         loss_scale = loss_scale.adjust(grads_finite)
-        updates, new_adam_state = ADAM.update(grads, adam_state, params)
+        updates, new_adam_state = _optimizer(self).update(grads, adam_state, params)
         new_params = optax.apply_updates(params, updates)
         params, adam_state = jmp.select_tree(grads_finite, (new_params, new_adam_state), (params, adam_state))
         return params, (adam_state, (loss_scale.loss_scale, loss_scale.counter))
@@ -139,10 +156,11 @@ class Flax:
     """
 
     name: str = "flax"
+    clips: bool = False
 
     def init(self, params: Tree) -> State:
         dynamic_scale = flax.training.dynamic_scale.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE))
-        return params, (ADAM.init(params), dynamic_scale)
+        return params, (_optimizer(self).init(params), dynamic_scale)
 
     def apply(self, state: State, grads: Tree) -> State:
         def linear(params: Tree, grads: Tree) -> jax.Array:
@@ -153,7 +171,7 @@ class Flax:
     def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
         params, (adam_state, dynamic_scale) = state
         result = dynamic_scale.value_and_grad(loss)(params, batch)
-        updates, new_adam_state = ADAM.update(result.grad, adam_state, params)
+        updates, new_adam_state = _optimizer(self).update(result.grad, adam_state, params)
         new_params = optax.apply_updates(params, updates)
         params, adam_state = jax.tree.map(
             lambda new, old: jnp.where(result.finite, new, old), (new_params, new_adam_state), (params, adam_state)
@@ -166,10 +184,11 @@ class ApplyIfFinite:
     """``optax.apply_if_finite`` around Adam, with a loss scale by hand, which it cannot adjust."""
 
     name: str = "apply_if_finite"
+    clips: bool = False
 
     @property
     def _transformation(self) -> optax.GradientTransformation:
-        return optax.apply_if_finite(ADAM, max_consecutive_errors=10)
+        return optax.apply_if_finite(_optimizer(self), max_consecutive_errors=10)
 
     def init(self, params: Tree) -> State:
         return params, self._transformation.init(params)
@@ -188,7 +207,17 @@ class ApplyIfFinite:
 BARE = Bare()
 OURS = Ours()
 OURS_IN_TWO_CALLS = Ours(fused=False)
+OTHER_KINDS: tuple[Contender, ...] = tuple(Ours(loss_scale=kind) for kind in _LOSS_SCALES if kind != "dynamic")
 PEERS: tuple[Contender, ...] = (Jmp(), Flax(), ApplyIfFinite())
+
+
+def clipped(*contenders: Contender) -> tuple[Contender, ...]:
+    """The same, with clipping by the global norm of the true gradients before Adam."""
+    return tuple(dataclasses.replace(contender, clips=True) for contender in contenders)  # type: ignore[type-var]
+
+
+def _optimizer(contender: Contender) -> optax.GradientTransformation:
+    return _CLIPPED_ADAM if contender.clips else ADAM
 
 
 def _to_float32(grads: Tree) -> Tree:

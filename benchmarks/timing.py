@@ -3,12 +3,17 @@
 A machine is never quiet, and its noise comes in spells longer than a step. So all contenders take their turn in every
 round, and what is compared is the ratio within a round, where the spell falls on both. Its median over the rounds is
 reported, and the quartiles as its spread.
+
+What ran just before matters, too: a step with large temporaries leaves caches that hold nothing of the next one. So the
+order is drawn anew in every round, and each contender makes one untimed step right before those that are timed: what it
+finds is then what it left itself, as in a training loop.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -75,13 +80,16 @@ class Repeated:
         return self.state
 
 
-def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int, progress: Progress) -> Timings:
-    """Time the contenders in turns.
+def interleave(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, progress: Progress, *, seed: int = 0
+) -> Timings:
+    """Time the contenders in turns, in an order of its own in every round, each right after an untimed step.
 
     Args:
       contenders: by name; each call does one step and returns what has to be waited for.
       rounds: how many times each is timed.
       progress: told about every round.
+      seed: of the orders.
     """
     progress(0, "warming up")
     repeats = {}
@@ -91,13 +99,15 @@ def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int, progres
         repeats[name] = max(1, math.ceil(shortest / min(_seconds(step, 1), _seconds(step, 1))))
 
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    order = list(contenders)
+    generator = random.Random(seed)
     gc.collect()
     gc.disable()
     try:
         for n in range(rounds):
-            first = n % len(names)  # so that none always follows the same one
-            for name in names[first:] + names[:first]:
+            generator.shuffle(order)
+            for name in order:
+                _seconds(contenders[name], 1)  # untimed: the caches are then its own, not its predecessor's
                 seconds[name].append(_seconds(contenders[name], repeats[name]))
             progress((n + 1) / rounds, f"round {n + 1} of {rounds}")
     finally:

@@ -16,6 +16,7 @@ from jax_lossscale.demo import job
 
 FOLDER = Path(__file__).parent
 STEPS = 300
+DOTS_PER_INCH = 150
 
 
 def trained_params(patches: jax.Array) -> job.Params:
@@ -31,6 +32,17 @@ def trained_params(patches: jax.Array) -> job.Params:
     return jax.jit(lambda carry: jax.lax.scan(step, carry, length=STEPS)[0])((params, optimizer.init(params)))[0]
 
 
+def history(result: job.Result) -> dict[str, np.ndarray]:
+    """What `plot_run` draws: of each step its loss, and how the loss scale stood after it."""
+    trace = result.trace
+    return {
+        "loss": trace.loss,
+        "loss_scale": np.append(trace.loss_scale[1:], result.final_loss_scale),  # the next step uses what this one left
+        "skipped": np.diff(trace.skipped_steps, prepend=0) > 0,
+        "underflow": trace.zero_fraction,
+    }
+
+
 def main() -> None:
     """Train, and draw."""
     patches = job.load_patches()
@@ -39,22 +51,16 @@ def main() -> None:
         grads = jax.grad(job.loss_fn)(trained_params(patches), patches, jnp.float32)
         progress.advance(task, STEPS)
         dtype, loss_scale = job.arms()["float16_dynamic"]
-        trace = job.train(
+        result = job.train(
             patches, dtype, loss_scale, steps=STEPS, seed=0, advance=lambda steps: progress.advance(task, steps)
-        ).trace
+        )
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     suggestion = jls.diagnostics.suggest_loss_scale(grads)
     jls.plotting.plot_exponents(grads, suggestion.loss_scale, ax=figure.subplots())
-    figure.savefig(FOLDER / "exponents.png", dpi=130)
+    figure.savefig(FOLDER / "exponents.png", dpi=DOTS_PER_INCH)
 
-    history = {
-        "loss": trace.loss,
-        "loss_scale": trace.loss_scale,
-        "skipped": np.diff(trace.skipped_steps, prepend=0) > 0,
-        "underflow": trace.zero_fraction,
-    }
-    jls.plotting.plot_run(history)[0].figure.savefig(FOLDER / "run.png", dpi=110)
+    jls.plotting.plot_run(history(result))[0].figure.savefig(FOLDER / "run.png", dpi=DOTS_PER_INCH)
 
 
 if __name__ == "__main__":

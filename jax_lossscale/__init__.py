@@ -1,8 +1,16 @@
 """Loss scaling for float16 training in JAX and optax."""
 
 from jax_lossscale import diagnostics, plotting
-from jax_lossscale._gradients import AccumulatedGradients, accumulate_gradients, scaled_grad, value_and_scaled_grad
+from jax_lossscale._gradients import (
+    AccumulatedGradients,
+    accumulate_gradients,
+    scale_gradient,
+    scaled_grad,
+    unscale_gradient,
+    value_and_scaled_grad,
+)
 from jax_lossscale._loss_scale import (
+    AutoLossScale,
     DynamicLossScale,
     FixedLossScale,
     LossScale,
@@ -26,6 +34,7 @@ from jax_lossscale._version import __version__
 
 __all__ = [
     "AccumulatedGradients",
+    "AutoLossScale",
     "BadStep",
     "DynamicLossScale",
     "FixedLossScale",
@@ -45,8 +54,10 @@ __all__ = [
     "metrics",
     "plotting",
     "raise_if_stuck",
+    "scale_gradient",
     "scaled_grad",
     "select_tree",
     "serialize",
+    "unscale_gradient",
     "value_and_scaled_grad",
 ]

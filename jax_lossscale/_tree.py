@@ -244,8 +244,10 @@ def _reciprocal(scale: ArrayLike, dtype: jnp.dtype) -> tuple[jax.Array, jax.Arra
     XLA makes the division by a scalar a product with its reciprocal, and flushes that to zero where it is subnormal:
     above 2**126. Of two factors each is a normal number.
     """
-    # Without the barrier the compiler would fold the two factors of a scale that it knows into that reciprocal.
-    divisor = jax.lax.optimization_barrier(jnp.asarray(scale, dtype))
+    # A loss scale is a constant, here as where gradients are scaled: so gradients that were scaled and unscaled have
+    # true derivatives. Without the barrier the compiler would fold the two factors of a scale that it knows into that
+    # reciprocal.
+    divisor = jax.lax.optimization_barrier(jax.lax.stop_gradient(jnp.asarray(scale, dtype)))
     is_large = divisor > _LARGE_SCALE
     one, large = jnp.ones_like(divisor), jnp.full_like(divisor, _LARGE_SCALE)
     first = jax.lax.select(is_large, 1 / large, one)

@@ -147,8 +147,8 @@ print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state))
 # The public names.
 
 CONTRACT = {
-    "LossScale FixedLossScale NoOpLossScale DynamicLossScale get serialize loss_scale_for",
-    "value_and_scaled_grad scaled_grad accumulate_gradients AccumulatedGradients",
+    "LossScale FixedLossScale NoOpLossScale DynamicLossScale AutoLossScale get serialize loss_scale_for",
+    "value_and_scaled_grad scaled_grad scale_gradient unscale_gradient accumulate_gradients AccumulatedGradients",
     "loss_scaled LossScaledState LossScaledTransformation BadStep get_loss_scale metrics raise_if_stuck",
     "all_finite select_tree cast_floating",
     "__version__",
@@ -173,6 +173,12 @@ def public_modules():
     for info in pkgutil.walk_packages([str(PACKAGE)], "jax_lossscale."):
         if not any(part.startswith("_") for part in info.name.split(".")[1:]):
             yield info.name
+
+
+@pytest.mark.parametrize("path", sorted(MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_error_tells_to_install_this_package_by_name(path):
+    """It is on no index: an extra can be installed from a checkout only."""
+    assert re.findall(r"pip install [^`\n]*jax_lossscale", path.read_text()) == []
 
 
 def import_or_skip(name):

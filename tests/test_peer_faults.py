@@ -106,17 +106,19 @@ def test_06_the_first_step_with_a_float16_loss_is_not_skipped__flax():
     assert (params, state.skipped_steps) == (0.5, 0)
 
 
-def test_07_the_true_loss_is_returned_on_an_overflow_step__flax_and_mpx():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_07_the_true_loss_is_returned_on_an_overflow_step__flax_makes_nan_of_a_float16_one(dtype):
     def loss_fn(params):
-        return jnp.sum(params.astype(jnp.float16) * 100).astype(jnp.float32)
+        return jnp.sum(params.astype(jnp.float16) * 100).astype(dtype)
 
-    value, grads = jls.value_and_scaled_grad(loss_fn, jls.DynamicLossScale())(jnp.ones(2))
+    loss_scale = jls.DynamicLossScale(max_loss_scale=2.0**15)  # more, float16 cannot carry
+    value, grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(jnp.ones(2))
     assert not jls.all_finite(grads)
     assert value == 200.0
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_08_one_shard_overflows_and_all_skip_with_one_scale__flax_and_apply_if_finite(check_vma):
+def test_08_one_shard_overflows_and_all_skip_with_one_scale__jmp_and_apply_if_finite(check_vma):
     tx = jls.loss_scaled(optax.adam(0.1), axis_name="shard")
     params = jnp.arange(8.0)
     state = tx.init(params)

@@ -1,7 +1,13 @@
 """The README's snippets run, top to bottom, in one namespace, as a reader would try them."""
 
+import json
 import re
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -32,6 +38,45 @@ def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
         assert block.startswith("python3 -m venv .venv && . .venv/bin/activate\n")
     assert main_job.splitlines()[-1].startswith("python -m jax_lossscale")
     assert tests.splitlines()[-1].startswith("python -m pytest")
+
+
+def test_the_notebook_recommends_the_loss_scales_of_the_table():
+    notebook = json.loads((ROOT / "notebooks" / "scaling.ipynb").read_text())
+    (to_copy,) = ["".join(c["source"]) for c in notebook["cells"] if "## To copy" in "".join(c["source"])]
+    recommended = dict(
+        re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.(Dynamic.*)\n```", to_copy)
+    )
+    assert len(recommended) == 4
+    table = dict(re.findall(r"^\| float16 \| ([^|]*) \| `([^`]*)`", README, re.MULTILINE))
+    assert set(recommended.values()) <= set(table.values())
+    assert table["do not know the size of your gradients"] == recommended["You do not know your gradients"]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_hysteresis_with_refill_costs_and_wins_what_the_table_says(seed):
+    noise = np.random.default_rng(0).normal(size=100_000)
+    random = np.random.default_rng(seed)
+    when, log2_size = random.random(noise.size), random.uniform(4, 8, noise.size)
+
+    def outcome(rate, **options):
+        """Skipped steps in percent, and how many powers of two of the range are not used, as in the notebook."""
+        largest = 2.0 ** (-8 + 0.5 * noise + np.where(when < 1 / rate, log2_size, 0))
+        run = jls.diagnostics.simulate(jls.DynamicLossScale(2.0**24, **options), largest=largest)
+        applied = np.asarray(run.should_apply)
+        unused = np.log2(65504 / (largest * np.asarray(run.loss_scale, np.float64)))
+        return 100 * (1 - applied.mean()), unused[applied].mean()
+
+    for rate, least, most, wins_more_than, wins_less_than in [
+        (200, 0.2, 0.75, 4, 6),
+        (500, 0.2, 0.75, 4, 6),
+        (1_000, 0.2, 0.75, 4, 6),
+        (5_000, 1.0, 1.15, 1, 2),
+    ]:
+        plain, plain_unused = outcome(rate)
+        skipped, unused = outcome(rate, hysteresis=2, hysteresis_refill="finite")
+        assert 0.035 < plain < 0.05
+        assert least < skipped < most
+        assert wins_more_than < plain_unused - unused < wins_less_than
 
 
 def test_links_and_pictures_exist():

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._gradients.scaled import as_loss_scale, value_and_scaled_grad
+from jax_lossscale._gradients.eager import call_compiled
+from jax_lossscale._gradients.microbatches import (
+    Argnums,
+    as_argnums,
+    as_tuple,
+    check_argnums,
+    left_whole,
+    split,
+)
+from jax_lossscale._gradients.scaled import value_and_scaled_grad
+from jax_lossscale._gradients.warn import warn_user
+from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import positive_integer
+from jax_lossscale._loss_scale.registry import as_loss_scale
 from jax_lossscale._measure import AxisName, agree, all_finite, vary
 
 
@@ -44,6 +57,7 @@ def accumulate_gradients(
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = 1,
     has_aux: bool = False,
+    allow_int: bool = False,
     drop: Literal["window", "microbatch"] = "window",
     axis_name: AxisName = None,
 ) -> Callable[..., AccumulatedGradients]:
@@ -68,7 +82,8 @@ def accumulate_gradients(
 
       Where all are bad the gradients are NaN, and the window is skipped, if the loss scale skips such steps.
 
-    Call it under `jax.jit`, or ``fun`` is traced at every call.
+    Called outside `jax.jit` it is compiled all the same, once for each ``fun``: this must be pure, and the same object
+    in every call. (A ``fun`` that cannot be hashed is traced and compiled at every call.)
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
@@ -80,6 +95,7 @@ def accumulate_gradients(
         the examples. All other arguments go to every micro-batch whole; random keys too, so pass a key for each example
         if they must differ.
       has_aux: as in `jax.value_and_grad`.
+      allow_int: likewise.
       drop: what a bad micro-batch costs: the ``"window"``, or that ``"microbatch"`` alone.
       axis_name: inside `jax.shard_map` or `jax.pmap`, with ``drop="microbatch"``, the names over which it is agreed
         which micro-batches are kept. Sum the gradients over devices afterwards, as usual.
@@ -89,8 +105,14 @@ def accumulate_gradients(
 
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
-        integer of at least 1, or ``drop`` not one of the two. When called: if the batch is not there, cannot be divided
-        evenly, or is itself differentiated.
+        integer of at least 1, ``drop`` not one of the two, or ``argnums`` or ``batch_argnums`` no integers. When
+        called: if the batch is not there, cannot be divided evenly, or is itself differentiated; if ``fun`` fails where
+        an argument as long as the batch stays whole.
+
+    Warns:
+      UserWarning: as `value_and_scaled_grad` (the value of a `FixedLossScale` is always traced here; that of a number
+        is not); and at trace time, if micro-batches are of one example, which broadcasts with everything, while an
+        argument as long as the batch stays whole.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -105,58 +127,134 @@ def accumulate_gradients(
       In torch's ``GradScaler`` one micro-batch that overflows costs the window. `optax.MultiSteps` with
       `optax.skip_not_finite` drops a micro-batch, and waits for another in its place.
     """
-    loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
+    found = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
+    # A Python number goes on as one: while tracing it is known then whether a narrow loss could carry it.
+    number_or_found = loss_scale if isinstance(loss_scale, (int, float)) else found
     num_microbatches = positive_integer(
         num_microbatches, "accumulate_gradients(num_microbatches=...)", "With 1 the batch stays whole."
     )
     if drop not in ("window", "microbatch"):
         raise ValueError(f"`accumulate_gradients(drop=...)` must be 'window' or 'microbatch', got {drop!r}.")
-    value_and_grads = value_and_scaled_grad(fun, loss_scale, argnums, has_aux)
-    batch_argnums, differentiated = _as_tuple(batch_argnums), _as_tuple(argnums)
+    window = _Window(
+        fun,
+        num_microbatches,
+        as_argnums(argnums, "accumulate_gradients(argnums=...)"),
+        as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"),
+        has_aux,
+        allow_int,
+        drop,
+        axis_name,
+    )
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
-        microbatches = _split(args, batch_argnums, num_microbatches)
-        if {argnum % len(args) for argnum in batch_argnums} & {argnum % len(args) for argnum in differentiated}:
-            raise ValueError(
-                f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` have arguments in common. "
-                "The gradients of a batch that is split cannot be added up: use `value_and_scaled_grad`."
-            )
+        check_argnums(window.argnums, window.batch_argnums, len(args))
+        return call_compiled(window, fun, number_or_found, args, kwargs)
 
-        def gradients_of(microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
+    return accumulate
+
+
+class _Sums(NamedTuple):
+    value: jax.Array
+    grads: chex.ArrayTree  # inexact leaves only
+    num_values: jax.Array
+    num_kept: jax.Array
+    num_overflowed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """What `accumulate_gradients` is told before it sees an array: the key to its compiled program."""
+
+    fun: Callable[..., Any]
+    num_microbatches: int
+    argnums: Argnums
+    batch_argnums: Argnums
+    has_aux: bool
+    allow_int: bool
+    drop: Literal["window", "microbatch"]
+    axis_name: AxisName
+
+    def __call__(
+        self, number_or_loss_scale: float | LossScale, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AccumulatedGradients:
+        loss_scale = as_loss_scale(number_or_loss_scale, "accumulate_gradients(loss_scale=...)")
+        microbatches = split(args, self.batch_argnums, self.num_microbatches)
+        value_and_grads = value_and_scaled_grad(
+            self.fun, loss_scale, self.argnums, self.has_aux, allow_int=self.allow_int
+        )
+
+        def summands_of(microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
             arguments = list(args)
-            for argnum, argument in zip(batch_argnums, microbatch, strict=True):
+            for argnum, argument in zip(as_tuple(self.batch_argnums), microbatch, strict=True):
                 arguments[argnum] = argument
             result, scaled_grads = value_and_grads(*arguments, **kwargs)
-            value, aux = result if has_aux else (result, None)
+            value, aux = result if self.has_aux else (result, None)
             # No loss scale unscales nothing, and leaves the dtype, too.
-            value, grads = _tree.widen((value, loss_scale.unscale(scaled_grads)))
-            if drop == "window":
-                return _Sums(value, grads, jnp.int32(1), jnp.int32(1), jnp.int32(0)), (jnp.array(True), aux)
-            finite = agree(jnp.stack([all_finite(grads), all_finite(value)]), axis_name)
-            keep = finite.all()
-            overflowed = finite[1] & ~finite[0]
-            counts = (flag.astype(jnp.int32) for flag in (finite[1], keep, overflowed))
-            return _Sums(_zero_unless(finite[1], value), _zero_unless(keep, grads), *counts), (keep, aux)
+            value, grads = _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads))))
+            sums, keep = self._judge(value, grads)
+            return sums, (keep, aux)
 
         def add(sums: _Sums, microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
-            summands, kept_and_aux = gradients_of(microbatch)
+            summands, kept_and_aux = summands_of(microbatch)
             return jax.tree.map(jnp.add, sums, summands), kept_and_aux
 
-        first = jax.tree.map(lambda leaf: leaf[0], microbatches)
-        nothing = jax.tree.map(_zeros, jax.eval_shape(gradients_of, first)[0])
-        sums, (kept, aux) = jax.lax.scan(add, nothing, microbatches)
+        summands = self._shapes(summands_of, args, kwargs, microbatches)
+        sums, (kept, aux) = jax.lax.scan(add, jax.tree.map(_zeros, summands), microbatches)
 
-        grads = jax.tree.map(lambda leaf: leaf / sums.num_kept, sums.grads)
-        parts_finite = all_finite(grads, axis_name=axis_name) if drop == "window" else sums.num_overflowed == 0
+        grads = jax.tree.map(lambda leaf: _divide(leaf, sums.num_kept), sums.grads)
+        in_all = all_finite(grads, axis_name=self.axis_name) if self.drop == "window" else sums.num_overflowed == 0
         return AccumulatedGradients(
-            value=sums.value / sums.num_values,
-            grads=loss_scale.scale(grads),
-            parts_finite=parts_finite,
+            value=_divide(sums.value, sums.num_values),
+            grads=self._with_float0(loss_scale.scale(grads), args),
+            parts_finite=in_all,
             kept=kept,
             aux=aux,
         )
 
-    return accumulate
+    def _judge(self, value: jax.Array, grads: chex.ArrayTree) -> tuple[_Sums, jax.Array]:
+        """What a micro-batch adds to the sums, and whether it is kept: ``bool[]``."""
+        if self.drop == "window":
+            return _Sums(value, grads, jnp.int32(1), jnp.int32(1), jnp.int32(0)), jnp.array(True)
+        finite = agree(jnp.stack([all_finite(grads), all_finite(value)]), self.axis_name)
+        keep = finite.all()
+        overflowed = finite[1] & ~finite[0]
+        counts = (flag.astype(jnp.int32) for flag in (finite[1], keep, overflowed))
+        return _Sums(_zero_unless(finite[1], value), _zero_unless(keep, grads), *counts), keep
+
+    def _shapes(
+        self,
+        summands_of: Callable[[tuple[Any, ...]], tuple[_Sums, Any]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        microbatches: tuple[Any, ...],
+    ) -> _Sums:
+        """The types of the sums; the first time that the user's function is traced."""
+        doubt = left_whole(args, kwargs, self.argnums, self.batch_argnums, microbatches)
+        first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+        if doubt is not None and jnp.shape(jax.tree.leaves(first)[0])[0] == 1:
+            warn_user(f"{doubt} A micro-batch of one example broadcasts with it, without an error.")
+        try:
+            return jax.eval_shape(summands_of, first)[0]
+        except (TypeError, ValueError) as error:
+            if doubt is None:
+                raise
+            raise ValueError(f"{doubt} The function failed: {error}") from error
+
+    def _with_float0(self, grads: chex.ArrayTree, args: tuple[Any, ...]) -> chex.ArrayTree:
+        """The gradients, with those of integers, of which there is no sum, back in their places."""
+        if not self.allow_int:
+            return grads
+        is_tuple = isinstance(self.argnums, tuple)
+        differentiated = tuple(args[argnum] for argnum in as_tuple(self.argnums))
+        return jax.tree.map(
+            lambda leaf, grad: np.zeros(jnp.shape(leaf), jax.dtypes.float0) if grad is None else grad,
+            differentiated if is_tuple else differentiated[0],
+            grads,
+        )
+
+
+def _divide(leaf: jax.Array, number: jax.Array) -> jax.Array:
+    return leaf / number.astype(leaf.dtype)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -168,43 +266,3 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _zero_unless(flag: jax.Array, tree: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.map(lambda leaf: jnp.where(flag, leaf, jnp.zeros_like(leaf)), tree)
-
-
-class _Sums(NamedTuple):
-    value: jax.Array
-    grads: chex.ArrayTree
-    num_values: jax.Array
-    num_kept: jax.Array
-    num_overflowed: jax.Array
-
-
-def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else (operator.index(argnums),)
-
-
-def _split(args: tuple[Any, ...], batch_argnums: tuple[int, ...], num_microbatches: int) -> tuple[Any, ...]:
-    """The batch, each leaf with a new first axis: that of the micro-batches."""
-    if not all(-len(args) <= argnum < len(args) for argnum in batch_argnums):
-        raise ValueError(
-            f"`accumulate_gradients(batch_argnums={batch_argnums})` names arguments that were not given: the function "
-            f"was called with {len(args)} positional arguments. Pass the batch by position."
-        )
-    batch = tuple(args[argnum] for argnum in batch_argnums)
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if len(sizes) != 1 or () in sizes:
-        raise ValueError(
-            "`accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, "
-            f"got {jax.tree.map(jnp.shape, batch)}. Choose the batch among the arguments with `batch_argnums`."
-        )
-    ((size,),) = sizes
-    if size % num_microbatches or size == 0:
-        raise ValueError(
-            f"`accumulate_gradients(num_microbatches={num_microbatches})` must divide the {size} examples of the batch "
-            "evenly. Drop the last few, or draw as many more."
-        )
-
-    def split(leaf: Any) -> jax.Array:
-        by_example = jnp.reshape(leaf, (size // num_microbatches, num_microbatches, *jnp.shape(leaf)[1:]))
-        return jnp.swapaxes(by_example, 0, 1)
-
-    return jax.tree.map(split, batch)

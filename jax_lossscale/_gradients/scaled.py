@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
-import numbers
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale, get_loss_scale
-from jax_lossscale._loss_scale.registry import is_number
+from jax_lossscale._gradients.cotangent import seed_gradient
+from jax_lossscale._gradients.warn import warn_if_narrow
+from jax_lossscale._loss_scale import NoOpLossScale
+from jax_lossscale._loss_scale.registry import as_loss_scale
 
 
 def value_and_scaled_grad(
@@ -72,16 +68,17 @@ def value_and_scaled_grad(
     }
     if isinstance(loss_scale, NoOpLossScale):
         return jax.value_and_grad(fun, **options)
-    warn_once = _warner(loss_scale)
+    warned = False
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warned
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             return result  # jax.grad refuses it in its own words
         value, aux = result if has_aux else (result, None)
-        warn_once(value)
-        value = _with_cotangent_times(value, jnp.asarray(loss_scale(), jnp.float32))
+        warned = warned or warn_if_narrow(value, loss_scale)
+        value = seed_gradient(value, loss_scale)
         return (value, aux) if has_aux else value
 
     return jax.value_and_grad(seeded, **options)
@@ -124,69 +121,3 @@ def scaled_grad(
         return (grads, value[1]) if has_aux else grads
 
     return grads_only
-
-
-def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
-    """A loss scale, or the one that an optimizer state holds; ``name`` names the argument in the error."""
-    if isinstance(loss_scale, LossScale):
-        return loss_scale
-    if is_number(loss_scale):
-        return FixedLossScale(loss_scale)
-    if loss_scale is None or isinstance(loss_scale, (str, bool, numbers.Number, np.ndarray, np.generic, jax.Array)):
-        raise ValueError(
-            f"`{name}` must be a `LossScale`, a real scalar, or an optimizer state that holds a loss scale, got "
-            f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
-            "`jls.get`, and carry it along."
-        )
-    return get_loss_scale(loss_scale)
-
-
-@jax.custom_vjp
-def _with_cotangent_times(value: Any, factor: jax.Array) -> Any:
-    """``value``, whose cotangent is multiplied by ``factor`` on its way back."""
-    del factor
-    return value
-
-
-def _forward(value: Any, factor: jax.Array) -> tuple[Any, jax.Array]:
-    return value, factor
-
-
-def _backward(factor: jax.Array, cotangent: Any) -> tuple[Any, None]:
-    def seed(leaf: Any) -> Any:
-        if leaf.dtype == jax.dtypes.float0:  # an integer value; jax.grad refuses it in its own words
-            return leaf
-        return (leaf * factor.astype(jnp.finfo(leaf.dtype).dtype)).astype(leaf.dtype)
-
-    return jax.tree.map(seed, cotangent), None
-
-
-_with_cotangent_times.defvjp(_forward, _backward)
-
-
-def _warner(loss_scale: LossScale) -> Callable[[chex.ArrayTree], None]:
-    """A function that warns, the first time only, if a value cannot carry the scale that could be reached."""
-    warned = False
-
-    def warn_once(value: Any) -> None:
-        nonlocal warned
-        dtype = jnp.result_type(value) if isinstance(value, jax.Array) else None
-        if warned or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            return
-        largest = float(jnp.finfo(dtype).max)
-        largest_power = 2.0 ** (math.frexp(largest)[1] - 1)
-        bound = loss_scale.upper_bound
-        if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
-            return
-        if bound is not None and np.all(np.asarray(bound) <= largest_power):
-            return
-        warned = True
-        warnings.warn(
-            f"The loss is {dtype.name}, which cannot carry a loss scale above {largest_power:.0f} into the backward "
-            "pass: every gradient would overflow. Return the loss in float32 (take its last mean there), or give the "
-            f"loss scale `max_loss_scale={largest_power}`.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-    return warn_once

@@ -50,6 +50,30 @@ def positive_normal_number(value: Any, name: str) -> float:
     return number
 
 
+def bounded_scale(initial: Any, floor: Any, ceiling: Any, kind: str) -> dict[str, Any]:
+    """``initial_loss_scale``, ``min_loss_scale`` and ``max_loss_scale`` of a kind, by name, as Python floats.
+
+    Raises:
+      ValueError: if one is not a finite number, the floor is not positive, or the first is not between the others.
+    """
+    given = initial
+    initial = finite_number(initial, f"{kind}(initial_loss_scale=...)")
+    floor = positive_normal_number(floor, f"{kind}(min_loss_scale=...)")
+    if ceiling is not None:
+        ceiling = finite_number(ceiling, f"{kind}(max_loss_scale=...)")
+    if initial < floor:
+        raise ValueError(
+            f"`{kind}(initial_loss_scale=...)` must not be below `min_loss_scale` = {floor!r}, got {given!r}. Lower "
+            "`min_loss_scale`."
+        )
+    if ceiling is not None and initial > ceiling:
+        raise ValueError(
+            f"`{kind}(initial_loss_scale=...)` must not be above `max_loss_scale` = {ceiling!r}, got {given!r}. Start "
+            "lower, or raise `max_loss_scale`."
+        )
+    return {"initial_loss_scale": initial, "min_loss_scale": floor, "max_loss_scale": ceiling}
+
+
 def positive_integer(value: Any, name: str, cure: str) -> int:
     """``value`` as an int from 1 to the largest int32, which is what the counters hold; 2.0 is welcome, 2.5 is not."""
     integer = _integer(value, name)
@@ -77,6 +101,13 @@ def scale_leaf(value: Any, name: str) -> ArrayLike:
             positive_normal_number(member, name)
         return value.astype(np.float32)
     return np.float32(positive_normal_number(value, name))
+
+
+def real_leaf(value: Any, name: str) -> ArrayLike:
+    """``value`` as a leaf that holds any finite number: ``float32[]``, or a batch of them."""
+    if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
+        return value.astype(np.float32)
+    return np.float32(finite_number(value, name))
 
 
 def count_leaf(value: Any, name: str) -> ArrayLike:

@@ -12,10 +12,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale._loss_scale._arguments import (
+    bounded_scale,
     count_leaf,
     finite_number,
     positive_integer,
-    positive_normal_number,
     scale_leaf,
 )
 from jax_lossscale._loss_scale.base import (
@@ -171,7 +171,7 @@ class DynamicLossScale(LossScale):
         def name(argument: str) -> str:
             return f"DynamicLossScale({argument}=...)"
 
-        initial = finite_number(self.initial_loss_scale, name("initial_loss_scale"))
+        bounds = bounded_scale(self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale, "DynamicLossScale")
         multiplier = finite_number(self.multiplier, name("multiplier"))
         if not np.float32(multiplier) > 1:
             raise ValueError(
@@ -186,26 +186,12 @@ class DynamicLossScale(LossScale):
                     f"`{name('backoff_factor')}` must be between 0 and 1, both excluded, got "
                     f"{self.backoff_factor!r}. For `1 / multiplier`, use None."
                 )
-        floor = positive_normal_number(self.min_loss_scale, name("min_loss_scale"))
-        ceiling = self.max_loss_scale
-        if ceiling is not None:
-            ceiling = finite_number(ceiling, name("max_loss_scale"))
-        if initial < floor:
-            raise ValueError(
-                f"`{name('initial_loss_scale')}` must not be below `min_loss_scale` = {floor!r}, got "
-                f"{self.initial_loss_scale!r}. Lower `min_loss_scale`."
-            )
-        if ceiling is not None and initial > ceiling:
-            raise ValueError(
-                f"`{name('initial_loss_scale')}` must not be above `max_loss_scale` = {ceiling!r}, got "
-                f"{self.initial_loss_scale!r}. Start lower, or raise `max_loss_scale`."
-            )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(
                 f"`{name('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
             )
         return {
-            "initial_loss_scale": initial,
+            **bounds,
             "increment_period": positive_integer(
                 self.increment_period,
                 name("increment_period"),
@@ -213,8 +199,6 @@ class DynamicLossScale(LossScale):
             ),
             "multiplier": multiplier,
             "backoff_factor": backoff,
-            "min_loss_scale": floor,
-            "max_loss_scale": ceiling,
             "hysteresis": positive_integer(
                 self.hysteresis,
                 name("hysteresis"),

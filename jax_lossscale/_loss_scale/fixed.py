@@ -89,9 +89,14 @@ class FixedLossScale(LossScale):
 class NoOpLossScale(LossScale):
     """No loss scale, behind the same interface: for float32 and bfloat16.
 
-    The compiled program is that of the step without this library: nothing is multiplied, nothing is checked, nothing
-    is skipped, and there are no leaves. `scale` and `unscale` return what they are given, also in bfloat16. To have
-    float32 gradients checked and bad steps skipped, use ``FixedLossScale(1, skip_nonfinite=True)``.
+    Nothing is multiplied, nothing is checked, nothing is skipped, and there are no leaves. `scale` and `unscale` return
+    what they are given, also in bfloat16. To have float32 gradients checked and bad steps skipped, use
+    ``FixedLossScale(1, skip_nonfinite=True)``.
+
+    The state of `loss_scaled` still counts its steps, and keeps its other counters and its flag. So the compiled step
+    is that of the inner chain and a few operations on scalars (``python -m benchmarks noop`` compares the two). That is
+    the same computation, but XLA may fuse a larger program in another way, which may round in another way: a long run
+    need not stay on the trajectory of the chain alone to the last bit.
 
     Float16 is not what this is for. `loss_scaled` still shows it to the inner chain in float32, lest Adam make a NaN of
     it.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
@@ -22,8 +23,8 @@ from jax_lossscale._tree import checked_dtype
 _OWN_KINDS = (FixedLossScale, NoOpLossScale, DynamicLossScale)
 
 _ACCEPTED = (
-    "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), None (`NoOpLossScale`), a `LossScale`, or the "
-    "dictionary that `serialize` returns"
+    "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), 'auto' (`AutoLossScale()`), None "
+    "(`NoOpLossScale`), a `LossScale`, or the dictionary that `serialize` returns"
 )
 
 
@@ -31,9 +32,10 @@ def get(identifier: Any) -> LossScale:
     """Make a loss scale from an identifier.
 
     Args:
-      identifier: a number, or a scalar array, for a `FixedLossScale`; ``"dynamic"`` for a `DynamicLossScale` with its
-        defaults; ``None`` for a `NoOpLossScale`; a `LossScale`, which is returned as it is; or a dictionary
-        ``{"class_name": ..., "config": ...}`` as `serialize` makes it, for any kind, a user's own included.
+      identifier: a number, or a scalar array, for a `FixedLossScale`; ``"dynamic"`` for a `DynamicLossScale` and
+        ``"auto"`` for an `AutoLossScale`, with their defaults; ``None`` for a `NoOpLossScale`; a `LossScale`, which is
+        returned as it is; or a dictionary ``{"class_name": ..., "config": ...}`` as `serialize` makes it, for any kind,
+        a user's own included.
 
     Returns:
       The loss scale.
@@ -58,6 +60,8 @@ def get(identifier: Any) -> LossScale:
         return NoOpLossScale()
     if isinstance(identifier, str) and identifier == "dynamic":
         return DynamicLossScale()
+    if isinstance(identifier, str) and identifier == "auto":
+        return AutoLossScale()
     if isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}:
         return _from_dict(identifier["class_name"], identifier["config"])
     if is_number(identifier):
@@ -149,8 +153,34 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
     return loss_scale
 
 
+def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
+    """A loss scale, that of a number, or the one that an optimizer state holds.
+
+    Args:
+      loss_scale: what the user passed.
+      name: what to call that argument in the error.
+    """
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if is_number(loss_scale):
+        try:
+            return FixedLossScale(loss_scale)
+        except ValueError as error:
+            raise ValueError(f"`{name}` got {loss_scale!r}, of which no loss scale can be made: {error}") from error
+    if loss_scale is None or isinstance(loss_scale, (str, bool, numbers.Number, np.ndarray, np.generic, jax.Array)):
+        raise ValueError(
+            f"`{name}` must be a `LossScale`, a real scalar, or an optimizer state that holds a loss scale, got "
+            f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
+            "`jls.get`, and carry it along."
+        )
+    _, found = find_one(loss_scale, LossScale, name)
+    return found
+
+
 def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = None) -> tuple[str, Any]:
     """The path and value of the one instance of ``kind`` in a tree.
+
+    Leaves of it that are wrapped (as a state inside an `nnx.Optimizer`, each leaf an `nnx.Variable`) are unwrapped.
 
     Args:
       tree: any pytree.
@@ -169,6 +199,11 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
     if everywhere and not found:
         paths = ", ".join(jax.tree_util.keystr(path) for path, _ in everywhere)
         raise ValueError(f"`{name}` holds no `{kind.__name__}` below the path {below!r}. There are: {paths}.")
+    if not found and _is_transformation(tree):
+        raise ValueError(
+            f"`{name}` got an optimizer itself, which holds no state: {tree!r}. Pass the state, `tx.init(params)`, as "
+            "the last step has left it."
+        )
     if not found:
         raise ValueError(
             f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, got "
@@ -179,7 +214,24 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
             f"`{name}` holds {len(found)} of `{kind.__name__}`, at {', '.join(path for path, _ in found)}. "
             "Pass the part of the state that holds the one you mean, or to `get_loss_scale` its path."
         )
-    return found[0]
+    ((path, node),) = found
+    return path, _unwrapped(node)
+
+
+def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """The same tree, with arrays in the place of objects that are none, but can be taken for one."""
+
+    def is_wrapped(node: Any) -> bool:
+        return hasattr(node, "__jax_array__") and not isinstance(node, (jax.Array, np.ndarray, np.generic))
+
+    if not any(map(is_wrapped, jax.tree.leaves(tree, is_leaf=is_wrapped))):
+        return tree
+    return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
+
+
+def _is_transformation(value: Any) -> bool:
+    """Whether it looks like an optax transformation, of which nothing is known here."""
+    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure.devices import AxisName, agree
-from jax_lossscale._measure.reading import as_read, exact, measure
+from jax_lossscale._measure.largest import largest_anywhere
+from jax_lossscale._measure.reading import as_read, exact, measure_anywhere, measure_on_cpu
 from jax_lossscale._measure.shards import Question, ask
 
 
@@ -42,7 +45,7 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
 
 
 def all_finite_unscaled(scaled_tree: chex.ArrayTree, scale: ArrayLike) -> jax.Array:
-    """`all_finite` of the tree divided by ``scale``, which a CPU need not divide to find out."""
+    """`all_finite` of the tree divided by ``scale``, found out without dividing each element where that costs."""
     return _all_finite(_tree.inexact_leaves(scaled_tree), scale, None)
 
 
@@ -51,4 +54,10 @@ def _all_finite(tree: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisN
     return ask(_ARE_FINITE, *as_read(tree, scale), axis_name)
 
 
-_ARE_FINITE = Question(of_local=measure, of_each=exact, agree=agree, of_nothing=np.bool_(True))
+def _of_local(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+    # To divide each element would make a GPU launch more kernels than to find the largest and divide that.
+    default = measure_anywhere if scale is None else lambda *operands: largest_anywhere(*operands) < jnp.inf
+    return jax.lax.platform_dependent(list(leaves), scale, cpu=measure_on_cpu, default=default)
+
+
+_ARE_FINITE = Question(of_local=_of_local, of_each=exact, agree=agree, of_nothing=np.bool_(True))

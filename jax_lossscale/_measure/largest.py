@@ -74,40 +74,44 @@ def _magnitudes(leaf: jax.Array) -> jax.Array:
 
 
 def _of_local(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    return jax.lax.platform_dependent(list(leaves), scale, cpu=_of_local_on_cpu, default=_of_local_anywhere)
+    return jax.lax.platform_dependent(list(leaves), scale, cpu=_of_local_on_cpu, default=largest_anywhere)
 
 
-def _of_local_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    leaves = unscaled(leaves, scale)
-    together = [_largest_of(map(_magnitudes, group)).max() for group in alike(large(leaves), TOGETHER)]
-    return _largest_of([*together, *(_magnitudes(block).max() for block in blocks(leaves))])
+def largest_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+    """The answer for leaves that live on one device, of whatever platform."""
+    real = _real_and_imaginary(leaves)
+    return _largest_unscaled([*alike(large(real), TOGETHER), *([block] for block in blocks(real))], scale)
 
 
 def _of_local_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    """The largest pattern of bits without the sign, which is in the order of magnitudes; infinity and NaN come last.
+    """A CPU makes a maximum of integers one by one in a reduction, but many at a time between arrays.
 
-    A CPU makes a maximum of integers element by element in a reduction, but many at a time between arrays. So a leaf is
-    cut into parts, these are joined, and a part's length remains to be reduced: as fast as a sum, which says less
-    (``python -m benchmarks finite``). Dividing is left for the end: it keeps the order.
+    So leaves are cut into parts and these are joined; only the length of a part remains to be reduced.
+    ``python -m benchmarks finite`` compares it with a sum, which says less. (Of bfloat16 it is slow.)
     """
-    real = [part for leaf in leaves for part in _real_and_imaginary(leaf)]
+    real = _real_and_imaginary(leaves)
     groups = [*alike(large(real), -(-len(large(real)) // REDUCTIONS)), *([block] for block in blocks(real))]
-    largest_of_groups = list(map(_largest_on_cpu, groups))
-    by_dtype = [
-        _largest_of(largest for largest in largest_of_groups if largest.dtype == dtype)
-        for dtype in dict.fromkeys(largest.dtype for largest in largest_of_groups)
+    numbers = [max(1, _STREAMS // len(group)) for group in groups]
+    parts = [
+        [part for leaf in group for part in _parts(leaf, number)] for group, number in zip(groups, numbers, strict=True)
     ]
+    return _largest_unscaled(parts, scale)
+
+
+def _largest_unscaled(groups: Sequence[Sequence[jax.Array]], scale: jax.Array | None) -> jax.Array:
+    """Of groups of real arrays of one shape and dtype. Dividing keeps the order, and so comes last."""
+    bits: dict[jnp.dtype, list[jax.Array]] = {}
+    for group in groups:
+        bits.setdefault(group[0].dtype, []).append(_largest_bits(group))
+    by_dtype = [jax.lax.bitcast_convert_type(_largest_of(found), dtype) for dtype, found in bits.items()]
     return _largest_of(map(_magnitudes, unscaled(by_dtype, scale)))
 
 
-def _largest_on_cpu(group: Sequence[jax.Array]) -> jax.Array:
-    """The largest magnitude in leaves of one shape and dtype, or infinity, or NaN, in their dtype."""
-    dtype = group[0].dtype
-    word = np.dtype(f"int{jnp.finfo(dtype).bits}")
+def _largest_bits(group: Sequence[jax.Array]) -> jax.Array:
+    """Bits without the sign are in the order of the magnitudes. Those of infinity, and then of NaN, come last."""
+    word = np.dtype(f"int{jnp.finfo(group[0].dtype).bits}")
     without_sign = np.array(np.iinfo(word).max, word)
-    parts = [part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))]
-    bits = [jax.lax.bitcast_convert_type(part, word) & without_sign for part in parts]
-    return jax.lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits).max(), dtype)
+    return _largest_of(jax.lax.bitcast_convert_type(array, word) & without_sign for array in group).max()
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
@@ -117,8 +121,9 @@ def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
     return [jax.lax.slice(leaf.ravel(), (start,), (start + length,)) for start in starts]
 
 
-def _real_and_imaginary(leaf: jax.Array) -> list[jax.Array]:
-    return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+def _real_and_imaginary(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    pairs = ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,) for leaf in leaves)
+    return [part for pair in pairs for part in pair]
 
 
 def _largest_of(magnitudes: Iterable[jax.Array]) -> jax.Array:

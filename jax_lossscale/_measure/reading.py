@@ -51,12 +51,7 @@ def all_of(flags: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, flags)
 
 
-def measure(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    """The answer for leaves that live on one device: ``bool[]``."""
-    return jax.lax.platform_dependent(list(leaves), scale, cpu=_measure_on_cpu, default=_measure_anywhere)
-
-
-def _measure_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+def measure_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
     # A GPU launches two kernels for each reduction, one after another, and all of them before the step can begin; but
     # one kernel reads many leaves. So `python -m benchmarks cuda` finds in the compiled program; no GPU was timed.
     return exactly_together(unscaled(leaves, scale))
@@ -68,7 +63,7 @@ def exactly_together(leaves: Sequence[jax.Array]) -> jax.Array:
     return all_of([*together, *(jnp.isfinite(block).all() for block in blocks(leaves))])
 
 
-def _measure_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+def measure_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
     """What is fastest on a CPU; ``python -m benchmarks finite`` measured it, ``benchmarks/RESULTS.md`` has the numbers.
 
     ========  ========================  ===============================================================================
@@ -96,7 +91,7 @@ def _measure_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax
     if scale is not None:
         finite &= scale >= 1  # then what is finite is so also when it is divided by the scale
     # The sum of finite numbers may overflow: then it takes a second look, which almost never runs.
-    return jax.lax.cond(finite, lambda: finite, lambda: _measure_anywhere(leaves, scale))
+    return jax.lax.cond(finite, lambda: finite, lambda: measure_anywhere(leaves, scale))
 
 
 def _halves_are_finite(group: Sequence[jax.Array]) -> jax.Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import chex
 import jax
@@ -12,6 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+
+_Result = TypeVar("_Result")
 
 
 def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -48,11 +51,51 @@ def widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     return _tree.widen(tree, keep=keep)
 
 
+def run_differentiably(
+    run: Callable[[optax.Updates, Any], _Result],
+    scaled_grads: optax.Updates,
+    others: Any,
+    should_apply: jax.Array | None,
+) -> _Result:
+    """``run(scaled_grads, others)``, whose derivatives are finite where the step is skipped and the result discarded.
+
+    They are multiplied by zero then, but at an infinity they may be NaN. So where derivatives are taken, and only
+    there, the gradients of a skipped step are replaced by ones. Always replacing them would make every kernel that
+    reads gradients wait for the verdict.
+    """
+    if should_apply is None:
+        return run(scaled_grads, others)
+    leaves, structure = jax.tree.flatten(others)
+    positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+
+    def run_with(scaled_grads: optax.Updates, arrays: list[jax.Array]) -> _Result:
+        filled = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
+        return run(scaled_grads, jax.tree.unflatten(structure, filled))
+
+    arrays = [leaves[position] for position in positions]
+    # Derivatives may also be taken of what the chain has closed over, such as a learning rate.
+    run_with_closed, closed = jax.closure_convert(run_with, scaled_grads, arrays)
+
+    @jax.custom_jvp
+    def run_as_it_is(should_apply: jax.Array, scaled_grads: optax.Updates, *operands: Any) -> _Result:
+        del should_apply
+        return cast(_Result, run_with_closed(scaled_grads, *operands))
+
+    @run_as_it_is.defjvp
+    def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Result, _Result]:
+        should_apply, scaled_grads, *operands = primals
+        at = (harmless(scaled_grads, should_apply), *operands)
+        return cast(tuple[_Result, _Result], jax.jvp(run_with_closed, at, tangents[1:]))
+
+    return run_as_it_is(should_apply, scaled_grads, arrays, *closed)
+
+
 def harmless(tree: chex.ArrayTree, should_apply: jax.Array | None) -> chex.ArrayTree:
     """Gradients, or a loss; ones in their place where the step is skipped.
 
-    A discarded result still has derivatives, zero times those of the chain. At an infinity, or under a square root at
-    zero, that would be NaN.
+    Not zeros: the derivative of the square root in many an optimizer is infinite there.
     """
     if should_apply is None:
         return tree

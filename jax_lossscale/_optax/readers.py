@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._loss_scale.registry import find_one
 from jax_lossscale._optax.state import LossScaledState
 
@@ -64,7 +68,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     Raises:
       RuntimeError: if the run is stuck; the message says what to look at.
-      ValueError: if there is no such state, or more than one; if ``patience`` is less than 1.
+      ValueError: if there is no such state, or more than one, or a traced one; if ``patience`` is less than 1.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -78,29 +82,46 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     if not patience >= 1:
         raise ValueError(f"`raise_if_stuck(patience=...)` must be at least 1, got {patience!r}.")
     _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
-    loss_scale = state.loss_scale
+    check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
-    if np.any((skips >= patience) & cannot_go_lower(loss_scale)):
-        situation = "and the loss scale cannot go lower"
+    scale = np.asarray(state.loss_scale())
+    if np.any((skips >= patience) & cannot_go_lower(state.loss_scale)):
+        situation = f"and the loss scale cannot go lower (it is {scale})"
     elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
-        situation = "more than any overflow explains"
+        situation = f"more than any overflow explains (the loss scale is {scale})"
     else:
         return
+    if not state.loss_scale.checks_gradients:
+        raise RuntimeError(
+            f"The last {skips.max()} steps were skipped. Under a `{type(state.loss_scale).__name__}` gradients and "
+            "loss are not checked: look at the condition given as `skip_if`, which was true each time."
+        )
     raise RuntimeError(
-        f"The last {skips.max()} steps were skipped, {situation} (it is {np.asarray(loss_scale())}). Look at the "
-        "gradients for a NaN that is there at every scale (log of zero, division by zero, a mask of -1e9 in float16), "
-        "at the loss (if it is not finite, the forward pass overflows), and at the condition given as `skip_if`, if "
-        "any. If the gradients are infinite though the loss is finite, lower `min_loss_scale`. "
-        "With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` tells which it is."
+        f"The last {skips.max()} steps were skipped, {situation}. Look at the gradients for a NaN that is there at "
+        "every scale (log of zero, division by zero, a mask of -1e9 in float16), at the loss (if it is not finite, the "
+        "forward pass overflows), and at the condition given as `skip_if`, if any. If the gradients are infinite "
+        "though the loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, "
+        "`jls.diagnostics.explain(opt_state)` tells which it is."
     )
+
+
+def check_is_concrete(state: LossScaledState, name: str) -> None:
+    """Raise a `ValueError` that names the argument if the state is traced."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.loss_scale, state.consecutive_skips))):
+        raise ValueError(
+            f"`{name}` got values that are traced, of which nothing is known yet. Call it outside `jax.jit`."
+        )
 
 
 def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
     """Whether further bad steps would leave the scale where it is, at its floor or fixed: ``bool``, on the host."""
-    return np.asarray(_as_low_as_it_goes(loss_scale)()) >= np.asarray(loss_scale())
+    return np.asarray(_after_many_bad_steps(loss_scale)()) >= np.asarray(loss_scale())
 
 
 @jax.jit
-def _as_low_as_it_goes(loss_scale: LossScale) -> LossScale:
+def _after_many_bad_steps(loss_scale: LossScale) -> LossScale:
+    def bad_step(_: Any, loss_scale: LossScale) -> LossScale:
+        return adjust(loss_scale, jnp.array(False), jnp.float32(0))
+
     # Not one bad step only: hysteresis lets some pass before the scale goes down.
-    return jax.lax.fori_loop(0, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS, lambda _, scale: scale.adjust(False), loss_scale)
+    return jax.lax.fori_loop(0, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS, bad_step, loss_scale)

@@ -26,7 +26,9 @@ class BadStep(NamedTuple):
       num_leaves: how many leaves the gradients had, ``None`` counted as one.
       has_nan: whether that leaf held a NaN. If not, it held infinities.
       leaves_finite: whether all leaves of the gradients were finite.
+      parts_finite: whether all parts were finite that these gradients were made of, as far as ``parts_finite`` told.
       value_finite: whether the loss was finite, as far as it was given as ``value``.
+      skip_if: whether the user's own condition was true, as far as it was given as ``skip_if``.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -34,7 +36,9 @@ class BadStep(NamedTuple):
     num_leaves: jax.Array  # shape=(), dtype=jnp.int32
     has_nan: jax.Array  # shape=(), dtype=jnp.bool_
     leaves_finite: jax.Array  # shape=(), dtype=jnp.bool_
+    parts_finite: jax.Array  # shape=(), dtype=jnp.bool_
     value_finite: jax.Array  # shape=(), dtype=jnp.bool_
+    skip_if: jax.Array  # shape=(), dtype=jnp.bool_
 
 
 class LossScaledState(NamedTuple):
@@ -139,7 +143,9 @@ def _last_bad_step(
             num_leaves=jnp.array(len(_tree.leaves_and_nones(scaled_grads)), jnp.int32),
             has_nan=has_nan,
             leaves_finite=verdict.leaves_finite,
+            parts_finite=verdict.parts_finite,
             value_finite=verdict.value_finite,
+            skip_if=~verdict.allowed,
         )
 
     # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
@@ -153,7 +159,9 @@ def _no_bad_step() -> BadStep:
         num_leaves=jnp.array(0, jnp.int32),
         has_nan=jnp.array(False),
         leaves_finite=jnp.array(True),
+        parts_finite=jnp.array(True),
         value_finite=jnp.array(True),
+        skip_if=jnp.array(False),
     )
 
 

@@ -64,8 +64,8 @@ def loss_scaled(
     """Wrap an optimizer chain so that it takes scaled gradients and skips the steps that overflowed.
 
     The chain, clipping and weight decay and schedules included, sees true gradients in float32. On a bad step it is
-    not run, or its result is discarded whole: its state stays bit for bit, and the updates are zero. Wrap the whole
-    chain, once.
+    not run (on a CPU), or its result is discarded whole (elsewhere; see ``skip``): its state stays bit for bit, and the
+    updates are zero. Wrap the whole chain, once.
 
     A step is skipped if the gradients are not finite (and the loss scale skips such steps), if ``value`` is not finite,
     or if ``skip_if`` is true. The loss scale reacts to the gradients alone:
@@ -87,7 +87,7 @@ def loss_scaled(
     its moments are float32 and stay so. Leaves that are not inexact (integers, keys, float0) are not shown to it.
 
     With a `NoOpLossScale` all of this falls away, the check of ``value`` and float32 views of bfloat16 included; only
-    ``skip_if``, if given, still skips.
+    ``skip_if``, if given, still skips, and the state counts its steps.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps`.
@@ -235,7 +235,8 @@ class _Wrapped:
 
         @jax.jit  # traced once, wherever it is used below
         def run() -> tuple[optax.Updates, optax.OptState]:
-            return self._run_inner(_true_grads(scaled_grads, state, verdict), state, params, extra_args)
+            given = state, params, extra_args
+            return _inner.run_differentiably(self._run_inner, scaled_grads, given, verdict.should_apply)
 
         def leave() -> tuple[optax.Updates, optax.OptState]:
             updates, _ = jax.eval_shape(run)
@@ -254,8 +255,8 @@ class _Wrapped:
 
         @jax.jit  # traced once, wherever it is used below
         def run() -> tuple[optax.Params, optax.OptState]:
-            grads = _true_grads(scaled_grads, state, verdict)
-            updates, inner_state = self._run_inner(grads, state, params, extra_args)
+            given = state, params, extra_args
+            updates, inner_state = _inner.run_differentiably(self._run_inner, scaled_grads, given, verdict.should_apply)
             return _inner.apply_updates(params, updates), inner_state
 
         def leave() -> tuple[optax.Params, optax.OptState]:
@@ -265,20 +266,17 @@ class _Wrapped:
         return new_params, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
 
     def _run_inner(
-        self, grads: optax.Updates, state: LossScaledState, params: optax.Params | None, extra_args: dict[str, Any]
+        self, scaled_grads: optax.Updates, given: tuple[LossScaledState, optax.Params | None, dict[str, Any]]
     ) -> tuple[optax.Updates, optax.OptState]:
         """The inner chain on true gradients."""
+        state, params, extra_args = given
         updates, inner_state = self.inner.update(
-            _inner.widened(grads, state.loss_scale),
+            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
             state.inner_state,
             None if params is None else _inner.widened(params, state.loss_scale),
             **extra_args,
         )
         return updates, _inner.with_dtypes_of(state.inner_state, inner_state)
-
-
-def _true_grads(scaled_grads: optax.Updates, state: LossScaledState, verdict: Verdict) -> optax.Updates:
-    return state.loss_scale.unscale(_inner.harmless(scaled_grads, verdict.should_apply))
 
 
 def _with_value(extra_args: dict[str, Any], told: Told, verdict: Verdict) -> dict[str, Any]:

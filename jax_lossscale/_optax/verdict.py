@@ -38,8 +38,10 @@ class Verdict(NamedTuple):
     loss_scale: LossScale  # the next one
     leaves_finite: jax.Array  # bool[]: the gradients
     grads_finite: jax.Array  # bool[]: the gradients, and all parts that they were made of
+    parts_finite: jax.Array  # bool[]: those parts
     value_finite: jax.Array  # bool[]
     largest: jax.Array | None  # float32[], of the unscaled gradients; None: not measured
+    allowed: jax.Array  # bool[]: not forbidden by the user's condition
     should_apply: jax.Array | None  # bool[]; None: yes, known without looking
 
 
@@ -68,8 +70,10 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
         loss_scale=loss_scale,
         leaves_finite=flags.get("leaves_finite", true),
         grads_finite=true if grads_finite is None else grads_finite,
+        parts_finite=flags.get("parts_finite", true),
         value_finite=flags.get("value_finite", true),
         largest=largest,
+        allowed=flags.get("allowed", true),
         should_apply=_all(reasons_to_apply),
     )
 

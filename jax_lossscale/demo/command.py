@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
+import jax_lossscale as jls
 from jax_lossscale.demo import job, report
 
+_STANDARD_OUTPUT = "-"
 _INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
@@ -40,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot and options.plot == options.json:
             parser.error("--json and --plot name the same file")
         results = run(steps=options.steps, seed=options.seed)
-        report.print_table(results)
-        if options.json:
-            text = report.as_json(results, steps=options.steps, seed=options.seed)
+        text = report.as_json(results, steps=options.steps, seed=options.seed)
+        report.print_table(results, sys.stderr if options.json == _STANDARD_OUTPUT else sys.stdout)
+        if options.json == _STANDARD_OUTPUT:
+            sys.stdout.write(text)
+        elif options.json:
             _write_whole(parser, options.json, lambda file: file.write(text.encode()))
         if options.plot:
             _write_whole(parser, options.plot, lambda file: report.draw(results, file, _picture_format(options.plot)))
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Train the four arms, one after the other, under one progress bar.
+    """Train the four arms, one after the other, under one progress bar on stderr, if that is a terminal.
 
     Args:
       steps: how many to train each arm.
@@ -62,13 +66,16 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
     Returns:
       The outcome of each arm, by name.
     """
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     patches = job.load_patches()
     arms = job.arms()
     results = {}
     label = TextColumn("{task.description:<15}")
-    with Progress(label, BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn()) as progress:
+    columns = (label, BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(arms) * steps)
         advance = functools.partial(progress.advance, task)
         for name, (dtype, loss_scale) in arms.items():
@@ -87,10 +94,11 @@ class _Parser(argparse.ArgumentParser):
 def _make_parser() -> _Parser:
     parser = _Parser(
         prog="python -m jax_lossscale",
-        description="Train a neural network on a photograph four times: in float32, and in float16 without a loss "
-        "scale, with a fixed one, and with a dynamic one. Takes less than a minute on two cores.",
+        description="The main job: a small neural network learns a photograph four times, in float32, and in float16 "
+        "without a loss scale, with a fixed one and with a dynamic one. A table then says how each of them ended.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"jax_lossscale {jls.__version__}")
     parser.add_argument(
         "--steps",
         type=_integer_up_to(1, 1_000_000),
@@ -105,7 +113,12 @@ def _make_parser() -> _Parser:
         metavar="N",
         help="of the initial parameters (default: %(default)s); the same seed gives the same numbers",
     )
-    parser.add_argument("--json", type=_writable_file, metavar="PATH", help="write the results to this file")
+    parser.add_argument(
+        "--json",
+        type=lambda text: text if text == _STANDARD_OUTPUT else _writable_file(text),
+        metavar="PATH",
+        help="write the results to this file; - is standard output, and the table then goes to stderr",
+    )
     parser.add_argument(
         "--plot", type=_writable_file, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
     )
@@ -152,12 +165,16 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
 
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}  # what pip calls a module, where that differs
+
+
 def _require(parser: _Parser, extra: str, *modules: str) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError:
-            parser.error(f'this needs the package {module}; install it with: pip install "jax_lossscale[{extra}]"')
+            name = _DISTRIBUTIONS.get(module, module)
+            parser.error(f"this needs {name}, which the extra `{extra}` brings; install it with: pip install {name}")
 
 
 def _picture_format(path: Path) -> str:

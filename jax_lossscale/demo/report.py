@@ -22,11 +22,12 @@ _LINES: dict[str, dict[str, Any]] = {
 }
 
 
-def print_table(results: dict[str, Result]) -> None:
+def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
     """Print a line for each arm, then the conclusion.
 
     Args:
       results: by name, as `command.run` gives them.
+      file: where to; by default, standard output.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -45,7 +46,7 @@ def print_table(results: dict[str, Result]) -> None:
             f"2^{math.log2(result.final_loss_scale):g}" if result.final_loss_scale > 1 else "1",
             f"{result.seconds:.1f}",
         )
-    console = Console(highlight=False)
+    console = Console(file=file, highlight=False)
     console.print(table)
     console.print(conclusion(results))
 

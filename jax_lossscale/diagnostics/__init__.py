@@ -4,17 +4,11 @@ from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._compare import compare_gradients
 from jax_lossscale.diagnostics._explain import explain
 from jax_lossscale.diagnostics._gradient_error import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics._histogram import ExponentHistogram, exponent_histogram
 from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._operations import OperationRange, RangeReport, range_report
 from jax_lossscale.diagnostics._precision import in_precision
-from jax_lossscale.diagnostics._range import (
-    ExponentHistogram,
-    LossScaleSuggestion,
-    Underflow,
-    exponent_histogram,
-    suggest_loss_scale,
-    underflow_fraction,
-)
+from jax_lossscale.diagnostics._range import LossScaleSuggestion, Underflow, suggest_loss_scale, underflow_fraction
 from jax_lossscale.diagnostics._simulate import Simulation, simulate
 
 __all__ = [

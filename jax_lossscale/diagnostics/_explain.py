@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import chex
 import jax
 import numpy as np
 
-from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._loss_scale.registry import find_one
+from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import BadStep, LossScaledState
-from jax_lossscale._optax.readers import cannot_go_lower
-from jax_lossscale._tree import leaves_and_nones
+from jax_lossscale._optax.readers import cannot_go_lower, check_is_concrete
 from jax_lossscale.diagnostics._nonfinite import leaf_path
 
 # It takes 15 skipped steps from the default scale, 2**15, down to 1.
@@ -34,30 +36,40 @@ _AN_INFINITY_THAT_STAYS = (
 _A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
 _A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'
 _UNKNOWN_GRADIENTS = "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
-_THE_LOSS = (
-    "That is the forward pass, which no loss scale touches, so the scale stays. Look for activations above 65504, for "
+_FORWARD_PASS = (
+    "that is the forward pass, which no loss scale touches, so the scale stays. Look for activations above 65504, for "
     "a logarithm or a division of zero, and for masks of -1e9 in float16; compute those in float32."
 )
-_THE_CONDITION = "That is a condition of your own; the scale stays."
+_THE_LOSS = f"T{_FORWARD_PASS[1:]}"
+_PERHAPS_THE_LOSS = f"If it was the loss, {_FORWARD_PASS}"
+_THE_CONDITION = "That is a condition of your own"
 _A_PART = "In the last step a micro-batch overflowed, and was left out."
-_NOT_SKIPPED = (
-    "There was a NaN or an infinity in the gradients of the last step, which was applied all the same. Unless it was "
-    "in a micro-batch that was left out, the parameters are lost: restart from a checkpoint, with "
-    '`FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
-)
+_THE_OPTIMIZER = "how they began, and at the optimizer (a learning rate that is not finite, a division by zero)."
+_RESTART = "Restart from a checkpoint."
+_SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 _OFTEN = "That is often. If these are overflows, a longer `increment_period` makes them rarer."
+
+
+class _Cause(NamedTuple):
+    """What is known of a bad step: true, false, or ``None`` where nobody can tell."""
+
+    loss: bool | None  # whether it was not finite
+    grads: bool | None  # whether they were not finite
+    part: bool | None  # whether a micro-batch that was left out was not finite
+    condition: bool | None  # whether `skip_if` was true
+    record: BadStep | None = None
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
     """Say in plain sentences how a run stands, why steps are skipped, and what to try.
 
     For a person, on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)`` it knows when
-    the last step went bad, in which leaf, and how.
+    the last step went bad, in which leaf, and how; without, it says what it may have been.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
-      params: parameters or gradients, a tree in which to find the path of the leaf that went bad. ``None`` counts as a
-        leaf in it, as in `first_nonfinite`.
+      params: the parameters now. They are looked at, since a NaN in them explains all that follows, and give the leaf
+        that went bad its path. ``None`` counts as a leaf in them, as in `first_nonfinite`.
 
     Returns:
       A few lines of text.
@@ -79,22 +91,21 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       That is how the scale finds what the gradients bear: there is nothing to do.
     """
     _, state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
-    if isinstance(state.consecutive_skips, jax.core.Tracer):
-        raise ValueError(
-            "`explain(opt_state=...)` got values that are traced, of which nothing is known yet. Call it outside "
-            "`jax.jit`."
-        )
+    check_is_concrete(state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    return "\n".join([_the_scale(state.loss_scale), _the_steps(state), *_the_last_step(state, params)])
+    lines = [_the_scale(state.loss_scale), _the_steps(state), *_the_last_step(state, params)]
+    if _are_finite(params) is False:
+        lines.append(_the_parameters(state.loss_scale, params))
+    return "\n".join(lines)
 
 
 def _the_scale(loss_scale: LossScale) -> str:
-    if isinstance(loss_scale, NoOpLossScale):
-        return "There is no loss scale, and the gradients are not checked (NoOpLossScale)."
+    if not loss_scale.checks_gradients:
+        return f"There is no loss scale, and the gradients are not checked ({type(loss_scale).__name__})."
     scale = float(loss_scale())
     log2_scale = math.log2(scale)
     power = f"2^{log2_scale:.0f} = " if log2_scale.is_integer() else ""
@@ -110,52 +121,129 @@ def _steps(number: int) -> str:
     return f"{number} step{'' if number == 1 else 's'}"
 
 
+def _are_finite(params: chex.ArrayTree | None) -> bool | None:
+    """Whether the parameters are finite; ``None`` where they are not given, or have no values."""
+    leaves = _tree.inexact_leaves(params)
+    if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
+        return None
+    return bool(all_finite(params))
+
+
+def _the_parameters(loss_scale: LossScale, params: chex.ArrayTree) -> str:
+    where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
+    if loss_scale.skip_nonfinite:
+        cure = f"Steps with bad gradients were skipped, so look at {_THE_OPTIMIZER} {_RESTART}"
+    else:
+        cure = f"Most likely a step with bad gradients was applied. {_RESTART} {_SKIPPING}"
+    return f"The parameters themselves are not finite, first in {where}, and so no loss can be. {cure}"
+
+
 def _the_last_step(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
     skips = int(state.consecutive_skips)
-    if skips == 1:
-        return [f"The last step was skipped: {_fault(state, params)}.", _what_to_do(state)]
-    if skips:
-        fault = _fault(state, params)
-        return [f"The last {skips} steps were skipped, the last one because {fault}.", _what_to_do(state)]
-    if not state.grads_finite:
-        return [_A_PART if state.loss_scale.skip_nonfinite else _NOT_SKIPPED]
-    return _how_long_ago(state, params)
+    cause = _cause_of_last_step(state)
+    if not skips and state.grads_finite:
+        return _the_steps_before(state, params)
+    if not skips:
+        return _applied_all_the_same(state.loss_scale, cause, params)
+    why = _why(cause, state.loss_scale, params)
+    said = f"The last step was skipped: {why}."
+    if skips > 1:
+        said = f"The last {skips} steps were skipped, the last one because {why}."
+    # Where the parameters are the cause, no other is to be looked for.
+    return [said] if _are_finite(params) is False else [said, _what_to_do(cause, state)]
 
 
-def _how_long_ago(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+def _applied_all_the_same(loss_scale: LossScale, cause: _Cause, params: chex.ArrayTree | None) -> list[str]:
+    """Of a last step that was applied though something was not finite."""
+    if loss_scale.skip_nonfinite or (cause.part and not cause.grads):
+        return [_A_PART]
+    if cause.record is None:
+        said = "There was a NaN or an infinity in the gradients of the last step, or in a micro-batch left out of them"
+    else:
+        said = f"In the last step {_fault(cause.record, params)}"
+    if _are_finite(params):
+        return [f"{said}; the step was applied, and the parameters are finite all the same."]
+    if _are_finite(params) is False:
+        return [f"{said}, and the step was applied all the same."]
+    unless = "Unless it was in such a micro-batch, the" if cause.record is None else "The"
+    return [f"{said}, and the step was applied all the same.", f"{unless} parameters are lost. {_RESTART} {_SKIPPING}"]
+
+
+def _cause_of_last_step(state: LossScaledState) -> _Cause:
+    """What is known of the last step, if it was bad."""
+    if not state.loss_scale.checks_gradients:
+        return _Cause(loss=False, grads=False, part=False, condition=True)
+    record = state.last_bad_step
+    if record is not None and record.step == state.applied_steps + state.skipped_steps - 1:
+        return _recorded_cause(record)
+    if state.grads_finite:
+        return _Cause(loss=None, grads=False, part=False, condition=None)
+    is_applied = state.consecutive_skips == 0
+    if record is not None and is_applied:  # a step whose own gradients were bad would have been recorded
+        return _Cause(loss=False, grads=False, part=True, condition=False)
+    return _Cause(loss=None, grads=None, part=None, condition=None)
+
+
+def _recorded_cause(record: BadStep) -> _Cause:
+    return _Cause(
+        loss=not record.value_finite,
+        grads=not record.leaves_finite,
+        part=not record.parts_finite,
+        condition=bool(record.skip_if),
+        record=record,
+    )
+
+
+def _the_steps_before(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
     skipped = int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
+    record = state.last_bad_step
+    cause = _Cause(*[None] * 4)
     lines = []
-    if state.last_bad_step is not None and state.last_bad_step.step >= 0:
-        ago = _steps(steps - int(state.last_bad_step.step))
-        lines.append(f"The last bad step was {ago} ago: {_fault(state, params)}.")
+    if not state.loss_scale.checks_gradients:
+        cause = _cause_of_last_step(state)
+    elif record is not None and record.step >= 0:
+        cause = _recorded_cause(record)
+        ago = _steps(steps - 1 - int(record.step))
+        lines.append(f"The last bad step was {ago} ago: {_why(cause, state.loss_scale, params)}.")
     if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
-        lines.append(f"{skipped / steps:.0%} of all steps were skipped. {_what_to_do(state, often=True)}")
+        lines.append(f"{skipped / steps:.0%} of all steps were skipped. {_what_to_do(cause, state, often=True)}")
     return lines
 
 
-def _fault(state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """What was wrong with the last bad step, as a clause."""
-    record = state.last_bad_step
-    if record is None:
-        if state.consecutive_skips and not state.grads_finite:
-            return "there was a NaN or an infinity in the gradients"
-        return "its loss was not finite, or `skip_if` was true"
-    if not record.value_finite:
+def _why(cause: _Cause, loss_scale: LossScale, params: chex.ArrayTree | None) -> str:
+    """Why a step was skipped, as a clause."""
+    if cause.loss:
         return "its loss was not finite"
+    if cause.grads and cause.record is not None and (loss_scale.skip_nonfinite or not cause.condition):
+        return _fault(cause.record, params) + (", and `skip_if` was true" if cause.condition else "")
+    if cause.condition:
+        also = ", and a micro-batch that was left out had overflowed" if cause.part else ""
+        return "`skip_if` was true" + (", and the gradients were not finite" if cause.grads else also)
+    if cause.grads is False or not loss_scale.skip_nonfinite:
+        return "its loss was not finite, or `skip_if` was true"
+    return (
+        "there was a NaN or an infinity in its gradients, or in a micro-batch that was left out of them; whether its "
+        "loss was finite, only `record_bad_steps=True` keeps"
+    )
+
+
+def _fault(record: BadStep, params: chex.ArrayTree | None) -> str:
+    """What was wrong with gradients, as a clause."""
     if record.leaf >= 0:
         what = "a NaN" if record.has_nan else "an infinity"
         return f"there was {what} in the gradients, first in {_where(record, params)}"
-    if not record.leaves_finite:
-        # The verdict has read all copies of every leaf, looking for the leaf reads one of each.
-        return "there was a NaN or an infinity in the gradients, in a leaf whose copies on several devices differ"
-    return "`skip_if` was true"
+    # The verdict has read all copies of every leaf, looking for the leaf reads one of each.
+    return (
+        "there was a NaN or an infinity in the gradients, in a leaf whose copies on several devices differ (or "
+        "`grads_finite` was given, and wrong)"
+    )
 
 
 def _where(record: BadStep, params: chex.ArrayTree | None) -> str:
     if params is None:
         return f"leaf {int(record.leaf)}"
-    num_leaves = len(leaves_and_nones(params))
+    num_leaves = len(_tree.leaves_and_nones(params))
     if num_leaves != record.num_leaves:
         raise ValueError(
             f"`explain(params=...)` has {num_leaves} leaves, but the gradients had {int(record.num_leaves)}. Pass a "
@@ -164,31 +252,33 @@ def _where(record: BadStep, params: chex.ArrayTree | None) -> str:
     return leaf_path(params, record.leaf) or "the only leaf"
 
 
-def _what_to_do(state: LossScaledState, often: bool = False) -> str:
-    record = state.last_bad_step
-    if record is None:
-        about_gradients = often or not state.grads_finite
-        if not about_gradients:
-            return f"If it was the loss: {_THE_LOSS}"
-    elif not record.value_finite:
+def _what_to_do(cause: _Cause, state: LossScaledState, often: bool = False) -> str:
+    if cause.loss:
         return _THE_LOSS
-    elif record.leaves_finite:
-        return _THE_CONDITION
+    is_about_gradients = cause.grads is not False and state.loss_scale.skip_nonfinite
+    if cause.condition and not is_about_gradients:
+        if not state.loss_scale.checks_gradients:
+            return f"{_THE_CONDITION}."
+        if cause.part:
+            return f"{_THE_CONDITION}; to the micro-batch the scale reacts as to any overflow."
+        return f"{_THE_CONDITION}; the scale stays."
+    if not is_about_gradients:
+        return _PERHAPS_THE_LOSS
     if cannot_go_lower(state.loss_scale):
-        return f"The scale cannot go lower. {_why_it_stays(state)}"
+        return f"The scale cannot go lower. {_why_it_stays(cause, state.loss_scale)}"
     if often:
         return _OFTEN
-    has_nan = record is None or bool(record.has_nan)
+    has_nan = cause.record is None or cause.record.leaf < 0 or bool(cause.record.has_nan)
     if has_nan and state.consecutive_skips >= _MANY_SKIPS_IN_A_ROW:
-        return _why_it_stays(state)
+        return _why_it_stays(cause, state.loss_scale)
     return _PERHAPS_AN_OVERFLOW if has_nan else _AN_OVERFLOW
 
 
-def _why_it_stays(state: LossScaledState) -> str:
-    if state.last_bad_step is None:
-        return _UNKNOWN_GRADIENTS
-    if state.last_bad_step.has_nan:
+def _why_it_stays(cause: _Cause, loss_scale: LossScale) -> str:
+    if cause.record is None:
+        return f"{_UNKNOWN_GRADIENTS} {_PERHAPS_THE_LOSS}"
+    if cause.record.has_nan:
         return _A_NAN_THAT_STAYS
-    if isinstance(state.loss_scale, FixedLossScale):
+    if isinstance(loss_scale, FixedLossScale):
         return _A_FIXED_SCALE
-    return _AN_INFINITY_THAT_STAYS if state.loss_scale() <= 1 else _A_HIGH_FLOOR
+    return _AN_INFINITY_THAT_STAYS if loss_scale() <= 1 else _A_HIGH_FLOOR

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import chex
@@ -14,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics import _table
+from jax_lossscale.diagnostics._bits import count, layout_of, magnitudes, number_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +154,13 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
             "`nonfinite_report(grads=...)` got values that are traced, of which nothing is known yet. Return the "
             "gradients from `jax.jit`, or use `first_nonfinite`, or `loss_scaled(..., record_bad_steps=True)`."
         )
-    statistics = jax.device_get(_statistics([leaf for _, leaf in with_paths]))
-    leaves = [_report(path, leaf, of_leaf) for (path, leaf), of_leaf in zip(with_paths, statistics, strict=True)]
+    # Each call is compiled once for all leaves that are alike.
+    statistics = jax.device_get([_statistics(leaf) for _, leaf in with_paths])
+    are_bad = [any(of_leaf[:3]) for of_leaf in statistics]
+    first = jax.device_get(
+        [_first_bad_index(leaf) if is_bad else None for (_, leaf), is_bad in zip(with_paths, are_bad, strict=True)]
+    )
+    leaves = [_report(*of_leaf) for of_leaf in zip(with_paths, statistics, first, strict=True)]
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
     return NonfiniteReport(tuple(leaves))
 
@@ -194,40 +201,37 @@ class _Statistics(NamedTuple):
     nan: jax.Array
     posinf: jax.Array
     neginf: jax.Array
-    largest_finite: jax.Array
-    first_bad_index: list[jax.Array]
+    largest_finite: jax.Array  # its magnitude as `magnitudes` gives it, and one more; 0 if there is none
 
 
 @jax.jit
-def _statistics(leaves: list[ArrayLike]) -> list[_Statistics]:
-    return [_statistics_of_leaf(leaf) for leaf in _tree.widen(leaves)]
+def _statistics(leaf: ArrayLike) -> _Statistics:
+    nan, posinf, neginf = _faults(leaf)
+    numbers = magnitudes(leaf)
+    if jnp.iscomplexobj(leaf):
+        numbers = numbers.max(axis=-1)
+    counts, largest = count((nan, posinf, neginf), jnp.where(nan | posinf | neginf, 0, numbers + 1))
+    return _Statistics(counts[0], counts[1], counts[2], largest)
 
 
-def _statistics_of_leaf(leaf: jax.Array) -> _Statistics:
+def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which elements are NaN, which +inf, which -inf: one of them at most."""
+    leaf = jnp.asarray(leaf)
     parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
-    def in_any_part(question: Any) -> jax.Array:
-        return jnp.any(jnp.stack([question(part) for part in parts]), axis=0)
+    def in_any_part(question: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return functools.reduce(jnp.logical_or, map(question, parts))
 
     nan = in_any_part(jnp.isnan)
     posinf = in_any_part(jnp.isposinf) & ~nan
-    neginf = in_any_part(jnp.isneginf) & ~nan & ~posinf
-    bad = nan | posinf | neginf
-    magnitude = jnp.max(jnp.stack([jnp.abs(part) for part in parts]), axis=0)
-    return _Statistics(
-        nan=nan.sum(dtype=jnp.uint32),
-        posinf=posinf.sum(dtype=jnp.uint32),
-        neginf=neginf.sum(dtype=jnp.uint32),
-        largest_finite=jnp.max(magnitude, where=~bad, initial=-1.0),
-        first_bad_index=_first(bad),
-    )
+    return nan, posinf, in_any_part(jnp.isneginf) & ~nan & ~posinf
 
 
-def _first(flags: jax.Array) -> list[jax.Array]:
-    """The index of the first true element, an axis at a time: flat indices do not fit into 32 bits, nor on a mesh."""
+@jax.jit
+def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
+    """An axis at a time: flat indices do not fit into 32 bits, nor on a mesh."""
+    flags = functools.reduce(jnp.logical_or, _faults(leaf))
     index: list[jax.Array] = []
-    if flags.size == 0:
-        return index
     for axis in range(flags.ndim):
         along = flags.any(axis=tuple(other for other in range(flags.ndim) if other != axis))
         index.append(jnp.argmax(along))
@@ -236,9 +240,10 @@ def _first(flags: jax.Array) -> list[jax.Array]:
     return index
 
 
-def _report(path: Any, leaf: Any, statistics: _Statistics) -> LeafReport:
-    nan, posinf, neginf = (int(count) for count in statistics[:3])
-    largest = float(statistics.largest_finite)
+def _report(with_path: tuple[Any, Any], statistics: _Statistics, first: Sequence[Any] | None) -> LeafReport:
+    path, leaf = with_path
+    *counts, largest = statistics
+    nan, posinf, neginf = map(int, counts)
     return LeafReport(
         path=jax.tree_util.keystr(path),
         dtype=str(jnp.result_type(leaf)),
@@ -246,6 +251,6 @@ def _report(path: Any, leaf: Any, statistics: _Statistics) -> LeafReport:
         nan=nan,
         posinf=posinf,
         neginf=neginf,
-        largest_finite=None if largest < 0 else largest,
-        first_bad_index=tuple(map(int, statistics.first_bad_index)) if nan + posinf + neginf else None,
+        largest_finite=number_of(int(largest) - 1, layout_of(jnp.result_type(leaf))) if largest else None,
+        first_bad_index=None if first is None else tuple(map(int, first)),
     )

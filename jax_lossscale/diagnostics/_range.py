@@ -1,13 +1,9 @@
-"""Where the gradients lie in the range of a dtype: how many are lost below it, and which scale would save them.
-
-All of it reads the bits of the numbers. XLA takes subnormal numbers for zero on a CPU; their bits it does not.
-"""
+"""Where the gradients lie in the range of a dtype: how many are lost below it, and which scale would save them."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,127 +11,96 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-
-_LARGEST_COUNT = int(np.iinfo(np.uint32).max)
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["counts", "zeros", "subnormals", "nonfinite"],
-    meta_fields=["smallest_exponent"],
+from jax_lossscale.diagnostics._bits import (
+    DOUBLE,
+    SINGLE,
+    as_float32,
+    as_float32_bits,
+    bits_of,
+    count,
+    joined,
+    layout_of,
+    parts,
 )
-@dataclasses.dataclass(frozen=True)
-class ExponentHistogram:
-    """How many numbers lie between one power of two and the next; a pytree.
 
-    Attributes:
-      counts: ``uint32[n]``: ``counts[i]`` numbers have a magnitude from ``2**exponents[i]`` to below twice that.
-      zeros: ``uint32[]``, exact zeros.
-      subnormals: ``uint32[]``, numbers that are subnormal in the dtype of their leaf. To see those of float16 by power
-        of two, cast the tree to float32 first.
-      nonfinite: ``uint32[]``, NaN and infinities.
-      smallest_exponent: the exponent of ``counts[0]``: -126, or -1022 if a leaf has 64 bits.
-    """
-
-    counts: jax.Array
-    zeros: jax.Array
-    subnormals: jax.Array
-    nonfinite: jax.Array
-    smallest_exponent: int
-
-    @property
-    def exponents(self) -> np.ndarray:
-        """``int[n]``: the powers of two that ``counts`` belongs to."""
-        return self.smallest_exponent + np.arange(self.counts.shape[-1])
+ALL_ZERO = (
+    "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
+    "compute them once in float32, or with a larger loss scale."
+)
 
 
 class Underflow(NamedTuple):
-    """What a cast to a narrow dtype would do to the small numbers; shares of the finite numbers that are not zero.
+    """What a cast to a narrow dtype would do to the small numbers. Printed with `print`, it is a sentence.
 
     Attributes:
-      zero: ``float32[]``, the share that would become zero.
-      subnormal: ``float32[]``, the share that would become subnormal, and lose digits.
+      zero: ``float32[]``, the share that would become zero, of the finite numbers that are not zero.
+      subnormal: ``float32[]``, the share of these that would become subnormal, and lose digits.
+      already_zero: ``float32[]``, the share of all finite numbers that are zero before the cast. Where it is 1, nothing
+        is left of which the others could be shares, and they are 0.
     """
 
     zero: jax.Array
     subnormal: jax.Array
+    already_zero: jax.Array
+
+    def __str__(self) -> str:
+        if isinstance(self.zero, jax.core.Tracer) or np.ndim(self.zero):
+            return repr(self)
+        if self.already_zero == 1:
+            return ALL_ZERO
+        return (
+            f"{self.zero:.3%} would become zero, {self.subnormal:.3%} subnormal; beside these, {self.already_zero:.3%} "
+            "of all are zero already."
+        )
 
 
 class LossScaleSuggestion(NamedTuple):
-    """A loss scale that fits the gradients it was made from.
+    """A loss scale that fits the gradients it was made from. Printed with `print`, it is a sentence.
 
     Attributes:
       loss_scale: ``float32[]``, a power of two.
       rescued: ``float32[]``, the share of the finite gradients that are not zero which would be zero without this scale
         and are not with it.
       largest: ``float32[]``, the largest finite magnitude.
+      already_zero: ``float32[]``, the share of the finite gradients that are zero, and that no scale brings back. Where
+        it is 1, nothing is known of a scale, and it is 1, too.
     """
 
     loss_scale: jax.Array
     rescued: jax.Array
     largest: jax.Array
+    already_zero: jax.Array
+
+    def __str__(self) -> str:
+        if isinstance(self.loss_scale, jax.core.Tracer) or np.ndim(self.loss_scale):
+            return repr(self)
+        if self.already_zero == 1:
+            return f"No loss scale follows. {ALL_ZERO}"
+        return (
+            f"2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits a largest gradient of "
+            f"{self.largest:.4g}, and rescues {self.rescued:.3%}; {self.already_zero:.3%} of all are zero already."
+        )
 
 
-def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
-    """Count the numbers of a tree by power of two.
-
-    Exact, also for subnormal numbers. Works under `jax.jit`, and on arrays that are sharded over a mesh without
-    gathering them.
-
-    Args:
-      tree: any pytree; its inexact leaves are counted, of a complex leaf both parts.
-      per_leaf: whether to count each leaf by itself.
-
-    Returns:
-      An `ExponentHistogram`; with ``per_leaf``, a tree of them in the structure of ``tree``, with ``None`` for every
-      leaf that is not inexact.
-
-    Raises:
-      ValueError: if more numbers would be counted together than a ``uint32`` holds, 4 294 967 295.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_lossscale as jls
-      >>> histogram = jls.diagnostics.exponent_histogram({"kernel": jnp.array([0.0, 1.0, 1.5, 0.25])})
-      >>> {int(e): int(n) for e, n in zip(histogram.exponents, histogram.counts) if n}
-      {-2: 1, 0: 2}
-      >>> int(histogram.zeros)
-      1
-
-    References:
-      Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
-    """
-    groups = [[leaf] for leaf in _tree.inexact_leaves(tree)] if per_leaf else [_tree.inexact_leaves(tree)]
-    for leaves in groups:
-        size = sum(np.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in leaves)
-        if size > _LARGEST_COUNT:
-            cure = "Count parts of the leaf." if per_leaf else "Use `per_leaf=True` and add up on the host."
-            raise ValueError(
-                f"`exponent_histogram(tree=...)` holds {size} numbers, more than a uint32 counts, {_LARGEST_COUNT}. "
-                f"{cure}"
-            )
-    if not per_leaf:
-        return _histogram(groups[0])
-    return jax.tree.map(lambda leaf: _histogram([leaf]) if _tree.is_inexact(leaf) else None, tree)
-
-
-def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16) -> Underflow:
+def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *, per_leaf: bool = False) -> Any:
     """The share of gradients that a dtype would lose below its range.
 
-    Gradients that are zero already, or not finite, do not enter: half of the gradients behind a ReLU are zero, and no
-    dtype has lost them.
+    Gradients that are zero already, or not finite, are no part of these shares: half of the gradients behind a ReLU are
+    zero, and no dtype has lost them. But gradients that a float16 backward pass has lost are zeros, too. So their share
+    is told beside, as ``already_zero``, and where it is large, compute ``grads`` in float32 and ask again.
 
     Args:
       grads: any pytree; for what a run would lose, *unscaled* gradients computed in a wider dtype; multiplied by a
         loss scale, for what it would lose with it.
       dtype: a floating dtype. Rounding to nearest, ties to even, decides what becomes zero or subnormal in it.
+      per_leaf: whether to look at each leaf by itself.
 
     Returns:
-      An `Underflow`. Shares of no number at all are 0.
+      An `Underflow`. Shares of no number at all are 0. With ``per_leaf``, a tree of them in the structure of ``grads``,
+      with ``None`` for every leaf that is not inexact.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype.
@@ -143,11 +108,16 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16) ->
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> jls.diagnostics.underflow_fraction({"kernel": jnp.array([0.0, 1e-9, 1e-6, 1e-3, 1.0])})
-      Underflow(zero=Array(0.25, dtype=float32), subnormal=Array(0.25, dtype=float32))
+      >>> lost = jls.diagnostics.underflow_fraction({"kernel": jnp.array([0.0, 1e-9, 1e-6, 1e-3, 1.0])})
+      >>> float(lost.zero), float(lost.subnormal)
+      (0.25, 0.25)
+      >>> print(lost)
+      25.000% would become zero, 25.000% subnormal; beside these, 20.000% of all are zero already.
     """
     dtype = _checked_floating(dtype, "underflow_fraction(dtype=...)")
-    return _underflow(_tree.inexact_leaves(grads), dtype)
+    if not per_leaf:
+        return _underflow([_survey(part, dtype) for part in parts(_tree.inexact_leaves(grads))])
+    return jax.tree.map(lambda leaf: _underflow([_survey([leaf], dtype)]) if _tree.is_inexact(leaf) else None, grads)
 
 
 def suggest_loss_scale(
@@ -158,13 +128,17 @@ def suggest_loss_scale(
     ``largest * loss_scale * headroom <= finfo(dtype).max``, and ``1 <= loss_scale <= 2**127``. Gradients of one batch
     tell little about the next one's; that is what the headroom is for.
 
+    A suggestion grows old as the gradients do. Of eight small trainings, what the first step suggested was off by 2**3
+    to 2**13 at the end of five. So ask again within the first hundred steps, and whenever the loss has fallen by much;
+    or let a scale that moves follow the gradients from there: ``DynamicLossScale(suggestion.loss_scale)``.
+
     Args:
       grads: *unscaled* gradients, any pytree, best computed in float32 at a loss scale of 1.
       dtype: the floating dtype that the backward pass is to compute in.
       headroom: how many times larger gradients may become, at least 1.
 
     Returns:
-      A `LossScaleSuggestion`. Without any finite gradient but zero its loss scale is 1.
+      A `LossScaleSuggestion`. Without any finite gradient but zero its loss scale is 1, and ``already_zero`` tells.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype, or ``headroom`` less than 1 or not finite.
@@ -175,11 +149,16 @@ def suggest_loss_scale(
       >>> suggestion = jls.diagnostics.suggest_loss_scale({"kernel": jnp.array([1e-9, 1e-3])})
       >>> float(suggestion.loss_scale), float(suggestion.rescued)
       (4194304.0, 0.5)
+      >>> print(suggestion)
+      2^22 = 4194304 fits a largest gradient of 0.001, and rescues 50.000%; 0.000% of all are zero already.
     """
     dtype = _checked_floating(dtype, "suggest_loss_scale(dtype=...)")
     if not 1 <= headroom < math.inf:
         raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1 and finite, got {headroom!r}.")
-    return _suggestion(_tree.inexact_leaves(grads), dtype, float(jnp.finfo(dtype).max) / headroom)
+    in_parts = list(parts(_tree.inexact_leaves(grads)))
+    surveys = [_survey(part, dtype) for part in in_parts]
+    log2_scale = _log2_suggested(surveys, float(jnp.finfo(dtype).max) / headroom)
+    return _suggestion(surveys, log2_scale, [_rescued(part, dtype, log2_scale) for part in in_parts])
 
 
 def _checked_floating(dtype: DTypeLike, name: str) -> jnp.dtype:
@@ -187,78 +166,6 @@ def _checked_floating(dtype: DTypeLike, name: str) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
     return dtype
-
-
-class _Layout(NamedTuple):
-    """An IEEE format as an integer: a sign, an exponent, a mantissa."""
-
-    integer: Any
-    mantissa_bits: int
-    bias: int
-
-    @property
-    def largest_field(self) -> int:
-        return 2 * self.bias + 1
-
-
-_SINGLE = _Layout(jnp.uint32, 23, 127)
-_DOUBLE = _Layout(jnp.uint64, 52, 1023)
-
-
-def _layout(dtype: DTypeLike) -> _Layout:
-    return _DOUBLE if jnp.finfo(dtype).bits == 64 else _SINGLE
-
-
-def _magnitudes(leaf: ArrayLike) -> tuple[jax.Array, _Layout]:
-    """Integers in the order of the absolute values: their bits as float32, or float64, without the sign."""
-    leaf = jnp.asarray(leaf)
-    if jnp.iscomplexobj(leaf):
-        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    layout = _layout(leaf.dtype)
-    if leaf.dtype == jnp.bfloat16:  # the upper half of a float32; a conversion might drop subnormals
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
-    else:
-        wide = leaf if layout is _DOUBLE else leaf.astype(jnp.float32)
-        bits = jax.lax.bitcast_convert_type(wide, layout.integer)
-    sign = 1 << (jnp.iinfo(layout.integer).bits - 1)
-    return bits & layout.integer(sign - 1), layout
-
-
-def _bits_of(number: float, layout: _Layout) -> Any:
-    """The magnitude of the largest number of the layout that is not above ``number``."""
-    floating, integer = (np.float64, np.uint64) if layout is _DOUBLE else (np.float32, np.uint32)
-    with np.errstate(over="ignore"):
-        rounded = floating(number)
-    if float(rounded) > number:
-        rounded = np.nextafter(rounded, floating(0))
-    return layout.integer(rounded.view(integer))
-
-
-@jax.jit
-def _histogram(leaves: list[ArrayLike]) -> ExponentHistogram:
-    layout = max((_layout(jnp.result_type(leaf)) for leaf in leaves), key=lambda layout: layout.bias, default=_SINGLE)
-    # Zeros, subnormals, the exponents, and what is not finite.
-    table = jnp.zeros(layout.largest_field + 2, jnp.uint32)
-    for leaf in leaves:
-        table = table + _table(leaf, layout)
-    return ExponentHistogram(
-        counts=table[2:-1],
-        zeros=table[0],
-        subnormals=table[1],
-        nonfinite=table[-1],
-        smallest_exponent=1 - layout.bias,
-    )
-
-
-def _table(leaf: ArrayLike, layout: _Layout) -> jax.Array:
-    magnitudes, own = _magnitudes(leaf)
-    smallest_normal = _bits_of(float(jnp.finfo(jnp.result_type(leaf)).smallest_normal), own)
-    field = (magnitudes >> own.mantissa_bits).astype(jnp.int32)
-    row = jnp.where(field == own.largest_field, layout.largest_field, field - own.bias + layout.bias) + 1
-    row = jnp.where(magnitudes < smallest_normal, jnp.where(magnitudes == 0, 0, 1), row)
-    # Arrays of explicit sharding want to be told that the table is on every device.
-    everywhere = PartitionSpec(None) if jax.typeof(row).sharding.mesh.explicit_axes else None
-    return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), out_sharding=everywhere)
 
 
 class _Limits(NamedTuple):
@@ -275,67 +182,91 @@ def _limits(dtype: jnp.dtype) -> _Limits:
     return _Limits(half_step, float(np.nextafter(float(info.smallest_normal) - half_step, 0)))
 
 
+class _Survey(NamedTuple):
+    """What one reading of some numbers tells; the counts ``uint32[]``, the largest in the `Layout` of the numbers."""
+
+    numbers: jax.Array  # finite and not zero
+    zeros: jax.Array
+    become_zero: jax.Array
+    become_subnormal: jax.Array
+    largest: jax.Array  # that is finite
+
+
 @partial(jax.jit, static_argnums=1)
-def _underflow(leaves: list[ArrayLike], dtype: jnp.dtype) -> Underflow:
-    limits = _limits(dtype)
-    nothing, zero, subnormal = (partial(_bits_of, limit) for limit in (0.0, *limits))
-    numbers = _count(leaves, nothing, _largest)
+def _survey(part: list[ArrayLike], dtype: jnp.dtype) -> _Survey:
+    numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
+    zero, subnormal = (bits_of(limit, layout) for limit in _limits(dtype))
+    is_finite, is_zero = numbers < layout.infinity, numbers == 0
+    flags = (
+        is_finite & ~is_zero,
+        is_zero,
+        ~is_zero & (numbers <= zero),
+        (numbers > zero) & (numbers <= subnormal),
+    )
+    (not_zero, zeros, become_zero, become_subnormal), largest = count(flags, jnp.where(is_finite, numbers, 0))
+    return _Survey(not_zero, zeros, become_zero, become_subnormal, largest)
+
+
+@jax.jit
+def _underflow(surveys: list[_Survey]) -> Underflow:
+    numbers = _total(survey.numbers for survey in surveys)
     return Underflow(
-        zero=_share(_count(leaves, nothing, zero), numbers),
-        subnormal=_share(_count(leaves, zero, subnormal), numbers),
+        zero=_share(_total(survey.become_zero for survey in surveys), numbers),
+        subnormal=_share(_total(survey.become_subnormal for survey in surveys), numbers),
+        already_zero=_already_zero(surveys),
     )
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _suggestion(leaves: list[ArrayLike], dtype: jnp.dtype, top: float) -> LossScaleSuggestion:
-    log2_scale = jnp.int32(127)
-    largest = jnp.float32(0)
-    for leaf in leaves:
-        magnitudes, layout = _magnitudes(leaf)
-        largest_here = jnp.max(magnitudes, where=magnitudes < _infinity(layout), initial=0)
-        log2_scale = jnp.minimum(log2_scale, _log2_room(largest_here, _bits_of(top, layout), layout))
-        largest = jnp.maximum(largest, _as_float32(largest_here, layout))
-    numbers = _count(leaves, partial(_bits_of, 0.0), _largest)
-    log2_scale = jnp.where(numbers > 0, jnp.maximum(log2_scale, 0), 0)
-
-    # A scale of 2**k moves the limit of what becomes zero down by k powers of two.
-    limits = [_limits(dtype).zero * 2.0**-k for k in range(128)]
-
-    def limit_with_scale(layout: _Layout) -> jax.Array:
-        return jnp.array([_bits_of(limit, layout) for limit in limits])[log2_scale]
-
-    rescued = _count(leaves, limit_with_scale, partial(_bits_of, limits[0]))
-    return LossScaleSuggestion(jnp.ldexp(jnp.float32(1), log2_scale), _share(rescued, numbers), largest)
+def _already_zero(surveys: list[_Survey]) -> jax.Array:
+    zeros = _total(survey.zeros for survey in surveys)
+    return _share(zeros, zeros + _total(survey.numbers for survey in surveys))
 
 
-def _log2_room(magnitudes: jax.Array, top: Any, layout: _Layout) -> jax.Array:
-    """The largest k, up to 127, for which the number times 2**k is not above the top."""
+def _total(counts: Iterable[jax.Array]) -> jax.Array:
+    """``float32[]``, for it may be billions."""
+    counts = list(counts)
+    return jnp.stack(counts).astype(jnp.float32).sum() if counts else jnp.float32(0)
+
+
+@partial(jax.jit, static_argnums=1)
+def _log2_suggested(surveys: list[_Survey], top: float) -> jax.Array:
+    """``int32[]``, from 0 to 127."""
+    if not surveys:
+        return jnp.int32(0)
+    # Sorted, since XLA would fuse a minimum with the second reading of each leaf: a program quadratic in their number.
+    room = jnp.sort(jnp.stack([_log2_room(survey.largest, top) for survey in surveys]))[0]
+    return jnp.where(_total(survey.numbers for survey in surveys) > 0, jnp.clip(room, 0, 127), 0)
+
+
+def _log2_room(largest: jax.Array, top: float) -> jax.Array:
+    """The largest k for which the number times 2**k is not above the top: ``int32[]``."""
+    layout = DOUBLE if largest.dtype == jnp.uint64 else SINGLE
+    top_bits = bits_of(top, layout)
     mantissa = layout.integer((1 << layout.mantissa_bits) - 1)
-    exponents = (top >> layout.mantissa_bits).astype(jnp.int32) - (magnitudes >> layout.mantissa_bits).astype(jnp.int32)
-    return jnp.minimum(exponents - ((magnitudes & mantissa) > (top & mantissa)), 127)
+    field = (largest >> layout.mantissa_bits).astype(jnp.int32)
+    exceeds = ((largest & mantissa) > (top_bits & mantissa)).astype(jnp.int32)
+    return int(top_bits >> layout.mantissa_bits) - field - exceeds
 
 
-def _count(leaves: list[ArrayLike], above: Callable[[_Layout], Any], up_to: Callable[[_Layout], Any]) -> jax.Array:
-    """How many magnitudes lie between two, the second included: ``float32[]``, for it may be billions."""
-    count = jnp.float32(0)
-    for leaf in leaves:
-        magnitudes, layout = _magnitudes(leaf)
-        is_between = (magnitudes > above(layout)) & (magnitudes <= up_to(layout))
-        count = count + is_between.sum(dtype=jnp.uint32).astype(jnp.float32)
-    return count
+@partial(jax.jit, static_argnums=1)
+def _rescued(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: jax.Array) -> jax.Array:
+    """How many numbers become zero without a scale of ``2**log2_scale``, and do not with it: ``uint32[]``."""
+    numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
+    # A scale of 2**k moves the limit of what becomes zero down by k powers of two.
+    limits = np.array([bits_of(_limits(dtype).zero * 2.0**-k, layout) for k in range(128)])
+    (rescued,), _ = count([(numbers > jnp.asarray(limits)[log2_scale]) & (numbers <= limits[0])], numbers)
+    return rescued
 
 
-def _infinity(layout: _Layout) -> Any:
-    return layout.integer(layout.largest_field << layout.mantissa_bits)
-
-
-def _largest(layout: _Layout) -> Any:
-    return _infinity(layout) - layout.integer(1)
-
-
-def _as_float32(magnitude: jax.Array, layout: _Layout) -> jax.Array:
-    floating = jnp.float64 if layout is _DOUBLE else jnp.float32
-    return jax.lax.bitcast_convert_type(magnitude, floating).astype(jnp.float32)
+@jax.jit
+def _suggestion(surveys: list[_Survey], log2_scale: jax.Array, rescued: list[jax.Array]) -> LossScaleSuggestion:
+    largest = [as_float32_bits(survey.largest) for survey in surveys]
+    return LossScaleSuggestion(
+        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
+        rescued=_share(_total(rescued), _total(survey.numbers for survey in surveys)),
+        largest=as_float32(jnp.stack(largest).max() if largest else jnp.uint32(0)),
+        already_zero=_already_zero(surveys),
+    )
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:

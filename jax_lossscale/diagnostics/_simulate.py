@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.base import adjust
 
 
 class Simulation(NamedTuple):
@@ -28,25 +29,45 @@ class Simulation(NamedTuple):
     should_apply: jax.Array
     final: LossScale
 
+    @property
+    def skipped(self) -> jax.Array:
+        """Whether each step was skipped: ``bool[steps]``."""
+        return ~self.should_apply
+
+    @property
+    def skipped_steps(self) -> jax.Array:
+        """How many steps were skipped: ``int32[]``, one for each simulation of a batch."""
+        return self.skipped.sum(axis=-1, dtype=jnp.int32)
+
 
 def simulate(
     loss_scale: LossScale,
     grads_finite: ArrayLike | None = None,
     *,
     largest: ArrayLike | None = None,
+    inside: ArrayLike | None = None,
     dtype: DTypeLike = jnp.float16,
 ) -> Simulation:
     """Replay a loss scale over a trace: compiled, a million steps in a moment.
 
     Two kinds of trace: whether each step was finite, as recorded; or how large the largest true gradient of each step
-    was, of which it follows whether the step is finite at the scale that this loss scale would have had.
+    was, of which it follows whether the step is finite at the scale that this loss scale would have had::
+
+        finite = isfinite(round(inside * scale)) and isfinite(round(largest * scale))
+        loss_scale = loss_scale.adjust(finite)
+        loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else 0)
+
+    where ``round`` rounds to ``dtype``; the last line is for kinds with ``needs_largest``, which see what would have
+    arrived. To try many settings at once, `jax.vmap` over the numbers that a loss scale holds (see the examples).
 
     Args:
       loss_scale: any kind, in the state to start from.
       grads_finite: ``bool[steps]``.
       largest: instead of it, ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step, or
-        anything that is not finite, where the gradients would not be at any scale. The gradients overflow where it
-        times the scale, rounded to ``dtype``, is not finite.
+        anything that is not finite, where the gradients would not be at any scale.
+      inside: with ``largest``, what overflows first where that is no gradient of a parameter: ``float[steps]``, the
+        largest magnitude, unscaled, in the middle of the backward pass, among the cotangents of activations. By
+        default ``largest``.
       dtype: what the backward pass computes in.
 
     Returns:
@@ -54,44 +75,103 @@ def simulate(
 
     Raises:
       ValueError: if ``loss_scale`` is no `LossScale`; unless exactly one trace is given, of one dimension, and
-        ``grads_finite`` of booleans; if ``dtype`` is no floating dtype.
+        ``grads_finite`` of booleans; if a kind that needs the largest gradient is given none; if ``inside`` is given
+        without ``largest``, or is not as long; if ``dtype`` is no floating dtype.
 
     Examples:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> import jax_lossscale as jls
       >>> scale = jls.DynamicLossScale(2.0**16, increment_period=2)
       >>> jls.diagnostics.simulate(scale, jnp.array([False, True, True, True])).loss_scale
       Array([65536., 32768., 32768., 65536.], dtype=float32)
-      >>> jls.diagnostics.simulate(scale, largest=jnp.array([1.5, 1.5, 1.5, 1.5])).loss_scale
-      Array([65536., 32768., 32768., 65536.], dtype=float32)
+      >>> replay = jls.diagnostics.simulate(scale, largest=jnp.array([1.5, 1.5, 1.5, 1.5]))
+      >>> replay.loss_scale, int(replay.skipped_steps)
+      (Array([65536., 32768., 32768., 65536.], dtype=float32), 2)
+      >>> largest = jnp.full(1000, 1e-3)
+      >>> starts = 2.0 ** jnp.array([15, 24, 33])
+      >>> jax.vmap(
+      ...     lambda start: jls.diagnostics.simulate(jls.DynamicLossScale(current_loss_scale=start), largest=largest)
+      ... )(starts).skipped_steps
+      Array([0, 0, 8], dtype=int32)
     """
     if not isinstance(loss_scale, LossScale):
         raise ValueError(
             f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Make one with `jls.get`."
         )
-    if (grads_finite is None) == (largest is None):
-        raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
-    name, given = ("largest", largest) if grads_finite is None else ("grads_finite", grads_finite)
-    trace = jnp.asarray(given)
-    if trace.ndim != 1:
-        raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
-    is_real = jnp.issubdtype(trace.dtype, jnp.floating) or jnp.issubdtype(trace.dtype, jnp.integer)
-    if not (is_real if name == "largest" else trace.dtype == jnp.bool_):
-        expected = "real numbers" if name == "largest" else "booleans"
-        raise ValueError(f"`simulate({name}=...)` must be {expected}, got {trace.dtype}.")
     dtype = _tree.checked_dtype(dtype, "simulate(dtype=...)")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`simulate(dtype=...)` must be a real floating dtype, got {dtype.name}.")
-    return _replay(loss_scale, trace, dtype)
+    if (grads_finite is None) == (largest is None):
+        raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
+    if grads_finite is not None:
+        if inside is not None:
+            raise ValueError("`simulate(inside=...)` goes with `largest`, not with `grads_finite`: leave it out.")
+        if loss_scale.needs_largest:
+            raise ValueError(
+                f"`simulate(grads_finite=...)` tells a `{type(loss_scale).__name__}` too little: it moves by the "
+                "largest gradient. Give `largest`."
+            )
+        flags = _checked_trace(grads_finite, "grads_finite")
+        if flags.dtype != jnp.bool_:
+            raise ValueError(f"`simulate(grads_finite=...)` must be booleans, got {flags.dtype}.")
+        return _replay(loss_scale, flags)
+    seen = _checked_magnitudes(largest, "largest")
+    overflowing = seen if inside is None else _checked_magnitudes(inside, "inside")
+    if overflowing.shape != seen.shape:
+        raise ValueError(f"`simulate(inside=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}.")
+    return _replay_magnitudes(loss_scale, seen, overflowing, dtype)
 
 
-@partial(jax.jit, static_argnums=2)
-def _replay(loss_scale: LossScale, trace: jax.Array, dtype: jnp.dtype) -> Simulation:
-    def step(loss_scale: LossScale, event: jax.Array) -> tuple[LossScale, tuple[jax.Array, jax.Array]]:
-        scale = jnp.asarray(loss_scale(), jnp.float32)
-        finite = event if event.dtype == jnp.bool_ else jnp.isfinite((event * scale).astype(dtype))
-        return loss_scale.adjust(finite), (scale, finite)
+def _checked_trace(given: Any, name: str) -> jax.Array:
+    trace = jnp.asarray(given)
+    if trace.ndim != 1:
+        raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
+    return trace
 
-    final, (scales, finite) = jax.lax.scan(step, loss_scale, trace)
-    should_apply = finite if loss_scale.skip_nonfinite else jnp.ones_like(finite)
+
+def _checked_magnitudes(given: Any, name: str) -> jax.Array:
+    """``[steps]``, in float32 or wider."""
+    trace = _checked_trace(given, name)
+    if jnp.issubdtype(trace.dtype, jnp.integer):
+        return trace.astype(jnp.float32)
+    if not jnp.issubdtype(trace.dtype, jnp.floating):
+        raise ValueError(f"`simulate({name}=...)` must be real numbers, got {trace.dtype}.")
+    return cast(jax.Array, _tree.widen(trace))
+
+
+@jax.jit
+def _replay(loss_scale: LossScale, trace: jax.Array) -> Simulation:
+    def step(loss_scale: LossScale, finite: jax.Array) -> tuple[LossScale, tuple[jax.Array, jax.Array]]:
+        return loss_scale.adjust(finite), (_scale_of(loss_scale), finite)
+
+    return _simulation(*jax.lax.scan(step, loss_scale, trace))
+
+
+@partial(jax.jit, static_argnums=3)
+def _replay_magnitudes(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype: jnp.dtype) -> Simulation:
+    def step(
+        loss_scale: LossScale, event: tuple[jax.Array, jax.Array]
+    ) -> tuple[LossScale, tuple[jax.Array, jax.Array]]:
+        scale = _scale_of(loss_scale)
+        arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
+        finite = jnp.isfinite(arrives) & jnp.isfinite(overflows)
+        measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, 0)
+        return adjust(loss_scale, finite, measured), (scale, finite)
+
+    return _simulation(*jax.lax.scan(step, loss_scale, (largest, inside)))
+
+
+def _scale_of(loss_scale: LossScale) -> jax.Array:
+    return jnp.asarray(loss_scale(), jnp.float32)
+
+
+def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """``number`` as ``dtype`` would have it, in its own dtype."""
+    # Without the barrier a compiler may leave out a conversion and its inverse.
+    return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)
+
+
+def _simulation(final: LossScale, steps: tuple[jax.Array, jax.Array]) -> Simulation:
+    scales, finite = steps
+    should_apply = finite if final.skip_nonfinite else jnp.ones_like(finite)
     return Simulation(scales, finite, should_apply, final)

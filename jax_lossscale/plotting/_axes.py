@@ -19,7 +19,9 @@ def require_matplotlib(caller: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f'`{caller}` needs matplotlib: `pip install "jax_lossscale[plot]"`.') from error
+        raise ImportError(
+            f"`{caller}` needs matplotlib, which the extra `plot` brings: `pip install matplotlib`."
+        ) from error
 
 
 def new_axes() -> Axes:

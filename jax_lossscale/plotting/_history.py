@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 _METRICS = ("grads_finite", "applied_steps", "skipped_steps", "consecutive_skips", "last_bad_leaf")
 _FLAGS = ("skipped", "grads_finite")
-_HISTORY = ("loss", "loss_scale", "skipped", "underflow", *_METRICS)
+_HISTORY = ("step", "loss", "loss_scale", "skipped", "underflow", *_METRICS)
+# How flags look in a file.
+_TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 
 
 def plot_loss_scale(
@@ -53,7 +55,7 @@ def plot_loss_scale(
     given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
     columns = _columns(given, "plot_loss_scale")
     ax = new_axes() if ax is None else ax
-    _draw_loss_scale(ax, columns["loss_scale"], _was_skipped(columns))
+    _draw_loss_scale(ax, _steps(columns, "plot_loss_scale"), columns["loss_scale"], _was_skipped(columns))
     ax.set(xlabel="step", ylabel="loss scale (power of two)")
     return ax
 
@@ -72,16 +74,18 @@ def plot_run(
       history: sequences by name, all as long as the run, or one dictionary for each step: ``"loss"``; ``"loss_scale"``,
         as in `plot_loss_scale`; ``"skipped"``, or else the rest of `jax_lossscale.metrics`, that is
         ``"consecutive_skips"``, ``"skipped_steps"`` or ``"grads_finite"``, the first of them that is there;
-        ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured.
+        ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured;
+        ``"step"``, the number of each step, where not all were logged. Whatever else a log holds is left out; text, as
+        it comes of a CSV file, is taken for the numbers and flags that it spells.
       axes: where to draw, as many Axes as there are panels; by default a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes, from top to bottom; steps count from 1.
+      The Axes, from top to bottom; without ``"step"``, steps count from 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if a name is unknown, a sequence is not one-dimensional or not as long as the others, there is nothing
-        to draw, or the number of Axes is not that of the panels.
+      ValueError: if a sequence is not one-dimensional or not as long as the others, steps do not increase, there is
+        nothing to draw, or the number of Axes is not that of the panels.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -92,20 +96,25 @@ def plot_run(
       ['loss', 'loss scale (power of two)', 'skipped steps (total)']
     """
     require_matplotlib("plot_run")
+    history = _by_name(history)
     columns = _columns(history, "plot_run")
+    steps = _steps(columns, "plot_run")
     skipped = _was_skipped(columns)
     panels: dict[str, Any] = {}
     if "loss" in columns:
-        panels["loss"] = lambda ax: _draw_loss(ax, columns["loss"])
+        panels["loss"] = lambda ax: _draw_loss(ax, steps, columns["loss"])
     if "loss_scale" in columns:
-        panels["loss scale (power of two)"] = lambda ax: _draw_loss_scale(ax, columns["loss_scale"], skipped)
+        panels["loss scale (power of two)"] = lambda ax: _draw_loss_scale(ax, steps, columns["loss_scale"], skipped)
     if skipped is not None:
         total = columns.get("skipped_steps", skipped.cumsum())
-        panels["skipped steps (total)"] = lambda ax: _draw_total(ax, total)
+        panels["skipped steps (total)"] = lambda ax: _draw_total(ax, steps, total)
     if "underflow" in columns:
-        panels["underflow (% of gradients)"] = lambda ax: _draw_underflow(ax, columns["underflow"])
+        panels["underflow (% of gradients)"] = lambda ax: _draw_underflow(ax, steps, columns["underflow"])
     if not panels:
-        raise ValueError(f"`plot_run(history=...)` has nothing to draw, only {sorted(columns)}.")
+        raise ValueError(
+            f"`plot_run(history=...)` has nothing to draw, only {sorted(history)}. Give loss, loss_scale, skipped or "
+            "underflow."
+        )
 
     axes = _new_panels(len(panels)) if axes is None else tuple(np.ravel(np.asarray(axes, object)))
     if len(axes) != len(panels):
@@ -127,17 +136,19 @@ def _new_panels(number: int) -> tuple[Axes, ...]:
     return tuple(axes[:, 0])
 
 
-def _columns(history: Any, caller: str) -> dict[str, np.ndarray]:
-    """The sequences by name, as NumPy arrays of the same length."""
-    history = jax.device_get(history)
-    if not isinstance(history, Mapping):
-        steps = list(history)
-        names = list(dict.fromkeys(name for step in steps for name in step))
-        history = {name: [step[name] for step in steps if name in step] for name in names}
-    unknown = sorted(set(history) - set(_HISTORY))
-    if unknown:
-        raise ValueError(f"`{caller}(history=...)` does not know {unknown}; it knows {', '.join(_HISTORY)}.")
-    columns = {name: np.asarray(values) for name, values in history.items()}
+def _by_name(history: Any) -> dict[str, Any]:
+    """Sequences by name, also of one dictionary for each step."""
+    if isinstance(history, Mapping):
+        return dict(history)
+    rows = list(history)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row[name] for row in rows if name in row] for name in names}
+
+
+def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
+    """What can be drawn, as NumPy arrays of the same length."""
+    history = jax.device_get({name: values for name, values in history.items() if name in _HISTORY})
+    columns = {name: _as_numbers(values, name in _FLAGS) for name, values in history.items()}
     shapes = {name: column.shape for name, column in columns.items()}
     if any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(f"`{caller}` draws sequences of one number a step, got the shapes {shapes}.")
@@ -150,6 +161,36 @@ def _columns(history: Any, caller: str) -> dict[str, np.ndarray]:
         if np.isnan(columns[name].astype(float)).any():
             raise ValueError(f"`{caller}` got NaN in {name}, which must be known for every step.")
     return {name: column.astype(bool if name in _FLAGS else float) for name, column in columns.items()}
+
+
+def _as_numbers(values: Any, are_flags: bool) -> np.ndarray:
+    """An array, of floats where text was given; NaN for what spells nothing."""
+    column = np.asarray(values)
+    if column.dtype.kind not in "OSU":
+        return column
+
+    def number(value: Any) -> float:
+        text = str(value).strip().lower()
+        if are_flags and text in (*_TRUE, *_FALSE):
+            return float(text in _TRUE)
+        try:
+            return float(text)
+        except ValueError:
+            return float("nan")
+
+    return np.array([number(value) for value in column.ravel().tolist()]).reshape(column.shape)
+
+
+def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
+    """The numbers of the steps, from 1 if nothing tells."""
+    if "step" not in columns:
+        return np.arange(1, len(next(iter(columns.values()), ())) + 1)
+    steps = columns["step"]
+    if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
+        raise ValueError(
+            f"`{caller}` got steps that do not increase: {steps}. Draw runs one at a time, sorted by step."
+        )
+    return steps
 
 
 def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
@@ -167,28 +208,27 @@ def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
     return None
 
 
-def _draw_loss(ax: Axes, loss: np.ndarray) -> None:
+def _draw_loss(ax: Axes, steps: np.ndarray, loss: np.ndarray) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     finite = np.isfinite(loss)
-    _draw_with_gaps(ax, np.where(finite, loss, np.nan))
+    _draw_with_gaps(ax, steps, np.where(finite, loss, np.nan))
     if finite.any() and 0 < loss[finite].min() <= loss[finite].max() / 10:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 3) if loss[finite].max() < 1e3 * loss[finite].min() else (1,)))
         ax.yaxis.set_minor_locator(NullLocator())
         ax.yaxis.set_major_formatter("{x:g}")
     if not finite.all():
-        steps = np.flatnonzero(~finite) + 1
-        foot = np.full(len(steps), 0.06)
-        label = f"not finite ({len(steps)})"
-        ax.plot(steps, foot, "|", color=VERMILLION, markersize=8, transform=ax.get_xaxis_transform(), label=label)
-    _finish(ax, len(loss))
+        gaps = steps[~finite]
+        foot = np.full(len(gaps), 0.06)
+        label = f"not finite ({len(gaps)})"
+        ax.plot(gaps, foot, "|", color=VERMILLION, markersize=8, transform=ax.get_xaxis_transform(), label=label)
+    _finish(ax, steps)
 
 
-def _draw_loss_scale(ax: Axes, loss_scale: np.ndarray, skipped: np.ndarray | None) -> None:
+def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skipped: np.ndarray | None) -> None:
     from matplotlib.ticker import LogLocator
 
-    steps = np.arange(1, len(loss_scale) + 1)
     drawable = np.isfinite(loss_scale) & (loss_scale > 0)
     loss_scale = np.where(drawable, loss_scale, np.nan)
     change = np.diff(loss_scale, prepend=loss_scale[0])
@@ -206,42 +246,43 @@ def _draw_loss_scale(ax: Axes, loss_scale: np.ndarray, skipped: np.ndarray | Non
     ax.set_yscale("log", base=2)
     ax.set_ylim(2.0 ** (np.floor(powers.min()) - 0.5), 2.0 ** (np.ceil(powers.max()) + 0.5))
     ax.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
-    _finish(ax, len(loss_scale))
+    _finish(ax, steps)
 
 
-def _draw_total(ax: Axes, total: np.ndarray) -> None:
+def _draw_total(ax: Axes, steps: np.ndarray, total: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ax.step(np.arange(1, len(total) + 1), total, where="mid", color=VERMILLION, linewidth=1.5)
+    ax.step(steps, total, where="mid", color=VERMILLION, linewidth=1.5)
     _set_ylim_from_zero(ax, max(1.0, total.max()))
     ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _finish(ax, len(total))
+    _finish(ax, steps)
 
 
-def _draw_underflow(ax: Axes, underflow: np.ndarray) -> None:
+def _draw_underflow(ax: Axes, steps: np.ndarray, underflow: np.ndarray) -> None:
     percent = np.where(np.isfinite(underflow), 100 * underflow, np.nan)
-    _draw_with_gaps(ax, percent)
+    _draw_with_gaps(ax, steps, percent)
     _set_ylim_from_zero(ax, np.max(percent, initial=0, where=np.isfinite(percent)) or 1.0)
-    _finish(ax, len(underflow))
+    _finish(ax, steps)
 
 
 def _set_ylim_from_zero(ax: Axes, highest: float) -> None:
     ax.set_ylim(-0.06 * highest, 1.1 * highest)  # a line at zero is not hidden by the axis
 
 
-def _draw_with_gaps(ax: Axes, values: np.ndarray) -> None:
+def _draw_with_gaps(ax: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     """A line that breaks at NaN; a number between two of them, which has no line, is a dot."""
     known = np.isfinite(values)
     around = np.pad(known, 1)
     lonely = np.flatnonzero(known & ~around[:-2] & ~around[2:]).tolist()
-    ax.plot(np.arange(1, len(values) + 1), values, color=BLUE, linewidth=1.5, marker=".", markevery=lonely)
+    ax.plot(steps, values, color=BLUE, linewidth=1.5, marker=".", markevery=lonely)
 
 
-def _finish(ax: Axes, steps: int) -> None:
+def _finish(ax: Axes, steps: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
     remove_box(ax)
-    ax.set_xlim(1 - 0.015 * steps, 1.015 * steps)
+    margin = 0.015 * (steps[-1] - steps[0] + 1)
+    ax.set_xlim(steps[0] - margin, steps[-1] + margin)
     ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)

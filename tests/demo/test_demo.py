@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from jax_lossscale.demo import command, job, main, report
 pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 
+ROOT = Path(__file__).parent.parent.parent
 ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic"]
 SHORT = ["--steps", "3"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -72,7 +74,6 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
     assert [arms[name]["final_loss_scale"] for name in ARMS[:3]] == [1, 1, 2**15]
 
     output = capsys.readouterr()
-    assert output.err == ""
     assert all(name in output.out for name in ARMS)
     assert "above that of float32" in output.out
 
@@ -165,6 +166,81 @@ def test_zero_fraction_counts_values_not_leaves():
     assert job.zero_fraction(grads) == 2 / 8
 
 
+# Where it writes it.
+
+
+def test_progress_goes_to_stderr(capfd):
+    command.run(steps=1, seed=0)
+    assert capfd.readouterr().out == ""
+
+
+def test_progress_is_shown_where_stderr_is_a_terminal(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
+    command.run(steps=1, seed=0)
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert all(name in output.err for name in ARMS)
+
+
+def test_json_to_standard_output_is_all_that_stands_there(tmp_path, monkeypatch, capsys, trains_in_no_time):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--json", "-"]) == 0
+    output = capsys.readouterr()
+    assert list(json.loads(output.out)["arms"]) == ARMS
+    assert "PSNR" in output.err  # the table
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version(capsys, must_not_train):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"jax_lossscale {jls.__version__}\n"
+
+
+def test_help_and_readme_say_in_the_same_words_what_the_main_job_is(capsys, must_not_train):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    sentence = (
+        "a small neural network learns a photograph four times, in float32, and in float16 without a loss scale, with "
+        "a fixed one and with a dynamic one."
+    )
+    for text in capsys.readouterr().out, (ROOT / "README.md").read_text():
+        assert sentence in " ".join(text.split())
+
+
+def test_seconds_are_those_of_the_steps_not_of_compiling(monkeypatch, compilations):
+    compiled_by_then = []
+
+    def look_at_the_clock():
+        compiled_by_then.append(len(compilations))
+        return float(len(compiled_by_then))
+
+    monkeypatch.setattr(job, "_clock", look_at_the_clock)
+    done = []
+    steps = job.STEPS_PER_CHUNK + 1  # two programs
+    result = job.train(job.load_patches()[:100], np.float32, None, steps=steps, seed=0, advance=done.append)
+    start, stop = compiled_by_then
+    assert start == stop >= 2
+    assert result.seconds == 1.0
+    assert sum(done) == len(result.trace.loss) == steps
+
+
+def test_the_figure_of_a_run_shows_the_scale_after_each_step():
+    source = {"__name__": "figures", "__file__": str(ROOT / "docs" / "figures.py")}
+    pytest.importorskip("matplotlib")
+    exec((ROOT / "docs" / "figures.py").read_text(), source)
+    loss_scale = jls.DynamicLossScale(2.0**32, increment_period=2)  # of which a step or two overflow
+    result = job.train(job.load_patches()[:100], np.float16, loss_scale, steps=20, seed=0, advance=lambda steps: None)
+    history = source["history"](result)
+    expected = []
+    for skipped in history["skipped"]:
+        loss_scale = loss_scale.adjust(not skipped)
+        expected.append(float(loss_scale()))
+    assert 0 < history["skipped"].sum() < 20
+    assert history["loss_scale"].tolist() == expected
+
+
 # What it refuses: one line, exit code 2, nothing trained, nothing written.
 
 
@@ -189,6 +265,7 @@ def test_zero_fraction_counts_values_not_leaves():
         (["--plot", "missing/picture.png"], "directory does not exist"),
         (["--plot", "folder"], "is a directory"),
         (["--plot", "picture"], ".png"),
+        (["--plot", "-"], ".png"),
         (["--plot", "picture.txt"], ".png"),
         (["--json", "same.png", "--plot", "same.png"], "same file"),
         (["--step", "3"], "--step"),
@@ -220,17 +297,24 @@ def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch, capsys, must_no
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("sklearn", "demo"), ("rich", "demo"), ("PIL", "demo"), ("matplotlib", "plot")]
+    ("module", "extra", "distribution"),
+    [
+        ("sklearn", "demo", "scikit-learn"),
+        ("rich", "demo", "rich"),
+        ("PIL", "demo", "pillow"),
+        ("matplotlib", "plot", "matplotlib"),
+    ],
 )
 def test_a_missing_package_ends_it_with_one_line_that_names_the_extra(
-    module, extra, tmp_path, monkeypatch, capsys, must_not_train
+    module, extra, distribution, tmp_path, monkeypatch, capsys, must_not_train
 ):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match="2"):
         main(["--plot", str(tmp_path / "picture.png")])
     output = capsys.readouterr()
     assert output.err.count("\n") == 1
-    assert f'pip install "jax_lossscale[{extra}]"' in output.err
+    assert f"the extra `{extra}`" in output.err
+    assert output.err.endswith(f"pip install {distribution}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,8 @@
 """`accumulate_gradients`: the gradients of the whole batch, one verdict and one move of the loss scale per window."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +114,122 @@ def test_several_arguments_may_be_the_batch_and_random_keys_may_be_among_them():
     x, keys = jnp.arange(6.0), jax.random.split(jax.random.key(3), 6)
     window = jls.accumulate_gradients(fun, 4.0, 3, batch_argnums=(1, 2))(2.0, x, keys)
     np.testing.assert_allclose(window.grads / 4, jax.grad(fun)(2.0, x, keys), rtol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("argnums", [0, (0,), (0, 2)])
+def test_integers_have_float0_gradients(argnums, compiled):
+    def fun(params, x, steps):
+        return jnp.mean(params["w"] * x) * params["n"] * steps["m"]
+
+    args = {"w": jnp.float32(3.0), "n": jnp.int32(2)}, jnp.arange(4.0), {"m": jnp.arange(1), "none": None}
+    function = jls.accumulate_gradients(lambda *args: fun(*args).sum(), 8.0, 2, argnums=argnums, allow_int=True)
+    window = (jax.jit(function) if compiled else function)(*args)
+    expected = jax.grad(lambda *args: 8 * fun(*args).sum(), argnums, allow_int=True)(*args)
+    assert jax.tree.structure(window.grads) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(window.grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs, strict=True)
+    with pytest.raises(TypeError, match="int"):
+        jls.accumulate_gradients(fun, 8.0, 2)(*args)
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize(
+    "loss_scale", [8, jls.DynamicLossScale(8), jls.NoOpLossScale()], ids=["number", "dynamic", "none"]
+)
+def test_strict_promotion(loss_scale, dtype, drop):
+    def fun(w, x):
+        return jnp.mean(jnp.abs(w * x) ** 2).astype("float32" if dtype != "float64" else dtype)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        w, x = jnp.ones([], dtype), jnp.ones(4, dtype)
+        window = jls.accumulate_gradients(fun, loss_scale, 2, drop=drop)(w, x)
+        assert (window.value, window.grads / float(jls.get(loss_scale)())) == (1, 2)
+        assert window.grads.dtype == ("float32" if dtype in ("float16", "bfloat16") else dtype)
+
+
+# Called outside `jax.jit`.
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_eager_calls_compile_once(drop, compilations):
+    """A window for each call, as a training loop writes it: other arrays, another loss scale, the same functions."""
+    params, batch, tx = make_params(), make_batch(), jls.loss_scaled(optax.sgd(0.1))
+    state = tx.init(params)
+
+    def fun(params, batch, power, *, square):
+        return loss_fn(params, batch) ** (power if square else 1)
+
+    def window(state, batch):
+        accumulate = jls.accumulate_gradients(fun, state, 4, drop=drop)
+        return jax.block_until_ready(accumulate(params, batch, 2, square=True))
+
+    @jax.jit
+    def jitted(state, batch):
+        return jls.accumulate_gradients(fun, state, 4, drop=drop)(params, batch, 2, square=True)
+
+    first = window(state, batch)
+    once = len(compilations)
+    assert once > 0
+    for factor in (2.0, 4.0):
+        larger = jax.tree.map(lambda leaf, factor=factor: factor * leaf, batch)
+        other = state._replace(loss_scale=dataclasses.replace(state.loss_scale, current_loss_scale=2.0**10))
+        before = len(compilations)
+        second = window(other, larger)
+        assert len(compilations) == before
+        assert second.value != first.value
+        expected = jitted(other, larger)
+        jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6), second, expected)
+
+
+def test_what_steers_python_code_stays_what_it_is():
+    def fun(w, x, power, *, name, flag):
+        assert type(flag) in (bool, int)
+        return jnp.mean(w * x) ** power * (3 if flag is True else 1) * len(name)
+
+    def grads(*args, **kwargs):
+        return jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4), *args, **kwargs).grads / 8
+
+    assert grads(2, name="ab", flag=True) == 12
+    assert grads(2, name="ab", flag=1) == 4  # equal to True, and something else
+    assert grads(3, name="a", flag=True) == 9
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, w, x):
+        return jnp.mean(w * x)
+
+
+FUNCTIONS = {
+    "unhashable": Unhashable(),
+    "partial": partial(lambda factor, w, x: factor * jnp.mean(w * x), 1.0),
+    "partial of an array": partial(lambda factor, w, x: factor * jnp.mean(w * x), jnp.float32(1.0)),
+    "jitted": jax.jit(lambda w, x: jnp.mean(w * x)),
+    "bound method": Unhashable().__call__,
+}
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_whatever_can_be_called_is_welcome(fun):
+    for _ in range(2):
+        assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4)).grads == 8.0
+
+
+def test_a_function_may_close_over_what_is_traced():
+    x = jnp.arange(4.0)
+
+    def mean_gradient(factor):
+        fun = lambda w, x: factor * jnp.mean(w * x)  # noqa: E731
+        partially = partial(lambda factor, w, x: factor * jnp.mean(w * x), factor)
+        window, other = (jls.accumulate_gradients(f, 8.0, 2)(jnp.float32(1.0), x) for f in (fun, partially))
+        return window.grads + other.grads
+
+    with jax.checking_leaks():
+        assert jax.grad(mean_gradient)(2.0) == 2 * 8 * 1.5
+        assert jax.jit(mean_gradient)(2.0) == 4 * 8 * 1.5
 
 
 # What a bad micro-batch costs.
@@ -319,7 +438,7 @@ def test_under_shard_map_over_some_axes_of_a_mesh(drop):
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
-    "no number": ({"num_microbatches": 2.0}, (BATCH,), "num_microbatches.*2.0"),
+    "no integer": ({"num_microbatches": 2.5}, (BATCH,), "num_microbatches.*2.5"),
     "a bool": ({"num_microbatches": True}, (BATCH,), "num_microbatches.*True"),
     "none": ({"num_microbatches": 0}, (BATCH,), "num_microbatches.*0"),
     "drop": ({"drop": "both"}, (BATCH,), "drop.*'both'"),
@@ -345,6 +464,58 @@ def test_bad_input_is_refused_by_name(options, batch, message):
     options = {"loss_scale": 8.0, "num_microbatches": 2} | options
     with pytest.raises(ValueError, match=message):
         jls.accumulate_gradients(loss_fn, **options)(make_params(), *batch)
+
+
+@pytest.mark.parametrize(
+    ("argnums", "message"),
+    [
+        ({"argnums": 5}, r"argnums=5\)` names arguments that were not given: .* 2 positional"),
+        ({"argnums": (0, -3)}, r"argnums=\(0, -3\)\)` names arguments that were not given"),
+        ({"argnums": "x"}, r"argnums=...\)` must be an integer.*'x'"),
+        ({"batch_argnums": 1.0}, r"batch_argnums=...\)` must be an integer.*1.0"),
+    ],
+    ids=str,
+)
+def test_argnums_of_nothing_are_refused_by_name(argnums, message):
+    with pytest.raises(ValueError, match=message):
+        jls.accumulate_gradients(loss_fn, 8.0, 2, **argnums)(make_params(), BATCH)
+
+
+def separate_loss(params, x, y, *, weight=None):
+    error = x @ params["hidden"] @ params["out"] - y
+    return jnp.mean(error**2 if weight is None else weight * error**2)
+
+
+def test_a_batch_in_two_arguments_of_which_one_stays_whole_is_told_of():
+    params, batch = make_params(), make_batch(24)
+    x, y = batch["x"], batch["y"]
+    accumulate = jls.accumulate_gradients(separate_loss, 8.0, 4)
+    with pytest.raises(ValueError, match=r"batch_argnums=1\)`.*leaves argument 2 whole, 24 along") as info:
+        accumulate(params, x, y)
+    assert isinstance(info.value.__cause__, TypeError)
+    assert str(info.value.__cause__) in str(info.value)
+    both = jls.accumulate_gradients(separate_loss, 8.0, 4, batch_argnums=(1, 2))
+    with pytest.raises(ValueError, match=r"leaves `weight=` whole"):
+        both(params, x, y, weight=jnp.ones((24, 1)))
+    assert both(params, x, y).kept.all()
+    with pytest.raises(TypeError, match="incompatible shapes"):  # nothing is as long as the batch: the user's own error
+        both(params, x, y, weight=jnp.ones((5, 1)))
+
+
+def test_micro_batches_of_one_example_would_broadcast():
+    params, batch = make_params(), make_batch(4)
+    with pytest.warns(UserWarning, match="leaves argument 2 whole.*broadcasts") as caught:
+        jls.accumulate_gradients(separate_loss, 8.0, 4)(params, batch["x"], batch["y"])
+    assert caught[0].filename == __file__
+
+
+def test_what_is_as_long_as_the_batch_by_chance_is_welcome():
+    def fun(w, x, statistics):
+        return jnp.mean(w * (x - statistics["mean"][None]))
+
+    for number in (1, 2):
+        window = jls.accumulate_gradients(fun, 8.0, number)(1.0, jnp.ones((4, 4)), {"mean": jnp.zeros(4)})
+        assert window.grads == 8.0
 
 
 def test_a_verdict_that_is_no_boolean_is_refused():

@@ -227,6 +227,27 @@ def test_what_carries_none(function, loss_scale):
         function(loss, loss_scale)
 
 
+@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
+def test_the_optimizer_itself_is_not_its_state(function):
+    for optimizer in (TX, optax.chain(TX), optax.sgd(0.1)):
+        with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)`.*`tx.init\(params\)`"):
+            function(loss, optimizer)
+
+
+def test_errors_name_the_argument_that_was_given():
+    for loss_scale in ("8", 0.5, optax.sgd(0.1).init(X), (TX.init(X), TX.init(X))):
+        with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)"):
+            jls.value_and_scaled_grad(loss, loss_scale)
+    with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)` holds scales of shape \(3,\)"):
+        jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "allow_int"])  # where JAX refuses the loss itself
+def test_strict_promotion(name):
+    with jax.numpy_dtype_promotion("strict"):
+        test_as_jax_with_the_gradients_times_the_scale(name, jax.jit)
+
+
 @pytest.mark.parametrize(
     ("fun", "argument", "options"),
     [
@@ -315,6 +336,37 @@ def test_shard_map(check_vma):
     true_value, true_grads = jax.jit(sharded(jax.value_and_grad(mean_loss)))(X, batch)
     assert_identical(value, true_value)
     assert_identical(grads, true_grads * SCALE)
+
+
+@pytest.mark.parametrize("vary_params", [True, False], ids=["varying parameters", "replicated parameters"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_replicated_loss_with_a_scale_for_each_device(check_vma, vary_params):
+    """The definition, ``scale * value``, differentiated by JAX, is the oracle; the value stays replicated."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
+
+    def mean_loss(x, y):
+        return jax.lax.pmean(loss(x[None], y), "data")
+
+    def ours(x, y, scale):
+        return jls.value_and_scaled_grad(mean_loss, scale[0])(x, y)
+
+    def oracle(x, y, scale):
+        return mean_loss(x, y), jax.grad(lambda x: scale[0] * mean_loss(x, y))(x)
+
+    def sharded(function):
+        def local(x, y, scale):
+            if vary_params and check_vma:
+                x = jax.lax.pcast(x, "data", to="varying")
+            value, grads = function(x, y, scale)
+            return value, jax.lax.psum(grads, "data") if vary_params else grads
+
+        specs = P(), P("data"), P("data")
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))
+
+    actual, expected = (sharded(function)(X, batch, scales) for function in (ours, oracle))
+    assert_identical(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
 
 
 def total_grad(grad):

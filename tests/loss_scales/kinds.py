@@ -49,6 +49,7 @@ ONE_OF_EACH = {
         hysteresis=2,
         hysteresis_refill="finite",
     ),
+    "auto": partial(jls.AutoLossScale, 8),
     "users_own": partial(HalvingLossScale, 8.0),
 }
 each_kind = pytest.mark.parametrize("make", ONE_OF_EACH.values(), ids=ONE_OF_EACH)

@@ -42,8 +42,9 @@ def test_who_skips_a_nonfinite_step(kind, skips, value, update):
 def test_adjust_is_update_with_a_known_verdict(make, flag):
     loss_scale = make()
     expected, _ = loss_scale.update(np.float32(1.0 if flag else np.nan))
+    measured = {"largest": jnp.float32(1.0)} if loss_scale.needs_largest else {}
     for grads_finite in flag, np.bool_(flag), jnp.array(flag):
-        chex.assert_trees_all_equal(loss_scale.adjust(grads_finite), expected, strict=True)
+        chex.assert_trees_all_equal(loss_scale.adjust(grads_finite, **measured), expected, strict=True)
 
 
 @each_kind

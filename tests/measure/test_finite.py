@@ -124,7 +124,7 @@ def test_one_bad_value_among_values_whose_sum_overflows(dtype, bad):
 # So many leaves that several of one shape and dtype are read together; a CPU reads them in one way, others in another.
 MANY_SHAPES = [(200, 200), (2**15 + 3,), (100, 401)]
 MANY = [(MANY_SHAPES[n % 3], ("float16", "bfloat16", "float32", "complex64")[n % 4]) for n in range(140)]
-READINGS = {"here": jls.all_finite, "elsewhere": lambda tree: reading._measure_anywhere(tree, None)}
+READINGS = {"here": jls.all_finite, "elsewhere": lambda tree: reading.measure_anywhere(tree, None)}
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)

@@ -46,7 +46,7 @@ def answer_of(found):
 
 READINGS = {
     "eager": finite_and_largest,
-    "elsewhere": lambda tree, scale=None: as_pair(largest._of_local_anywhere, tree, scale),
+    "elsewhere": lambda tree, scale=None: as_pair(largest.largest_anywhere, tree, scale),
     "on a CPU": lambda tree, scale=None: as_pair(largest._of_local_on_cpu, tree, scale),
     "plainly": lambda tree, scale=None: as_pair(largest._of_each, tree, scale),
 }

@@ -1,5 +1,6 @@
 """What the figures show, read back from the Axes."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -252,7 +253,10 @@ ERRORS = [
     (lambda ax: plot_loss_scale([], ax=ax), "'loss_scale': (0,)"),
     (lambda ax: plot_loss_scale(8.0, ax=ax), "'loss_scale': ()"),
     (lambda ax: plot_loss_scale(np.ones((2, 3)), ax=ax), "'loss_scale': (2, 3)"),
-    (lambda ax: plot_run({"loss": [1.0], "accuracy": [0.5], "lr": [0.1]}, axes=ax), "['accuracy', 'lr']"),
+    (lambda ax: plot_run({"accuracy": [0.5], "lr": [0.1]}, axes=ax), "nothing to draw, only ['accuracy', 'lr']"),
+    (lambda ax: plot_run({"loss": [1.0, 2.0], "step": [7, 7]}, axes=ax), "steps that do not increase: [7. 7.]"),
+    (lambda ax: plot_run({"loss": ["1", "2"], "step": ["7", ""]}, axes=ax), "steps that do not increase: [ 7. nan]"),
+    (lambda ax: plot_run({"loss": ["1"], "skipped": ["perhaps"]}, axes=ax), "NaN in skipped"),
     (lambda ax: plot_run({"loss": [1.0, 2.0], "skipped": [True]}, axes=ax), "loss: 2, skipped: 1"),
     (lambda ax: plot_run([{"loss": 1.0}, {"loss": 1.0, "loss_scale": 8.0}], axes=ax), "loss: 2, loss_scale: 1"),
     (lambda ax: plot_run({"loss": np.ones((2, 3))}, axes=ax), "'loss': (2, 3)"),
@@ -456,6 +460,36 @@ def test_rows_and_columns_give_the_same_figure(four_axes):
             np.testing.assert_array_equal(line.get_data(), same.get_data())
 
 
+def test_a_log_in_a_file_is_drawn_over_its_steps(four_axes, tmp_path):
+    log = tmp_path / "log.csv"
+    rows = [
+        {"step": 0, "lr": 0.1, "loss": 4.0, "loss_scale": 8.0, "grads_finite": True, "phase": "warm-up"},
+        {"step": 100, "lr": 0.2, "loss": NAN, "loss_scale": 4.0, "grads_finite": False, "phase": "main"},
+        {"step": 250, "lr": 0.2, "loss": "", "loss_scale": 4.0, "grads_finite": True, "phase": "main"},
+    ]
+    with log.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    with log.open(newline="") as file:
+        loss, scale, total = plot_run(list(csv.DictReader(file)), axes=four_axes[:3])
+    np.testing.assert_array_equal(loss.lines[0].get_data(), [[0, 100, 250], [4.0, NAN, NAN]])
+    assert points(scale.lines[0]) == ([0, 100, 250], [8.0, 4.0, 4.0])
+    assert points(scale.lines[1]) == ([100], [4.0])
+    assert points(total.lines[0]) == ([0, 100, 250], [0, 1, 1])
+    assert loss.lines[1].get_xdata().tolist() == [100, 250]
+    left, right = loss.get_xlim()
+    assert -10 < left < 0
+    assert 250 < right < 260
+    assert len(drawn(total)[0]) >= 3
+
+
+def test_what_is_not_drawn_may_be_anything(four_axes):
+    history = {"loss": [1.0, 2.0], "weights": [np.ones((2, 2))] * 5, "name": "a run", "lr": []}
+    (axis,) = plot_run(history, axes=four_axes[:1])
+    assert points(axis.lines[0]) == ([1, 2], [1.0, 2.0])
+
+
 # Where it draws, and what it needs.
 
 CALLS = {
@@ -527,4 +561,5 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, name):
     with pytest.raises(ImportError) as error_info:
         eval(CALLS[name].format(""))
     assert f"`{name}`" in str(error_info.value)
-    assert 'pip install "jax_lossscale[plot]"' in str(error_info.value)
+    assert "the extra `plot`" in str(error_info.value)
+    assert "`pip install matplotlib`" in str(error_info.value)

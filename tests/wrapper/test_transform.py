@@ -517,65 +517,6 @@ def test_what_flax_makes_of_a_record_that_the_target_has_not_is_refused():
         tx.update(BAD_GRADS, state, PARAMS)
 
 
-# Reading the state.
-
-
-def test_readers_name_what_they_miss():
-    two = (jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), {"b": jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)})
-    for reader in jls.get_loss_scale, jls.metrics, jls.raise_if_stuck:
-        with pytest.raises(ValueError, match=r"loss_scaled"):
-            reader(optax.adam(0.1).init(PARAMS))
-        with pytest.raises(ValueError, match=r"2 of .*\[1\]\['b'\]"):
-            reader(two)
-
-
-def skipping(loss_scale, steps, **extra):
-    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
-    state = tx.init(PARAMS)
-    step = jax.jit(lambda state: tx.update_and_apply(BAD_GRADS, state, PARAMS, **extra)[1])
-    for _ in range(steps):
-        state = step(state)
-    return state
-
-
-STUCK = {
-    "fresh": (lambda: skipping("dynamic", 0), None),
-    "on its way down": (lambda: skipping("dynamic", 12), None),
-    "at the floor, for fewer steps than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
-    "at the floor": (lambda: skipping(jls.DynamicLossScale(2.0), 10), "cannot go lower"),
-    "at a floor of its own": (
-        lambda: skipping(jls.DynamicLossScale(2.0**-6, min_loss_scale=2.0**-8), 10),
-        "cannot go lower",
-    ),
-    "at the floor, with hysteresis": (lambda: skipping(jls.DynamicLossScale(1.0, hysteresis=2), 10), "cannot go lower"),
-    "hysteresis not used up": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
-    "the loss is NaN, hysteresis untouched": (
-        lambda: skipping(jls.DynamicLossScale(hysteresis=2), 20, value=jnp.float32(jnp.nan)),
-        None,
-    ),
-    "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
-    "the loss is NaN for ever": (
-        lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
-        "more than any overflow",
-    ),
-}
-
-
-@pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)
-def test_raise_if_stuck(state, message):
-    if message is None:
-        jls.raise_if_stuck(state(), patience=10)
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            jls.raise_if_stuck((state(),), patience=10)
-
-
-def test_one_stuck_member_of_an_ensemble_suffices():
-    one, other = skipping(jls.DynamicLossScale(2.0), 10), skipping(jls.DynamicLossScale(2.0), 0)
-    with pytest.raises(RuntimeError, match="cannot go lower"):
-        jls.raise_if_stuck(jax.tree.map(lambda a, b: jnp.stack([a, b]), one, other), patience=10)
-
-
 # Misuse.
 
 MISUSE = {
@@ -617,7 +558,6 @@ MISUSE = {
         ),
         "skip_if",
     ),
-    "no patience": (lambda: jls.raise_if_stuck(jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), patience=0), "patience"),
 }
 
 

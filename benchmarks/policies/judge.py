@@ -1,0 +1,105 @@
+"""Replay loss scales over traces, and judge what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_lossscale as jls
+from benchmarks.policies.traces import Trace
+
+# What rounds to infinity in float16, and the largest number that does not.
+_OVERFLOWS, _LARGEST_FINITE = 65520.0, 65504.0
+
+# Whether this many bits below the highest scale that works is there.
+_LOG2_ARRIVED = 6
+
+
+class Judgement(NamedTuple):
+    """What a loss scale did on each of several traces.
+
+    Attributes:
+      skipped: ``int[traces]``: skipped steps.
+      unused_bits: ``float[traces]``: ``log2(65504 / (first * scale))``, where ``first`` is what overflows first; the
+        mean over the applied steps whose gradients are not all zero.
+      steps_to_arrive: ``int[traces]``: steps until one is applied within 2**6 of the highest scale that works, not
+        counting those whose gradients are all zero; all steps, where that never happens.
+    """
+
+    skipped: np.ndarray
+    unused_bits: np.ndarray
+    steps_to_arrive: np.ndarray
+
+
+def judge(loss_scale: jls.LossScale, traces: Sequence[Trace], float16: bool = True) -> Judgement:
+    """Replay ``loss_scale`` over traces of one length.
+
+    Args:
+      loss_scale: any kind, in the state to begin with.
+      traces: several, all of the same length.
+      float16: whether gradients arrive rounded to float16; if not, in float32. Either way float16 is what overflows.
+    """
+    log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
+    log2_first = np.stack([trace.log2_first for trace in traces], axis=1)
+    scales, finite = _replay(
+        loss_scale, np.exp2(log2_largest, dtype=np.float32), np.exp2(log2_first, dtype=np.float32), float16
+    )
+    finite = np.asarray(finite)
+    unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
+    counts = finite & np.isfinite(unused)
+    return Judgement(
+        skipped=np.sum(~finite, axis=0),
+        unused_bits=np.mean(unused, axis=0, where=counts),
+        steps_to_arrive=_steps_to_arrive(counts & (unused < _LOG2_ARRIVED + 1), np.isfinite(log2_largest)),
+    )
+
+
+def dynamic_family() -> dict[str, jls.DynamicLossScale]:
+    """The settings of the classic rule that no other rule may be worse than, in skipped steps and unused bits both."""
+    return {
+        f"dynamic 2^{start} {period}": jls.DynamicLossScale(2.0**start, period)
+        for start in (15, 24)
+        for period in (100, 200, 500, 1000, 2000, 5000, 10000)
+    }
+
+
+def better_in_both(one: Judgement, other: Judgement) -> np.ndarray:
+    """On which traces ``one`` has fewer skipped steps than ``other`` and fewer unused bits: ``bool[traces]``."""
+    return (one.skipped < other.skipped) & (one.unused_bits < other.unused_bits)
+
+
+def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """How many counted steps come before the first that has arrived, each trace a column."""
+    before = np.cumsum(arrived, axis=0) == 0
+    return np.sum(before & counted, axis=0)
+
+
+@partial(jax.jit, static_argnums=3)
+def _replay(
+    loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array, float16: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The scale of each step and whether it was finite: ``float32[steps, traces]``, ``bool[steps, traces]``."""
+
+    def step(
+        loss_scale: jls.LossScale, true: tuple[jax.Array, jax.Array]
+    ) -> tuple[jls.LossScale, tuple[jax.Array, jax.Array]]:
+        scale = loss_scale()
+        largest, first = true
+        finite = first * scale < _OVERFLOWS
+        scaled = largest * scale
+        seen = (scaled.astype(jnp.float16).astype(jnp.float32) if float16 else scaled) / scale
+        if loss_scale.needs_largest:
+            loss_scale = loss_scale.adjust(finite, largest=jnp.where(finite, seen, jnp.nan))  # type: ignore[call-arg]
+        else:
+            loss_scale = loss_scale.adjust(finite)
+        return loss_scale, (scale, finite)
+
+    def over_one(largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(step, loss_scale, (largest, first))[1]
+
+    return jax.vmap(over_one, in_axes=1, out_axes=1)(largest, first)

@@ -1,0 +1,170 @@
+"""The identity whose cotangent is scaled on its way back: what all gradients here are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jax_lossscale import _tree
+from jax_lossscale._gradients.warn import warn_if_narrow
+from jax_lossscale._loss_scale import LossScale, NoOpLossScale
+from jax_lossscale._loss_scale.registry import as_loss_scale
+from jax_lossscale._measure import axes_varied_over, vary
+
+
+def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
+    """Return the tree itself, whose gradient is multiplied by a scale on its way back.
+
+    ::
+
+        forward:   y = x
+        backward:  cotangent(x) = scale * cotangent(y)
+
+    On a loss, any gradient function gives scaled gradients and the true loss. On the result of one part of a model,
+    with `unscale_gradient` on all that goes into this part, the part has a scale of its own.
+
+    The product is made in float32 or the leaf's own wider dtype, then rounded to the leaf's dtype; a power of two is
+    exact where that dtype holds the result. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) are those of the
+    identity, and so is the way back of the way back: derivatives of derivatives, in any order of modes, are scaled
+    once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every order. The scale
+    is a constant: there is no gradient with respect to it.
+
+    Args:
+      tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.
+      scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
+
+    Returns:
+      The same values, in the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: if ``scale`` is no loss scale and holds none, or more than one.
+
+    Warns:
+      UserWarning: where the tree is a scalar, a loss, too narrow for the scale that could be reached, as in
+        `value_and_scaled_grad`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> jax.value_and_grad(lambda x: jls.scale_gradient(x**2, 1024.0))(3.0)
+      (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
+    """
+    loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
+    if isinstance(loss_scale, NoOpLossScale):
+        return tree
+    warn_if_narrow(tree, loss_scale)
+    return _map_adjoint(_scale_cotangent, tree, _constant(loss_scale, "scale_gradient(scale=...)"))
+
+
+def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
+    """Return the tree itself, whose gradient is divided by a scale on its way back.
+
+    ::
+
+        forward:   y = x
+        backward:  cotangent(x) = cotangent(y) / scale
+
+    With `scale_gradient` it gives a part of a model a scale of its own, where one scale for all serves none: all that
+    goes into the part, parameters and inputs, passes through here, and its result through `scale_gradient`. What
+    leaves the part backwards is then true again, or scaled with the scale of the whole. Outside the part nothing
+    changes::
+
+        def branch_loss(params, x):
+            params, x = jls.unscale_gradient((params, x), branch_scale)  # float32, both
+            ...  # cast to float16 here, inside
+            return jls.scale_gradient(result, branch_scale)
+
+    The division is that of `LossScale.unscale`, exact for powers of two where the result is a normal number, in
+    float32 or the leaf's own wider dtype; then the cotangent is rounded to the leaf's dtype. **A float16 leaf would
+    lose here what the scale has saved**: put this in front of the cast to float16, on float32 parameters and float32
+    inputs. Derivatives of derivatives, and forward mode, are as in `scale_gradient`.
+
+    Args:
+      tree: any pytree, of any shapes; dtypes of the range of float32. Leaves that are not inexact stay the same
+        objects.
+      scale: as in `scale_gradient`.
+
+    Returns:
+      The same values, in the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: as `scale_gradient`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def half_precision_loss(w, scale):
+      ...     w = jls.unscale_gradient(w, scale).astype(jnp.float16)
+      ...     return jls.scale_gradient(2.0**-30 * (w**2).astype(jnp.float32), scale)
+      >>> jax.grad(half_precision_loss)(2.0, 1.0), jax.grad(half_precision_loss)(2.0, 2.0**20)
+      (Array(0., dtype=float32), Array(3.7252903e-09, dtype=float32))
+    """
+    loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
+    if isinstance(loss_scale, NoOpLossScale):
+        return tree
+    return _map_adjoint(_unscale_cotangent, tree, _constant(loss_scale, "unscale_gradient(scale=...)"))
+
+
+def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
+    """`scale_gradient` for the value of the function that is differentiated.
+
+    Inside `jax.shard_map` the value keeps its type also where the scale differs from device to device and the value
+    does not: the gradient is then that of ``scale * value``, summed over these devices, as `jax.grad` gives it.
+    """
+
+    def seed(leaf: jax.Array) -> jax.Array:
+        differing = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
+        return _identity(_scale_cotangent, leaf, jax.lax.psum(scale, differing) if differing else scale)
+
+    scale = _constant(loss_scale, "value_and_scaled_grad(loss_scale=...)")
+    return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
+
+
+def _constant(loss_scale: LossScale, name: str) -> jax.Array:
+    """The scale, ``float32[]``, without a derivative; ``name`` names the argument in the error."""
+    scale = jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
+    if scale.ndim > 0:
+        raise ValueError(
+            f"`{name}` holds scales of shape {scale.shape}. To use each with its member of an ensemble, map the whole "
+            "step with `jax.vmap`."
+        )
+    return scale
+
+
+_Adjoint = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
+    # A cotangent is of the type of its leaf. Where the scale differs over devices, so must the leaf.
+    axes = axes_varied_over(scale)
+    return _tree.map_inexact(
+        lambda leaves: [_identity(adjoint, vary(jnp.asarray(leaf), axes), scale) for leaf in leaves], tree
+    )
+
+
+def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
+
+    `jax.custom_vjp` would refuse forward mode, and would scale the way back of the way back once more. The solution of
+    a linear system is the one public primitive with a transpose of one's own that `jax.vmap` takes; the system here is
+    ``x = leaf``.
+    """
+    scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
+    return jax.lax.custom_linear_solve(
+        lambda x: x,
+        leaf,
+        solve=lambda _, right_side: right_side,
+        transpose_solve=lambda _, cotangent: adjoint(scale, cotangent),
+    )
+
+
+def _scale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
+    return _tree.scale(cotangent, scale)
+
+
+def _unscale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
+    return jnp.asarray(_tree.unscale(cotangent, scale)).astype(cotangent.dtype)

@@ -1,0 +1,51 @@
+"""Warnings, at the line of the user's that they are about and not at one of this library."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_lossscale._loss_scale import LossScale
+
+# Frames of these are on the way from the user's line to the warning.
+_NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent.parent))
+
+
+def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
+    """Warn if a scalar cannot carry, backwards, the scale that could be reached; and say whether it was warned."""
+    dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    largest_power = 2.0 ** (math.frexp(float(jnp.finfo(dtype).max))[1] - 1)
+    bound = loss_scale.upper_bound
+    if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
+        return False
+    if bound is not None and np.all(np.asarray(bound) <= largest_power):
+        return False
+    warn_user(
+        f"The loss is {dtype.name}, which cannot carry a loss scale above {largest_power:.0f} into the backward "
+        "pass: every gradient would overflow. Return the loss in float32 (take its last mean there), or give the "
+        f"loss scale `max_loss_scale={largest_power}`."
+    )
+    return True
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost frame that is neither ours nor JAX's.
+
+    Python shows a warning once for each line: at a line of this library, once for all that the user ever calls.
+    """
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -1,0 +1,146 @@
+"""Numbers as integers in the order of their magnitudes, and how the leaves of a tree are read as such.
+
+XLA takes subnormal numbers for zero on a CPU; their bits it does not. So whatever is told about the range of numbers is
+told by their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+# Leaves of up to this many elements that lie on one device are read together.
+_SMALL_LEAF = 2**14
+
+
+class Layout(NamedTuple):
+    """An IEEE format as an integer: a sign, an exponent, a mantissa."""
+
+    integer: type[np.unsignedinteger[Any]]
+    floating: type[np.floating[Any]]
+    mantissa_bits: int
+    bias: int
+
+    @property
+    def largest_field(self) -> int:
+        """The field of the exponent that stands for infinities and NaN."""
+        return 2 * self.bias + 1
+
+    @property
+    def infinity(self) -> Any:
+        """The magnitude of infinity; all larger ones are NaN, all smaller ones are finite."""
+        return self.integer(self.largest_field << self.mantissa_bits)
+
+
+SINGLE = Layout(np.uint32, np.float32, 23, 127)
+DOUBLE = Layout(np.uint64, np.float64, 52, 1023)
+
+
+def layout_of(dtype: DTypeLike) -> Layout:
+    """`DOUBLE` for a dtype of 64 bits (of complex ones, for each part); everything narrower is read as `SINGLE`."""
+    return DOUBLE if jnp.finfo(dtype).bits == 64 else SINGLE
+
+
+def magnitudes(leaf: ArrayLike) -> jax.Array:
+    """Integers in the order of the absolute values: their bits as float32, or float64, without the sign.
+
+    Of a complex leaf both parts, along a new last axis.
+    """
+    leaf = jnp.asarray(leaf)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    layout = layout_of(leaf.dtype)
+    if leaf.dtype == jnp.bfloat16:  # the upper half of a float32; a conversion might drop subnormals
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
+    else:
+        bits = jax.lax.bitcast_convert_type(leaf.astype(layout.floating), layout.integer)
+    return bits & layout.integer(np.iinfo(layout.integer).max >> 1)
+
+
+def bits_of(number: float, layout: Layout) -> Any:
+    """The magnitude of the largest number of the layout that is not above ``number``: a NumPy integer."""
+    with np.errstate(over="ignore"):
+        rounded = layout.floating(number)
+    if float(rounded) > number:
+        rounded = np.nextafter(rounded, layout.floating(0))
+    return rounded.view(layout.integer)
+
+
+def number_of(magnitude: int, layout: Layout) -> float:
+    """The number that has this magnitude, on the host."""
+    return float(layout.integer(magnitude).view(layout.floating))
+
+
+def as_float32_bits(largest: jax.Array) -> jax.Array:
+    """A magnitude of either layout as that of the nearest float32, subnormal ones too: ``uint32``."""
+    if largest.dtype == jnp.uint32:
+        return largest
+    converted = jax.lax.bitcast_convert_type(largest, jnp.float64).astype(jnp.float32)
+    normal = jax.lax.bitcast_convert_type(converted, jnp.uint32)
+    # The bits of a subnormal float32 count multiples of 2**-149. The conversion above may have made a zero of it.
+    field = (largest >> DOUBLE.mantissa_bits).astype(jnp.int32)
+    mantissa = (largest & np.uint64(2**52 - 1)) | np.uint64(2**52)
+    shift = jnp.clip(52 - 149 - (field - DOUBLE.bias), 1, 63).astype(jnp.uint64)
+    half_less_one = (np.uint64(1) << (shift - np.uint64(1))) - np.uint64(1)
+    rounded = (mantissa + half_less_one + ((mantissa >> shift) & np.uint64(1))) >> shift
+    return jnp.where(field >= DOUBLE.bias - 126, normal, rounded.astype(jnp.uint32))
+
+
+def as_float32(bits: jax.Array) -> jax.Array:
+    """The float32 of these bits."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
+    """The leaves in lists that are read by one compiled call each.
+
+    Called eagerly, a call for each large leaf, which is compiled once for all that are alike, and one for many small
+    leaves of the same dtype. Under a user's `jax.jit`, or on a mesh, each leaf alone: to join leaves that are split
+    differently XLA would have to gather them.
+    """
+    small: dict[Any, list[Any]] = {}
+    for leaf in leaves:
+        device = _only_device(leaf)
+        if device is None or np.size(leaf) > _SMALL_LEAF:
+            yield [leaf]
+        else:
+            small.setdefault((jnp.result_type(leaf), device), []).append(leaf)
+    yield from small.values()
+
+
+def _only_device(leaf: Any) -> Any:
+    """Where a leaf lies, if that is one device and known; ``"host"`` for what is no `jax.Array`."""
+    if not isinstance(leaf, jax.Array):
+        return "host"
+    if isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) > 1:
+        return None
+    return next(iter(leaf.sharding.device_set))
+
+
+def joined(part: Sequence[ArrayLike]) -> jax.Array:
+    """The magnitudes of a part: of one leaf in its shape, of several as a vector."""
+    if len(part) == 1:
+        return magnitudes(part[0])
+    return jnp.concatenate([magnitudes(leaf).ravel() for leaf in part])
+
+
+def count(flags: Sequence[jax.Array], numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """In one pass over elements: how many of each of ``flags`` are true, and the largest of ``numbers``.
+
+    ``uint32[]`` each, and the dtype of ``numbers``, with 0 for nothing. What is sharded stays where it is: only these
+    few results of each device are gathered.
+    """
+    # Several operands: of a reduction of one, XLA makes a tree on a CPU, and first writes down what is to be reduced.
+    operands = (numbers, *(flag.astype(jnp.uint32) for flag in flags))
+
+    def combine(a: Any, b: Any) -> Any:
+        return jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True))
+
+    initial = tuple(np.zeros([], operand.dtype) for operand in operands)
+    largest, *counts = jax.lax.reduce(operands, initial, combine, tuple(range(numbers.ndim)))
+    return counts, largest

@@ -1,0 +1,161 @@
+"""Which leaf is not finite: the report for the host, and the number for a compiled step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from samples import FLOATS, INF, NAN, random_bits
+
+from jax_lossscale.diagnostics import (
+    first_nonfinite,
+    leaf_path,
+    nonfinite_report,
+)
+
+
+@pytest.fixture(params=[False, True], ids=["32 bits", "64 bits"])
+def x64(request):
+    with jax.enable_x64(request.param):
+        yield request.param
+
+
+# What is not finite.
+
+GRADS = {
+    "block1": {"bias": [0.0, 1.0], "kernel": [[1.0, -2.0], [3.0, 4.0]]},
+    "block3": {"kernel": [[1.0, 7.0, -INF], [INF, NAN, INF]]},
+    "head": [NAN, NAN],
+    "steps": 3,
+}
+
+
+def as_arrays(tree):
+    return jax.tree.map(jnp.asarray, tree, is_leaf=lambda node: isinstance(node, list))
+
+
+def test_the_report_tells_each_leaf_the_worst_first():
+    report = nonfinite_report(as_arrays(GRADS))
+    assert [(leaf.path, leaf.nan, leaf.posinf, leaf.neginf, leaf.largest_finite) for leaf in report] == [
+        ("['head']", 2, 0, 0, None),
+        ("['block3']['kernel']", 1, 2, 1, 7.0),
+        ("['block1']['kernel']", 0, 0, 0, 4.0),
+        ("['block1']['bias']", 0, 0, 0, 1.0),
+    ]
+    assert [leaf.first_bad_index for leaf in report] == [(0,), (0, 2), None, None]
+    assert [leaf.share for leaf in report] == [1.0, 4 / 6, 0.0, 0.0]
+    assert (report[1].shape, report[1].dtype, report[1].nonfinite) == ((2, 3), "float32", 4)
+    assert report.bad == report[:2]
+    assert len(report) == 4
+
+
+def test_the_report_prints_as_a_table_of_the_bad_leaves():
+    text = str(nonfinite_report(as_arrays(GRADS)))
+    title, headings, *rows = text.splitlines()
+    assert title == "2 of 4 leaves are not finite."
+    assert headings.split() == "leaf dtype shape NaN +inf -inf share largest finite first at".split()
+    assert [row.split()[0] for row in rows] == ["['head']", "['block3']['kernel']"]
+    assert rows[1].split()[-7:] == ["1", "2", "1", "66.67%", "7", "[0,", "2]"]
+    assert rows[0].index("float32") == rows[1].index("float32") == headings.index("dtype")
+
+
+def test_in_a_notebook_the_report_is_a_table_whose_paths_are_escaped():
+    html = nonfinite_report({"<script>": jnp.array([NAN]), "fine": jnp.ones(1)})._repr_html_()
+    assert html.count("<tr>") == 2
+    assert "&lt;script&gt;" in html
+    assert "<script>" not in html
+    assert "<table>" not in nonfinite_report({"fine": jnp.ones(1)})._repr_html_()
+
+
+NOTHING_BAD = {
+    "all finite": ({"a": [1.0, -8.0], "b": [3.0]}, "All 2 leaves are finite; the largest magnitude, 8, is in ['a']."),
+    "empty leaves": ({"a": []}, "All 1 leaves are finite."),
+    "no leaves": ({"a": 3}, "There are no inexact leaves."),
+}
+
+
+@pytest.mark.parametrize(("tree", "summary"), NOTHING_BAD.values(), ids=NOTHING_BAD)
+def test_where_nothing_is_bad_the_report_says_so(tree, summary):
+    assert str(nonfinite_report(as_arrays(tree))) == summary
+
+
+def test_a_complex_number_counts_once_for_its_worst_part():
+    values = np.array([complex(NAN, INF), complex(INF, -INF), complex(1, -INF), complex(3, -5)], np.complex64)
+    (leaf,) = nonfinite_report(jnp.asarray(values))
+    assert (leaf.nan, leaf.posinf, leaf.neginf, leaf.largest_finite) == (1, 1, 1, 5.0)
+
+
+def test_the_report_is_for_the_host():
+    with pytest.raises(ValueError, match="first_nonfinite"):
+        jax.jit(nonfinite_report)(jnp.ones(2))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    npst.arrays(
+        np.float32,
+        npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+        elements=st.sampled_from([0.0, -1.5, 3e38, NAN, INF, -INF]),
+    )
+)
+def test_the_report_agrees_with_numpy(values):
+    (leaf,) = nonfinite_report([jnp.asarray(values)])
+    bad = ~np.isfinite(values)
+    assert (leaf.nan, leaf.posinf, leaf.neginf) == tuple(
+        int(question(values).sum()) for question in (np.isnan, np.isposinf, np.isneginf)
+    )
+    finite = np.abs(values[~bad])
+    assert leaf.largest_finite == (float(finite.max()) if finite.size else None)
+    assert leaf.first_bad_index == (tuple(map(int, np.argwhere(bad)[0])) if bad.any() else None)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_dtype_is_reported(x64, dtype):
+    values = random_bits(dtype)
+    with np.errstate(over="ignore"):
+        wide = values.astype(np.float64 if x64 else np.float32)
+        (leaf,) = nonfinite_report([jnp.asarray(values)])
+    assert leaf.nan == np.isnan(wide).sum()
+    assert leaf.posinf == np.isposinf(wide).sum()
+    if x64 or dtype != "float64":
+        assert leaf.largest_finite == np.abs(wide[np.isfinite(wide)]).max()
+
+
+# The first bad leaf, inside jit.
+
+FIRST = {
+    "finite": ({"a": [1.0], "b": [2.0]}, -1, None),
+    "the second": ({"a": [1.0], "b": [2.0, INF], "c": [NAN]}, 1, "['b']"),
+    "integers are counted, not looked at": ({"a": 3, "b": [NAN]}, 1, "['b']"),
+    "None is counted too": ({"a": None, "b": [NAN]}, 1, "['b']"),
+    "nothing to look at": ({"a": 3}, -1, None),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(("tree", "index", "path"), FIRST.values(), ids=FIRST)
+def test_the_first_bad_leaf_and_its_path(tree, index, path, compiled):
+    tree = as_arrays(tree)
+    found = (jax.jit(first_nonfinite) if compiled else first_nonfinite)(tree)
+    assert (found, found.dtype, found.shape) == (index, jnp.int32, ())
+    assert leaf_path(tree, found) == path
+
+
+@pytest.mark.parametrize("index", [-2, 2])
+def test_a_path_is_not_made_up(index):
+    with pytest.raises(ValueError, match="structure of the gradients"):
+        leaf_path({"a": 1, "b": 2}, index)
+
+
+def test_under_shard_map_the_first_bad_leaf_of_any_device_is_agreed():
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    values = np.ones((2, 8), np.float32)
+    values[1, 3] = NAN
+    find = jax.shard_map(
+        lambda a, b: first_nonfinite([a, b], axis_name="shard"), mesh=mesh, in_specs=P("shard"), out_specs=P()
+    )
+    assert jax.jit(find)(*values) == 1

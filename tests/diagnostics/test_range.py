@@ -1,0 +1,278 @@
+"""Where gradients lie in the range of a dtype: histograms, what is lost, and what scale is suggested."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from samples import FLOATS, INF, NAN, random_bits
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import (
+    exponent_histogram,
+    first_nonfinite,
+    nonfinite_report,
+    suggest_loss_scale,
+    underflow_fraction,
+)
+
+
+def numpy_histogram(values):
+    """By `numpy.frexp` in float64, which holds every number of the others as a normal one."""
+    wide = values.astype(np.float64)
+    finite = np.isfinite(wide)
+    zero = wide == 0
+    subnormal = finite & ~zero & (np.abs(wide) < float(ml_dtypes.finfo(values.dtype).smallest_normal))
+    _, exponents = np.frexp(wide[finite & ~zero & ~subnormal])
+    return np.unique(exponents - 1, return_counts=True), zero.sum(), subnormal.sum(), (~finite).sum()
+
+
+def as_dictionary(histogram):
+    return {int(e): int(n) for e, n in zip(histogram.exponents, np.asarray(histogram.counts), strict=True) if n}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_histogram_agrees_with_numpy_in_every_dtype(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        values = random_bits(dtype)
+        histogram = jax.jit(exponent_histogram)(jnp.asarray(values))
+        (exponents, counts), zeros, subnormals, nonfinite = numpy_histogram(values)
+        assert as_dictionary(histogram) == dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+        rest = histogram.zeros, histogram.subnormals, histogram.nonfinite
+        assert tuple(map(int, rest)) == (zeros, subnormals, nonfinite)
+        assert histogram.smallest_exponent == (-1022 if dtype == "float64" else -126)
+        assert histogram.counts.dtype == jnp.uint32
+
+
+def test_the_histogram_of_a_tree_is_the_sum_of_its_leaves():
+    tree = {"a": jnp.array([1.0, 2.0, 0.0]), "b": {"c": jnp.array([1.5, INF], jnp.float16)}, "steps": jnp.arange(3)}
+    whole = exponent_histogram(tree)
+    assert (as_dictionary(whole), whole.zeros, whole.nonfinite) == ({0: 2, 1: 1}, 1, 1)
+    leaves = exponent_histogram(tree, per_leaf=True)
+    assert as_dictionary(leaves["a"]) == {0: 1, 1: 1}
+    assert as_dictionary(leaves["b"]["c"]) == {0: 1}
+    assert leaves["steps"] is None
+
+
+def test_leaves_of_64_bits_and_of_16_share_one_histogram():
+    with jax.enable_x64(True):
+        tiny = {"a": jnp.array([1e-300, 1.0], jnp.float64), "b": jnp.array([1.0, 2**-24, INF], jnp.float16)}
+        histogram = exponent_histogram(tiny)
+        assert as_dictionary(histogram) == {-997: 1, 0: 2}
+        assert (histogram.subnormals, histogram.nonfinite) == (1, 1)
+
+
+def test_both_parts_of_a_complex_number_are_counted():
+    histogram = exponent_histogram(jnp.array([1 + 4j, 0 - 1j], jnp.complex64))
+    assert (as_dictionary(histogram), histogram.zeros) == ({0: 2, 2: 1}, 1)
+
+
+def test_an_empty_tree_has_an_empty_histogram():
+    histogram = exponent_histogram({"steps": 3})
+    assert as_dictionary(histogram) == {}
+    assert as_dictionary(exponent_histogram(jnp.zeros((0, 3)))) == {}
+
+
+def test_more_numbers_than_can_be_counted_are_refused():
+    leaf = jax.ShapeDtypeStruct((2**16, 2**15 + 1), jnp.float32)
+    with pytest.raises(ValueError, match="per_leaf=True"):
+        jax.eval_shape(lambda: exponent_histogram([jnp.zeros(leaf.shape), jnp.zeros(leaf.shape)]))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_on_a_mesh_nothing_is_gathered(axis_type):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    values = random_bits("float32", 4096 - 10).reshape(64, 64)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(values, NamedSharding(mesh, P("data", "model")))
+        compiled = jax.jit(exponent_histogram).lower(sharded).compile()
+        text = compiled.as_text()
+        assert not any(f" {gather}" in text for gather in ("all-gather", "all-to-all", "collective-permute"))
+        assert as_dictionary(compiled(sharded)) == as_dictionary(exponent_histogram(jnp.asarray(values)))
+        assert underflow_fraction(sharded) == underflow_fraction(jnp.asarray(values))
+        assert suggest_loss_scale(sharded) == suggest_loss_scale(jnp.asarray(values))
+        assert nonfinite_report(sharded) == nonfinite_report(jnp.asarray(values))
+        assert first_nonfinite([jnp.ones(2), sharded]) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32"])
+def test_underflow_is_what_a_cast_by_numpy_does(dtype):
+    target = np.dtype(dtype)
+    info = ml_dtypes.finfo(target)
+    step = float(info.smallest_subnormal)
+    # Around the limits, ties among them, and everything else.
+    near = np.array([step / 2, 3 * step / 2, float(info.smallest_normal) - step / 2, float(info.smallest_normal)])
+    near = near.astype(np.float32)
+    grads = np.concatenate(
+        [near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(1)), [0.0, NAN, INF]]
+    )
+    grads = np.concatenate([grads, random_bits("float32")]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        cast = np.abs(grads.astype(target).astype(np.float64))
+    counted = np.isfinite(grads) & (grads != 0)
+    zero = counted & (cast == 0)
+    subnormal = counted & (cast > 0) & (cast < float(info.smallest_normal))
+    found = jax.jit(underflow_fraction, static_argnums=1)(jnp.asarray(grads), dtype)
+    assert found.zero == np.float32(zero.sum() / np.float32(counted.sum()))
+    assert found.subnormal == np.float32(subnormal.sum() / np.float32(counted.sum()))
+    assert dtype == "float32" or found.zero > 0
+
+
+def test_zeros_are_not_lost_and_nothing_is_no_share():
+    assert underflow_fraction(jnp.array([0.0, 0.0, 1e-9, 1.0])).zero == 0.5
+    assert underflow_fraction(jnp.ones(2**25).at[0].set(1e-9)).zero == np.float32(2.0**-25)
+    assert underflow_fraction({"steps": 3}) == (0, 0, 0)
+
+
+SUGGESTED = {
+    # largest gradient, dtype, headroom: the scale
+    "the top itself": (65504.0, "float16", 1, 1.0),
+    "above the top": (1e6, "float16", 1, 1.0),
+    "just half of it": (32752.0, "float16", 1, 2.0),
+    "just above half": (32768.0, "float16", 1, 1.0),
+    "headroom": (1.0, "float16", 8, 2.0**12),
+    "an odd headroom": (1.0, "float16", 3, 2.0**14),
+    "tiny": (1e-30, "float16", 1, 2.0**115),
+    "too tiny for float32's range": (1e-37, "float16", 8, 2.0**127),
+    "subnormal": (1e-42, "float16", 8, 2.0**127),
+    "bfloat16": (2.0**100, "bfloat16", 1, 2.0**27),
+    "float8": (1.0, "float8_e5m2", 1, 2.0**15),
+}
+
+
+@pytest.mark.parametrize(("largest", "dtype", "headroom", "scale"), SUGGESTED.values(), ids=SUGGESTED)
+def test_the_suggested_scale_is_the_largest_that_leaves_headroom(largest, dtype, headroom, scale):
+    grads = {"a": jnp.array([-largest, largest / 2, 0.0, NAN], jnp.float32)}
+    suggestion = suggest_loss_scale(grads, dtype, headroom=headroom)
+    assert suggestion.loss_scale == scale
+    assert suggestion.largest.dtype == suggestion.loss_scale.dtype == jnp.float32
+    top = float(ml_dtypes.finfo(dtype).max)
+    assert scale == 1 or largest * scale * headroom <= top
+    assert scale == 2.0**127 or 2 * largest * scale * headroom > top
+    jls.FixedLossScale(suggestion.loss_scale)
+
+
+def test_the_rescued_share_is_what_the_scale_saves():
+    # Lost for good, rescued, rescued, safe, not to be lost.
+    grads = jnp.array([1e-20, 1e-9, -2e-8, 0.5, 0.0], jnp.float32)
+    suggestion = suggest_loss_scale(grads)
+    assert (suggestion.loss_scale, suggestion.rescued) == (2.0**13, 0.5)
+    lost = underflow_fraction(grads).zero, underflow_fraction(grads * suggestion.loss_scale).zero
+    assert suggestion.rescued == lost[0] - lost[1]
+
+
+def test_without_gradients_there_is_nothing_to_suggest():
+    for grads in ({"steps": 3}, jnp.array([NAN, INF])):
+        assert suggest_loss_scale(grads) == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_gradients_that_are_all_zero_are_told():
+    lost = {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)}
+    underflow, suggestion = underflow_fraction(lost), suggest_loss_scale(lost)
+    assert underflow == (0.0, 0.0, 1.0)
+    assert suggestion == (1.0, 0.0, 0.0, 1.0)
+    assert str(underflow).startswith("All gradients are exactly zero.")
+    assert str(suggestion).startswith("No loss scale follows. All gradients are exactly zero.")
+    some = jnp.array([0.0, 1e-9, 1.0, INF])
+    assert underflow_fraction(some).already_zero == suggest_loss_scale(some).already_zero == np.float32(1 / 3)
+    assert "33.333% of all are zero already" in str(underflow_fraction(some))
+    assert jax.jit(lambda grads: str(underflow_fraction(grads)) and grads)(some).shape == (4,)
+
+
+def test_underflow_leaf_by_leaf():
+    grads = {"a": jnp.array([1e-9, 1.0]), "b": {"c": jnp.zeros(2), "steps": jnp.arange(3)}, "none": None}
+    leaves = underflow_fraction(grads, per_leaf=True)
+    assert leaves == {"a": (0.5, 0.0, 0.0), "b": {"c": (0.0, 0.0, 1.0), "steps": None}, "none": None}
+    compiled = jax.jit(lambda g: underflow_fraction(g, per_leaf=True))(grads)
+    assert jax.tree.leaves(compiled) == jax.tree.leaves(leaves)
+
+
+SUBNORMAL = [(2.0**-149, jnp.float32), (3 * 2.0**-149, jnp.float32), (2.0**-130, jnp.bfloat16), (2.0**-24, jnp.float16)]
+
+
+@pytest.mark.parametrize(("number", "dtype"), SUBNORMAL)
+def test_the_largest_of_subnormal_numbers_is_not_zero(number, dtype):
+    values = jnp.asarray(np.array([0.0, -number], np.float32).astype(dtype))
+    assert float(np.asarray(suggest_loss_scale(values).largest)) == number
+    assert nonfinite_report(values)[0].largest_finite == number
+
+
+@pytest.mark.parametrize("number", [1e-300, 2.0**-150, 1.5 * 2.0**-149, 2.5 * 2.0**-149, 1e-40, 2.0**-126, 1e-5, 1e30])
+def test_the_largest_of_64_bits_is_rounded_to_float32(number):
+    with jax.enable_x64(True):
+        found = np.asarray(suggest_loss_scale(jnp.array([number, 0.0], jnp.float64)).largest)
+    assert found == np.float64(number).astype(np.float32)
+
+
+# What a tree of many leaves costs.
+
+SIZES = [(3, 5), (128, 129), (130, 130), (7,), (4, 4, 4)]
+
+
+def many_leaves(number):
+    return [jnp.ones(SIZES[n % len(SIZES)]) for n in range(number)]
+
+
+OF_TREES = {
+    "exponent_histogram": exponent_histogram,
+    "underflow_fraction": underflow_fraction,
+    "underflow_fraction, per leaf": lambda tree: underflow_fraction(tree, per_leaf=True),
+    "suggest_loss_scale": suggest_loss_scale,
+}
+of_trees = pytest.mark.parametrize("of_tree", OF_TREES.values(), ids=OF_TREES)
+
+
+@of_trees
+def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
+    def instructions(number):
+        program = jax.jit(lambda tree: of_tree(tree)).lower(many_leaves(number)).compile().as_text()
+        return len([line for line in program.splitlines() if " = " in line])
+
+    ten, twenty, thirty = map(instructions, (10, 20, 30))
+    assert thirty - twenty <= 1.1 * (twenty - ten)
+    assert thirty - twenty <= 10 * 120
+
+
+@pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])
+def test_called_eagerly_alike_leaves_share_their_programs(of_tree, compilations):
+    of_tree(many_leaves(1000))
+    assert len(compilations) <= 4 * len(SIZES)
+
+
+@of_trees
+def test_small_leaves_that_are_read_together_are_the_same_numbers(of_tree):
+    leaves = [jnp.asarray(random_bits("float32", 50 + n, seed=n)) for n in range(4)]
+    leaves += [jnp.asarray(random_bits("float16", 50)), jnp.asarray(random_bits("bfloat16", 9))]
+    leaves += [jnp.array([1 + 0j, 1e-9 - 1e-8j]), 0.5, 3]
+    for one, other in zip(jax.tree.leaves(of_tree(leaves)), jax.tree.leaves(jax.jit(of_tree)(leaves)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@of_trees
+def test_on_a_mesh_only_results_travel(of_tree):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    values = np.ones((64, 64), np.float32)
+    tree = [jax.device_put(values, NamedSharding(mesh, spec)) for spec in (P("data", "model"), P("model"), P())]
+    program = jax.jit(lambda tree: of_tree(tree)).lower(tree).compile().as_text()
+    collective = r"= \(?\w+\[([\d,]*)\].* (?:all-gather|all-reduce|all-to-all|collective-permute)\("
+    shapes = re.findall(collective, program)
+    assert shapes
+    assert all(math.prod(map(int, filter(None, shape.split(",")))) <= 256 + 8 for shape in shapes)
+
+
+BAD_ARGUMENTS = {
+    "dtype, underflow": (lambda: underflow_fraction(jnp.ones(2), jnp.int32), r"underflow_fraction\(dtype=...\)"),
+    "dtype, suggestion": (lambda: suggest_loss_scale(jnp.ones(2), "complex64"), r"suggest_loss_scale\(dtype=...\)"),
+    "headroom": (lambda: suggest_loss_scale(jnp.ones(2), headroom=0.5), "headroom.*0.5"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

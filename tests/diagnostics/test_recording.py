@@ -1,0 +1,106 @@
+"""The last bad step, kept in the state of the optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from samples import GOOD, INF, NAN, PARAMS, recorded
+
+import jax_lossscale as jls
+
+RECORDED = {
+    # gradients, loss, skip_if: leaf, has_nan, value_finite; that skip_if is kept, too, is asserted for each
+    "infinity": ([1.0, INF], 1.0, False, 1, False, True),
+    "NaN": ([NAN, INF], 1.0, False, 0, True, True),
+    "loss": ([1.0, 1.0], INF, False, -1, False, False),
+    "loss and gradients": ([1.0, NAN], NAN, False, 1, True, False),
+    "condition": ([1.0, 1.0], 1.0, True, -1, False, True),
+}
+
+
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
+@pytest.mark.parametrize(
+    ("grads", "value", "skip_if", "leaf", "has_nan", "value_finite"), RECORDED.values(), ids=RECORDED
+)
+def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, has_nan, value_finite, skip):
+    tx = jls.loss_scaled(optax.sgd(0.1), skip=skip, record_bad_steps=True)
+    state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
+    record = state.last_bad_step
+    assert (record.step, record.leaf, record.has_nan, record.value_finite) == (1, leaf, has_nan, value_finite)
+    assert record.skip_if == skip_if
+    assert record.parts_finite
+    assert jls.metrics(state)["last_bad_leaf"] == leaf
+
+
+def test_a_part_that_was_left_out_is_kept_where_the_step_was_bad_otherwise():
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    told = {"parts_finite": jnp.array(False)}
+    params, state = tx.update_and_apply(PARAMS, tx.init(PARAMS), PARAMS, **told)
+    assert state.last_bad_step.step == -1
+    _, state = tx.update_and_apply(PARAMS, state, params, **told, skip_if=jnp.array(True))
+    record = state.last_bad_step
+    assert (record.step, record.parts_finite, record.leaves_finite, record.skip_if) == (1, False, True, True)
+
+
+def test_steps_are_counted_whether_they_were_applied_or_not():
+    bad = ([1.0, NAN], 1.0, False)
+    state = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [bad, GOOD, bad, bad, GOOD])
+    assert state.last_bad_step.step == 3
+
+
+def test_before_the_first_bad_step_there_is_no_leaf_and_by_default_there_is_no_record():
+    recording = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [GOOD])
+    assert (recording.last_bad_step.step, recording.last_bad_step.leaf) == (-1, -1)
+    silent = recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])
+    assert silent.last_bad_step is None
+    assert "last_bad_leaf" not in jls.metrics(silent)
+
+
+def test_a_bad_step_that_was_applied_is_recorded_too():
+    state = recorded(jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=True), PARAMS, [([1.0, NAN], 1.0, False)])
+    assert (state.applied_steps, state.last_bad_step.leaf) == (1, 1)
+
+
+def test_without_a_loss_scale_only_a_condition_is_a_bad_step():
+    tx = jls.loss_scaled(optax.sgd(0.1), None, record_bad_steps=True)
+    state = recorded(tx, PARAMS, [GOOD, ([1.0, 1.0], 1.0, True)])
+    assert (state.last_bad_step.step, state.last_bad_step.leaf) == (1, -1)
+
+
+def test_recording_compiles_once_and_goes_through_scan_and_vmap():
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    grads = jnp.array([[1.0, 1.0, 1.0], [1.0, INF, 1.0]])  # two runs of three steps
+
+    def run(grads):
+        def step(carry, g):
+            params, state = tx.update_and_apply({"w": g}, carry[1], carry[0])
+            return (params, state), None
+
+        params = {"w": jnp.float32(1.0)}
+        return jax.lax.scan(step, (params, tx.init(params)), grads)[0][1]
+
+    state = jax.jit(jax.vmap(run))(grads)
+    assert state.last_bad_step.step.tolist() == [-1, 1]
+    assert state.last_bad_step.leaf.tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
+def test_under_shard_map_all_devices_record_the_same(check_vma):
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    tx = jls.loss_scaled(optax.sgd(0.1), axis_name="shard", record_bad_steps=True)
+    params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
+    state = tx.init(params)
+    specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), state)
+    step = jax.shard_map(
+        tx.update_and_apply,
+        mesh=mesh,
+        in_specs=(P("shard"), specs, P("shard")),
+        out_specs=(P("shard"), specs),
+        check_vma=check_vma,
+    )
+    grads = {**params, "b": np.array([1, 1, 1, 1, 1, NAN, 1, 1], np.float32)}
+    _, state = jax.jit(step)(grads, state, params)
+    assert (state.last_bad_step.leaf, state.last_bad_step.has_nan) == (1, True)

@@ -1,0 +1,189 @@
+"""A policy, replayed over a trace."""
+
+import dataclasses
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import INF, NAN
+
+import jax_lossscale as jls
+from jax_lossscale._loss_scale.base import register
+from jax_lossscale.diagnostics import (
+    simulate,
+)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3))
+def test_a_simulation_is_the_loop(trace, period, hysteresis):
+    loss_scale = jls.DynamicLossScale(2.0**4, period, hysteresis=hysteresis)
+    replay = simulate(loss_scale, np.array(trace))
+    for finite, scale, should_apply in zip(trace, replay.loss_scale, replay.should_apply, strict=True):
+        assert (loss_scale(), finite) == (scale, should_apply)
+        loss_scale = loss_scale.adjust(finite)
+    assert replay.final == loss_scale
+
+
+def test_what_overflows_follows_from_the_magnitudes():
+    replay = simulate(jls.DynamicLossScale(2.0**16, 2), largest=jnp.array([1.0, 1.5, 0.5, 1.0, NAN, 0.5]))
+    assert replay.grads_finite.tolist() == [False, True, True, False, False, True]
+    assert replay.loss_scale.tolist() == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15, 2.0**14]
+
+
+def test_a_scale_that_does_not_skip_applies_every_step():
+    replay = simulate(jls.FixedLossScale(8.0), np.array([True, False]))
+    assert replay.should_apply.tolist() == [True, True]
+    assert replay.grads_finite.tolist() == [True, False]
+
+
+# What is seen, and what overflows.
+
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Following(jls.LossScale):
+    """Half way to the top for the largest gradient that was measured; a kind that measures, in few lines."""
+
+    needs_largest: ClassVar[bool] = True
+    scale_now: jax.Array
+    seen: jax.Array
+
+    def __call__(self):
+        return self.scale_now
+
+    def adjust(self, grads_finite, *, largest):
+        up = jnp.where(largest > 0, jnp.exp2(jnp.floor(jnp.log2(32752 / largest))), self.scale_now * 2)
+        return dataclasses.replace(
+            self, scale_now=jnp.where(grads_finite, up, self.scale_now / 4).astype(jnp.float32), seen=largest
+        )
+
+    def get_config(self):
+        return {}
+
+
+def following(scale):
+    return Following(jnp.float32(scale), jnp.float32(-1))
+
+
+def oracle(loss_scale, largest, inside, dtype):
+    """The loop, in NumPy."""
+    steps = []
+    for one, other in zip(largest, inside, strict=True):
+        scale = np.float32(loss_scale())
+        with np.errstate(over="ignore"):
+            arrives, overflows = (np.dtype(dtype).type(np.float32(number) * scale) for number in (one, other))
+        finite = bool(np.isfinite(np.float32(arrives)) and np.isfinite(np.float32(overflows)))
+        told = (
+            {"largest": jnp.float32(np.float32(arrives) / scale if finite else 0)} if loss_scale.needs_largest else {}
+        )
+        steps.append((scale, finite))
+        loss_scale = loss_scale.adjust(jnp.array(finite), **told)
+    return steps, loss_scale
+
+
+MAGNITUDES = st.sampled_from([0.0, 1e-9, 3e-8, 1e-4, 0.7, 1.0, 1.5, 65504.0, 65520.0, NAN, INF])
+KINDS = {
+    "dynamic": lambda: jls.DynamicLossScale(2.0**16, 2),
+    "fixed": lambda: jls.FixedLossScale(2.0**10),
+    "following": lambda: following(2.0**14),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.tuples(MAGNITUDES, MAGNITUDES), min_size=8, max_size=8), st.sampled_from(["float16", "bfloat16"]))
+def test_a_simulation_of_magnitudes_is_the_loop(make, trace, dtype):
+    largest, inside = np.array(trace, np.float32).T
+    replay = simulate(make(), largest=largest, inside=inside, dtype=dtype)
+    steps, final = oracle(make(), largest, inside, dtype)
+    assert list(zip(replay.loss_scale.tolist(), replay.grads_finite.tolist(), strict=True)) == steps
+    np.testing.assert_equal(jax.tree.leaves(replay.final), jax.tree.leaves(final))
+
+
+def test_what_overflows_inside_is_not_what_is_seen():
+    scale = following(2.0**14)
+    assert simulate(scale, largest=[2.0**-4] * 2).loss_scale.tolist() == [2.0**14, 2.0**18]
+    replay = simulate(scale, largest=[2.0**-4] * 3, inside=[2.0**-4, 1.0, 2.0**-4])
+    assert replay.loss_scale.tolist() == [2.0**14, 2.0**18, 2.0**16]
+    assert replay.grads_finite.tolist() == [True, False, True]
+    assert replay.skipped.tolist() == [False, True, False]
+    assert replay.skipped_steps == 1
+
+
+def test_a_kind_that_measures_sees_what_arrives():
+    """Rounded to float16 at the scale: nothing, where it underflows, and nothing of a bad step."""
+    for largest, scale, seen in (
+        (1e-9, 1.0, 0.0),
+        (3e-8, 1.0, 2.0**-24),
+        (1 / 3, 1024.0, 341.25 / 1024),
+        (1e6, 1.0, 0.0),
+    ):
+        assert simulate(following(scale), largest=[largest]).final.seen == np.float32(seen)
+
+
+def test_whole_numbers_are_magnitudes_too():
+    assert simulate(jls.DynamicLossScale(2.0**16), largest=np.array([1, 0, 2])).grads_finite.tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_magnitudes_of_64_bits_keep_their_range():
+    with jax.enable_x64(True):
+        replay = simulate(jls.FixedLossScale(2.0**10), largest=np.array([1e200, 1e307]), dtype=jnp.float64)
+        assert replay.grads_finite.tolist() == [True, False]
+
+
+SETTINGS = {
+    "a state": (lambda start: jls.DynamicLossScale(increment_period=3, current_loss_scale=start), [8.0, 2.0**20]),
+    "a replaced state": (lambda start: replace(jls.DynamicLossScale(), current_loss_scale=start), [8.0, 2.0**20]),
+    "a fixed value": (jls.FixedLossScale, [8.0, 2.0**20]),
+    "a kind that measures": (following, [8.0, 2.0**20]),
+}
+
+
+@pytest.mark.parametrize(("make", "numbers"), SETTINGS.values(), ids=SETTINGS)
+def test_many_settings_at_once(make, numbers):
+    largest = jnp.array([0.1, 0.2, 0.4, 0.1])
+    together = jax.vmap(lambda number: simulate(make(number), largest=largest))(jnp.array(numbers))
+    for member, number in enumerate(numbers):
+        alone = simulate(make(number), largest=largest)
+        for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(one[member], other)
+        assert together.skipped_steps[member] == alone.skipped_steps
+
+
+BAD_ARGUMENTS = {
+    "no loss scale": (lambda: simulate(8.0, jnp.ones(2, bool)), "jls.get"),
+    "no trace": (lambda: simulate(jls.get("dynamic")), "one of them"),
+    "two traces": (lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), largest=jnp.ones(2)), "one of them"),
+    "a trace of numbers": (lambda: simulate(jls.get("dynamic"), jnp.ones(2)), "must be booleans, got float32"),
+    "magnitudes that are flags": (
+        lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)),
+        "must be real numbers",
+    ),
+    "a scalar trace": (lambda: simulate(jls.get("dynamic"), jnp.array(True)), r"one dimension.*\(\)"),
+    "dtype": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), dtype=int), "floating dtype"),
+    "inside alone": (
+        lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), inside=jnp.ones(2)),
+        "goes with `largest`",
+    ),
+    "inside of another length": (
+        lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), inside=jnp.ones(3)),
+        "as long as `largest`, 2, got 3",
+    ),
+    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Give `largest`"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

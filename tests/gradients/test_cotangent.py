@@ -1,0 +1,390 @@
+"""`scale_gradient` and `unscale_gradient`: the identity forwards; times the scale, or divided by it, backwards."""
+
+import inspect
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+
+NAN, INF = np.nan, np.inf
+BOTH = pytest.mark.parametrize("function", [jls.scale_gradient, jls.unscale_gradient])
+JIT = pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
+X = jnp.array([0.3, -1.7, 2.9])
+
+
+def pulled_back(function, x, cotangent, scale):
+    """What becomes of a cotangent on its way back."""
+    return jax.vjp(lambda x: function(x, scale), x)[1](cotangent)[0]
+
+
+# Forwards.
+
+
+@BOTH
+@JIT
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"])
+def test_the_values_are_the_same_to_the_bit(function, jit, dtype):
+    with jax.enable_x64(True):
+        x = jnp.array([0.0, -0.0, 1.5, NAN, INF, -INF]).astype(dtype)
+        result = jit(lambda x: function(x, 1024.0))(x)
+        assert (result.dtype, result.shape) == (x.dtype, x.shape)
+        np.testing.assert_array_equal(np.asarray(result).view(np.uint8), np.asarray(x).view(np.uint8))
+
+
+@BOTH
+def test_the_leaf_rule(function):
+    others = {
+        "int": 3,
+        "bool": True,
+        "none": None,
+        "ints": np.arange(3),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+        "function": np.tanh,
+        "name": "relu",
+    }
+    tree = {"array": X, "python": 1.5, "numpy": np.float32(2.5), "complex": 1j, **others}
+    result = function(tree, 8.0)
+    for name, leaf in others.items():
+        assert result[name] is leaf
+    for name in tree.keys() - others.keys():
+        assert isinstance(result[name], jax.Array)
+        np.testing.assert_array_equal(result[name], tree[name])
+
+
+@BOTH
+def test_without_a_loss_scale_the_tree_is_the_same_object(function):
+    tree = {"array": X}
+    assert function(tree, jls.NoOpLossScale()) is tree
+
+
+# Backwards.
+
+# dtype, cotangent, scale: times the scale, divided by it. The oracle is exact arithmetic, then one rounding.
+COTANGENTS = {
+    "float32": ("float32", 1.1, 2.0**24),
+    "not a power of two": ("float32", 3.0, 6.0),
+    "the largest scale, and an overflow": ("float32", 2.0, 2.0**127),
+    "float16": ("float16", 3.0, 2.0**10),
+    "float16, and a scale that it does not hold": ("float16", 2.0**-14, 2.0**20),
+    "float16, zero times such a scale": ("float16", 0.0, 2.0**20),
+    "bfloat16": ("bfloat16", 1.5, 2.0**100),
+    "infinite": ("float32", INF, 2.0**10),
+    "NaN": ("float32", NAN, 2.0**10),
+    "float64": ("float64", 1 / 3, 2.0**40),
+    "complex": ("complex64", 1.5 - 0.25j, 2.0**40),
+    "complex and infinite": ("complex64", complex(INF, 1.0), 2.0**40),
+}
+
+
+@JIT
+@pytest.mark.parametrize(("dtype", "cotangent", "scale"), COTANGENTS.values(), ids=COTANGENTS)
+def test_the_cotangent_is_multiplied_or_divided(dtype, cotangent, scale, jit):
+    with jax.enable_x64(True):
+        cotangent = jnp.full(1, cotangent, dtype)
+        exact = np.asarray(cotangent).astype(np.complex128 if dtype == "complex64" else np.float64)
+        parts = np.array([exact.real, exact.imag])  # since inf * (s + 0j) is not what is meant
+        for function, factor in ((jls.scale_gradient, scale), (jls.unscale_gradient, 1 / scale)):
+            pull = jit(lambda scale, function=function: pulled_back(function, jnp.zeros(1, dtype), cotangent, scale))
+            result = pull(jnp.float32(scale))
+            real, imaginary = parts * factor
+            with np.errstate(over="ignore"):
+                expected = np.array([complex(*real, *imaginary)] if dtype == "complex64" else real).astype(result.dtype)
+            assert result.dtype == cotangent.dtype
+            np.testing.assert_array_equal(result, expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1.0, 2.0, exclude_max=True, width=32), st.integers(-126, 127), st.integers(0, 127))
+def test_powers_of_two_are_exact_wherever_the_result_is_normal(mantissa, exponent, log2_scale):
+    cotangent, scale = np.float32(np.ldexp(mantissa, exponent)), 2.0**log2_scale
+    if exponent + log2_scale <= 127:
+        scaled = pulled_back(jls.scale_gradient, np.float32(0), cotangent, scale)
+        assert scaled == np.ldexp(cotangent, log2_scale)
+    if exponent - log2_scale >= -126:
+        unscaled = pulled_back(jls.unscale_gradient, np.float32(0), cotangent, scale)
+        assert unscaled == np.ldexp(cotangent, -log2_scale)
+
+
+def test_a_float16_leaf_loses_what_a_float32_leaf_keeps():
+    """Why `unscale_gradient` belongs in front of the cast."""
+
+    def loss(w, scale, cast_first):
+        if cast_first:
+            w = jls.unscale_gradient(w.astype(jnp.float16), scale)
+        else:
+            w = jls.unscale_gradient(w, scale).astype(jnp.float16)
+        return jls.scale_gradient(2.0**-30 * w.astype(jnp.float32), scale)
+
+    grad = jax.grad(loss)
+    assert grad(jnp.float32(1.0), 2.0**20, cast_first=False) == 2.0**-30
+    assert grad(jnp.float32(1.0), 2.0**20, cast_first=True) == 0.0
+
+
+TX = jls.loss_scaled(optax.sgd(0.1), 8)
+HOLDERS = {
+    "loss scale": jls.DynamicLossScale(8),
+    "int": 8,
+    "numpy scalar": np.float64(8),
+    "array": jnp.float32(8),
+    "state": TX.init(X),
+    "chain": optax.chain(TX, optax.scale(0.5)).init(X),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_what_carries_a_scale(holder):
+    for make in (lambda: pulled_back(jls.scale_gradient, X, X, holder), lambda: jax.jit(pulled_back, static_argnums=0)):
+        result = make()
+        result = result if isinstance(result, jax.Array) else result(jls.scale_gradient, X, X, holder)
+        np.testing.assert_array_equal(result, 8 * X)
+    np.testing.assert_array_equal(pulled_back(jls.unscale_gradient, X, X, holder), X / 8)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        ("dynamic", "'dynamic'"),
+        (None, "None"),
+        (True, "True"),
+        (0.5, "at least 1"),
+        (NAN, "nan"),
+        (jnp.ones(2), "real scalar"),
+        (jls.FixedLossScale(jnp.ones(3)), "shape (3,)"),
+        (optax.sgd(0.1).init(X), "holds no `LossScale`"),
+        (TX, "tx.init"),
+        ((TX.init(X), TX.init(X)), "holds 2"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_what_carries_none_is_refused_by_name(function, scale, message):
+    with pytest.raises(ValueError) as info:
+        function(X, scale)
+    assert f"`{function.__name__}(scale=...)`" in str(info.value)
+    assert message in str(info.value)
+
+
+# Within other transformations.
+
+
+def test_any_gradient_function_gives_scaled_gradients_and_the_true_loss():
+    def loss(x):
+        return jnp.sum(jnp.tanh(x) ** 2)
+
+    value, grads = jax.value_and_grad(lambda x: jls.scale_gradient(loss(x), 2.0**15))(X)
+    expected_value, expected = jls.value_and_scaled_grad(loss, 2.0**15)(X)
+    np.testing.assert_array_equal(value, expected_value)
+    np.testing.assert_array_equal(grads, expected)
+
+
+def part(x, scale):
+    """A function of which nothing can be seen from outside but its cotangents inside."""
+    return jls.scale_gradient(jnp.sin(jls.unscale_gradient(x, scale)) ** 3, scale)
+
+
+def test_vmap_over_scales_and_over_values():
+    scales, xs = jnp.array([1.0, 8.0, 1024.0]), jnp.array([0.2, 0.3, 0.4])
+    grad = jax.grad(lambda x, scale: jls.scale_gradient(x**3, scale))
+    expected = np.array([[3 * x**2 * scale for x in xs] for scale in scales])
+    np.testing.assert_allclose(jax.vmap(grad)(xs, scales), expected.diagonal(), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(lambda s: jax.vmap(grad, (0, None))(xs, s))(scales), expected, rtol=1e-6)
+    of_the_sum = jax.grad(lambda x, scales: jnp.sum(jax.vmap(jls.unscale_gradient, (None, 0))(x, scales)))
+    assert of_the_sum(1.0, scales) == 1 + 1 / 8 + 1 / 1024
+    values = jax.vmap(lambda scale: jls.scale_gradient({"a": X, "b": 1}, scale), out_axes={"a": 0, "b": None})(scales)
+    np.testing.assert_array_equal(values["a"], jnp.stack([X] * 3))
+
+
+SITUATIONS = {
+    "scan": lambda f: lambda x: jax.lax.scan(lambda carry, _: (f(carry), None), x, None, 3)[0],
+    "remat": lambda f: jax.checkpoint(lambda x: jnp.tanh(f(jnp.tanh(x)))),
+    "remat in scan": lambda f: lambda x: jax.lax.scan(lambda c, y: (jax.checkpoint(f)(c * y), c), x, jnp.ones(3))[0],
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, jnp.zeros_like, x),
+    "switch in vmap": lambda f: jax.vmap(lambda x: jax.lax.cond(x > 0, f, jnp.negative, x)),
+    "fori_loop": lambda f: lambda x: jax.lax.fori_loop(0, 3, lambda _, carry: f(carry), x),
+    "custom_vjp inside": lambda f: lambda x: f(doubled_gradient(x)),
+}
+
+
+@jax.custom_vjp
+def doubled_gradient(x):
+    return x
+
+
+doubled_gradient.defvjp(lambda x: (x, None), lambda _, cotangent: (2 * cotangent,))
+
+
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+def test_a_part_is_as_without_scales_in(situation):
+    def grad_of(f):
+        return jax.jit(jax.grad(lambda x: jnp.sum(situation(f)(x) ** 2)))(X)
+
+    np.testing.assert_allclose(grad_of(lambda x: part(x, 2.0**30)), grad_of(lambda x: jnp.sin(x) ** 3), rtol=1e-6)
+
+
+ORDERS = [modes for order in (1, 2, 3) for modes in itertools.product([jax.jacfwd, jax.jacrev], repeat=order)]
+
+
+@pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
+def test_a_part_has_its_true_derivatives_of_every_order_in_every_mode(modes):
+    """So a part may differentiate inside, as networks that solve equations do."""
+    actual, expected = lambda x: part(x, 2.0**30), lambda x: jnp.sin(x) ** 3
+    for mode in modes:
+        actual, expected = mode(actual), mode(expected)
+    np.testing.assert_allclose(actual(0.7), expected(0.7), rtol=1e-5)
+
+
+@pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
+def test_a_scaled_gradient_is_scaled_once_however_often_it_is_differentiated(modes):
+    actual, expected = jax.grad(lambda x: jls.scale_gradient(jnp.sin(x) ** 3, 8.0)), jax.grad(lambda x: jnp.sin(x) ** 3)
+    for mode in modes:
+        actual, expected = mode(actual), mode(expected)
+    np.testing.assert_allclose(actual(0.7), 8 * expected(0.7), rtol=1e-5)
+
+
+def test_forward_mode_is_that_of_the_identity():
+    for function in (jls.scale_gradient, jls.unscale_gradient):
+        assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)
+        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # the other has no tangent
+        assert only_one[1][0] == 3.0
+
+
+def test_the_scale_is_a_constant():
+    def true_grad(scale):
+        loss_scale = jls.FixedLossScale(scale)
+        return loss_scale.unscale(jls.scaled_grad(lambda x: x**2, loss_scale)(3.0))
+
+    assert jax.value_and_grad(true_grad)(8.0) == (6.0, 0.0)
+    assert jax.grad(lambda scale: part(0.3, scale))(8.0) == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
+def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, scales = jnp.linspace(-1, 1, 8), 2.0 ** jnp.arange(8)
+
+    def grad_of(part, in_specs):
+        def local(w, x, *scale):
+            if not check_vma:
+                return jax.lax.psum(jax.grad(lambda w: part(w, x, *scale))(w), "data")
+            return jax.grad(lambda w: part(w, x, *scale))(w)  # of the sum over devices, since w does not vary
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma))
+
+    def loss(w, x):
+        return jnp.tanh(w * x[0])
+
+    def in_parts(w, x, scale):
+        return jls.scale_gradient(loss(*jls.unscale_gradient((w, x), scale[0])), scale[0])
+
+    expected = grad_of(loss, (P(), P("data")))(0.7, x)
+    np.testing.assert_allclose(grad_of(in_parts, (P(), P("data"), P("data")))(0.7, x, scales), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded_leaves_stay_where_they_are(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("data")))
+        step = jax.jit(jax.grad(lambda x: jnp.sum(jls.scale_gradient(jls.unscale_gradient(x, 4.0) ** 2, 4.0))))
+        text = step.lower(x).compile().as_text()
+        assert "all-" not in text.replace("all-reduce", "")
+        np.testing.assert_array_equal(step(x), 2 * x)
+
+
+def test_the_forward_pass_gains_no_operation():
+    program = jax.jit(lambda x: jls.unscale_gradient(jls.scale_gradient(x, 8.0), 8.0)).lower(X)
+    assert not any(operation in program.compile().as_text() for operation in ("multiply(", "divide("))
+
+
+def test_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        for dtype in ("float16", "bfloat16", "float32", "complex64"):
+            x = jnp.ones(2, dtype)
+            for scale in (8, jnp.int32(8), jnp.float16(8), jls.DynamicLossScale(8)):
+                np.testing.assert_array_equal(pulled_back(jls.scale_gradient, x, x, scale), 8 * np.ones(2))
+                np.testing.assert_array_equal(pulled_back(jls.unscale_gradient, x, x, scale), np.ones(2) / 8)
+
+
+@JIT
+def test_inside_nnx(jit):
+    """With flax's own gradient function, and the scale where flax keeps it: in an optimizer that wraps each leaf."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 2.0**20), wrt=nnx.Param)
+
+    def loss(model):
+        return jnp.mean(model(X) ** 2)
+
+    def scaled(model, optimizer):
+        return nnx.value_and_grad(lambda model: jls.scale_gradient(loss(model), optimizer.opt_state))(model)
+
+    value, grads = (nnx.jit(scaled) if jit is jax.jit else scaled)(model, optimizer)
+    expected_value, expected = nnx.value_and_grad(loss)(model)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    for ours, true in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, true * 2.0**20, rtol=1e-6)
+
+
+# A loss too narrow for its scale.
+
+
+def warned(function, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        function(*args)
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "warns"),
+    [
+        (jnp.float16(1), jls.DynamicLossScale(), True),
+        (jnp.float16(1), jls.DynamicLossScale(max_loss_scale=2.0**15), False),
+        (jnp.float16(1), 2.0**15, False),
+        (jnp.float16(1), 2.0**16, True),
+        (jnp.float16(1), jls.NoOpLossScale(), False),
+        (jnp.ones(2, jnp.float16), 2.0**16, False),  # no loss: the result of a part
+        (jnp.float32(1), jls.DynamicLossScale(), False),
+    ],
+    ids=str,
+)
+def test_a_float16_loss_warns(value, scale, warns):
+    assert len(warned(jls.scale_gradient, value, scale)) == warns
+    assert warned(jls.unscale_gradient, value, scale) == []
+
+
+def line_of_the_caller():
+    return inspect.currentframe().f_back.f_lineno
+
+
+@JIT
+def test_the_warning_is_shown_at_each_line_of_the_users_that_calls_for_it(jit):
+    def half_precision_loss(w):
+        return jnp.sum(w * w).astype(jnp.float16)
+
+    def train():
+        w, lines = jnp.ones(2), []
+        lines.append(line_of_the_caller() + 1)
+        jit(lambda w: jls.value_and_scaled_grad(half_precision_loss, jls.DynamicLossScale())(w))(w)
+        lines.append(line_of_the_caller() + 1)
+        jit(lambda w: jls.scaled_grad(half_precision_loss, jls.DynamicLossScale())(w))(w)
+        lines.append(line_of_the_caller() + 1)
+        jax.grad(jit(lambda w: jls.scale_gradient(half_precision_loss(w), jls.DynamicLossScale())))(w)
+        lines.append(line_of_the_caller() + 1)
+        jit(lambda w: jls.accumulate_gradients(lambda w, x: half_precision_loss(w), 2.0**16, 2)(w, w))(w)
+        expected.extend(lines)
+
+    expected = []
+    caught = warned(train)
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line) for line in expected]

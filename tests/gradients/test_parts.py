@@ -1,0 +1,160 @@
+"""A network that no single scale serves: two branches, whose losses are 2**33 apart."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_lossscale as jls
+
+UNITS = {"large": 1.0, "small": 2.0**-33}  # of the loss of each branch, and so of its gradients
+NUM_STEPS = 400
+OPTIMIZER = optax.adam(
+    optax.cosine_decay_schedule(0.02, NUM_STEPS), eps=1e-30
+)  # the default epsilon is larger than the small branch's gradients
+
+
+def make_problem():
+    keys = jax.random.split(jax.random.key(0), 8)
+    x = jax.random.normal(keys[0], (256, 8))
+    params, targets = {}, {}
+    for name, key in zip(UNITS, (1, 4), strict=True):
+        params[name] = {
+            "hidden": jax.random.normal(keys[key], (8, 16)) / 3,
+            "out": jax.random.normal(keys[key + 1], (16, 1)) / 4,
+        }
+        noise = 0.3 * jax.random.normal(keys[key + 2], (256, 1))
+        targets[name] = jnp.sin(x[:, :1] * (1 + key) / 2) + x[:, 1:2] * x[:, 2:3] / 2 + noise
+    return params, x, targets
+
+
+def branch_loss(params, x, target, units, dtype=jnp.float16):
+    params, x = jls.cast_floating((params, x), dtype)
+    prediction = jnp.tanh(x @ params["hidden"]) @ params["out"]
+    return units * jnp.mean((prediction.astype(jnp.float32) - target) ** 2)
+
+
+def losses_of(params, x, targets, dtype=jnp.float16):
+    return {name: branch_loss(params[name], x, targets[name], units, dtype) for name, units in UNITS.items()}
+
+
+def total_loss(params, x, targets, dtype=jnp.float16):
+    return sum(losses_of(params, x, targets, dtype).values())
+
+
+def train(step, state):
+    """The loss of each branch at the end, in its own units, computed in float32."""
+    params, x, targets = make_problem()
+    run = jax.jit(lambda carry: jax.lax.scan(lambda carry, _: (step(*carry, x, targets), None), carry, None, NUM_STEPS))
+    (params, state), _ = run((params, state))
+    losses = losses_of(params, x, targets, jnp.float32)
+    return {name: float(losses[name] / units) for name, units in UNITS.items()}, state
+
+
+@pytest.fixture(scope="module")
+def float32_losses():
+    def step(params, state, x, targets):
+        grads = jax.grad(partial(total_loss, dtype=jnp.float32))(params, x, targets)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    losses, _ = train(step, OPTIMIZER.init(make_problem()[0]))
+    return losses
+
+
+def excess(losses, reference):
+    return {name: loss / reference[name] - 1 for name, loss in losses.items()}
+
+
+ONE_SCALE = {
+    "the default": jls.DynamicLossScale(),
+    "one that grows fast": jls.DynamicLossScale(increment_period=10),  # and skips one step in eleven
+    "one that starts high": jls.DynamicLossScale(2.0**24, 500),
+    "fixed, as high as the large branch bears": jls.FixedLossScale(2.0**15),
+}
+
+
+@pytest.mark.parametrize("loss_scale", ONE_SCALE.values(), ids=ONE_SCALE)
+def test_with_one_scale_the_small_branch_is_lost_and_the_total_loss_shows_nothing(loss_scale, float32_losses):
+    tx = jls.loss_scaled(OPTIMIZER, loss_scale)
+
+    def step(params, state, x, targets):
+        loss, grads = jls.value_and_scaled_grad(total_loss, state)(params, x, targets)
+        return tx.update_and_apply(grads, state, params, value=loss)
+
+    losses, _ = train(step, tx.init(make_problem()[0]))
+    ours = excess(losses, float32_losses)
+    assert abs(ours["large"]) < 0.01  # which is the total loss, to seven digits
+    assert ours["small"] > 0.3
+
+
+def total_loss_of_parts(params, x, targets, branch_scale):
+    """What goes into the small branch passes `unscale_gradient`, in float32; what comes out, `scale_gradient`."""
+    large = branch_loss(params["large"], x, targets["large"], UNITS["large"])
+    small_params, small_x = jls.unscale_gradient((params["small"], x), branch_scale)
+    small = branch_loss(small_params, small_x, targets["small"], UNITS["small"])
+    return large + jls.scale_gradient(small, branch_scale)
+
+
+def test_a_branch_with_a_fixed_scale_of_its_own_in_one_backward_pass(float32_losses):
+    tx = jls.loss_scaled(OPTIMIZER)
+
+    def step(params, state, x, targets):
+        loss, grads = jls.value_and_scaled_grad(total_loss_of_parts, state)(params, x, targets, 2.0**33)
+        return tx.update_and_apply(grads, state, params, value=loss)
+
+    losses, state = train(step, tx.init(make_problem()[0]))
+    assert max(map(abs, excess(losses, float32_losses).values())) < 0.01
+    assert state.skipped_steps == 0
+
+
+def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_losses):
+    tx = jls.loss_scaled(OPTIMIZER)
+
+    def step(params, state, x, targets):
+        state, branch_scale = state
+        loss, grads = jls.value_and_scaled_grad(total_loss_of_parts, state)(params, x, targets, branch_scale)
+        branch_scale = branch_scale.adjust(jls.all_finite(grads["small"]))
+        params, state = tx.update_and_apply(grads, state, params, value=loss)
+        return params, (state, branch_scale)
+
+    first = jls.DynamicLossScale(2.0**44, 100)
+    losses, (state, branch_scale) = train(step, (tx.init(make_problem()[0]), first))
+    assert max(map(abs, excess(losses, float32_losses).values())) < 0.01
+    assert 2.0**25 < branch_scale() < 2.0**44
+    assert 0 < state.skipped_steps < 20
+
+
+def test_two_losses_by_two_states(float32_losses):
+    loss_scales = {"large": jls.DynamicLossScale(), "small": jls.DynamicLossScale(2.0**50)}
+    transformations = {name: jls.loss_scaled(OPTIMIZER, loss_scale) for name, loss_scale in loss_scales.items()}
+
+    def step(params, states, x, targets):
+        params, states = dict(params), dict(states)
+        for name, tx in transformations.items():
+            grad = jls.value_and_scaled_grad(branch_loss, states[name])
+            loss, grads = grad(params[name], x, targets[name], UNITS[name])
+            params[name], states[name] = tx.update_and_apply(grads, states[name], params[name], value=loss)
+        return params, states
+
+    params, _, _ = make_problem()
+    losses, states = train(step, {name: tx.init(params[name]) for name, tx in transformations.items()})
+    assert max(map(abs, excess(losses, float32_losses).values())) < 0.01
+    assert states["small"].loss_scale() >= 2.0**25 * states["large"].loss_scale()
+
+
+def test_what_leaves_a_branch_backwards_is_as_without_it():
+    """The inputs too: exact, since in float32 the part is the same function, and its scale a power of two."""
+    params, x, targets = make_problem()
+
+    def loss(params, x, scale):
+        hidden = jnp.tanh(x @ params["hidden"])
+        params, hidden = jls.unscale_gradient((params, hidden), scale)
+        return jls.scale_gradient(jnp.mean((hidden @ params["out"] - targets["large"]) ** 2), scale)
+
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    expected = grad(params["large"], x, 1.0)
+    for actual in (grad(params["large"], x, 2.0**exponent) for exponent in (1, 33, 100)):
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), actual, expected))

@@ -1,0 +1,396 @@
+"""`AutoLossScale`: its rule step by step, and what it does where gradients decay, jump, spike, vanish or hide."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kinds import F32_MAX, named
+
+import jax_lossscale as jls
+
+Auto = jls.AutoLossScale
+STATE = (
+    "current_loss_scale",
+    "log2_mean",
+    "log2_variance",
+    "log2_margin",
+    "margin_patience",
+    "num_margin_steps",
+    "num_finite_steps",
+    "num_measured",
+)
+adjust = jax.jit(Auto.adjust)
+
+
+def state_of(loss_scale):
+    return {name: np.asarray(getattr(loss_scale, name)).item() for name in STATE}
+
+
+@partial(jax.jit, static_argnums=3)
+def run(loss_scale, largest, first, float16=True):
+    """The scale before each step, whether the step was finite, and the loss scale after the last.
+
+    ``largest`` are true gradients, ``first`` is what overflows first. Gradients arrive as float16 gives them.
+    """
+
+    def step(loss_scale, true):
+        largest, first = true
+        scale = loss_scale()
+        finite = first * scale < 65520
+        scaled = largest * scale
+        seen = (scaled.astype(jnp.float16).astype(jnp.float32) if float16 else scaled) / scale
+        return loss_scale.adjust(finite, largest=jnp.where(finite, seen, jnp.nan)), (scale, finite)
+
+    final, (scales, finite) = jax.lax.scan(step, loss_scale, (largest, first))
+    return scales, finite, final
+
+
+def of_log2(log2_largest, log2_inside=0.0):
+    """A trace for `run`."""
+    log2_largest, log2_inside = np.broadcast_arrays(log2_largest, log2_inside)
+    return np.exp2(log2_largest).astype(np.float32), np.exp2(log2_largest + log2_inside).astype(np.float32)
+
+
+def skips_and_unused_bits(trace, loss_scale=None, float16=True):
+    largest, first = trace
+    scales, finite, _ = run(Auto() if loss_scale is None else loss_scale, largest, first, float16)
+    finite = np.asarray(finite)
+    with np.errstate(divide="ignore"):
+        unused = np.log2(65504 / (first.astype(float) * np.asarray(scales, float)))
+    return int(np.sum(~finite)), float(np.mean(unused[finite & np.isfinite(unused)]))
+
+
+# --- The rule, one step after another ---
+
+
+def oracle(config, state, finite, largest):
+    """One step of the rule, in plain Python; also the target before it is rounded, where there is one."""
+    floor, ceiling, headroom = config
+    new = dict(state)
+    s = math.floor(math.log2(state["current_loss_scale"]))
+    limit = math.log2(65512) - headroom
+    unknown = limit - 5 - 40
+    noise = 3.25 * math.sqrt(state["log2_variance"])
+
+    def clipped(s):
+        return min(max(2.0 ** min(max(s, -126), 127), floor), ceiling)
+
+    if not finite:
+        new["num_finite_steps"] = 0
+        if state["num_finite_steps"] == 0 or state["num_measured"] == 0:
+            new["current_loss_scale"] = min(clipped(s - 32), state["current_loss_scale"])
+            new["log2_margin"] = max(state["log2_margin"], 5)
+            new.update(log2_variance=0, margin_patience=8, num_margin_steps=0, num_measured=0)
+            if state["current_loss_scale"] <= floor:
+                new["log2_mean"] = unknown
+            else:
+                new["log2_mean"] = limit - new["log2_margin"] - math.floor(math.log2(new["current_loss_scale"]))
+            return new, None
+        new["current_loss_scale"] = min(clipped(s - 8), state["current_loss_scale"])
+        lowered_last = state["num_finite_steps"] > state["num_margin_steps"] and state["log2_margin"] > 0
+        refuted = lowered_last and state["num_margin_steps"] < 256
+        if refuted or state["num_finite_steps"] < 96:
+            needed = limit - state["log2_mean"] - noise - (s - 1)
+            new["log2_margin"] = min(max(needed, state["log2_margin"]), state["log2_margin"] + 8)
+            new["margin_patience"] = min(max(state["margin_patience"] * (8 if refuted else 2), 1024), 4096)
+            new["num_margin_steps"] = 0
+        return new, None
+
+    new["num_finite_steps"] += 1
+    new["num_margin_steps"] += 1
+    if new["num_margin_steps"] >= state["margin_patience"] and state["log2_margin"] > 0:
+        new["log2_margin"] = max(state["log2_margin"] - 1, 0)
+        new["margin_patience"] = max(state["margin_patience"] // 4, 8)
+        new["num_margin_steps"] = 0
+
+    measured = math.isfinite(largest) and largest > 0
+    count = state["num_measured"]
+    if measured:
+        above = math.log2(max(largest, 2.0**-126)) - state["log2_mean"]
+        new["num_measured"] = min(count + 1, 128)
+        if count == 0:
+            new["log2_mean"] += above
+        else:
+            new["log2_mean"] += max(above / min(count + 1, 16), above - noise)
+            square = 2 * min(max(above, 0), noise + 0.5) ** 2
+            new["log2_variance"] += (square - state["log2_variance"]) / min(count + 1, 128)
+    elif largest == 0 and count > 0:
+        new["log2_mean"] -= 1 / 128
+    elif largest == 0 and state["log2_mean"] > unknown:
+        new["log2_mean"] = max(state["log2_mean"] - 1 / 16, unknown)
+
+    target = limit - new["log2_mean"] - 3.25 * math.sqrt(new["log2_variance"]) - new["log2_margin"]
+    rounded = math.floor(target)
+    risen = max(s + 1, rounded - 8) if measured else s + 8 if largest == 0 else s
+    new["current_loss_scale"] = clipped(min(rounded, risen))
+    return new, target
+
+
+def random_trace(random, steps):
+    """Gradients that wander, jump and vanish; overflows by size, and overflows for no reason."""
+    log2 = random.uniform(-40, 10) + np.cumsum(random.normal(size=steps) * 0.3 + (random.random(steps) < 0.01) * 8)
+    log2 += random.normal(size=steps) * random.uniform(0, 2)
+    largest = np.exp2(np.clip(log2 - 0.05 * np.arange(steps), -140, 126))
+    largest[random.random(steps) < 0.05] = 0
+    odd = random.random(steps) < 0.02
+    largest[odd] = random.choice([np.nan, np.inf, -1.0, 1e-45, 1e-40, F32_MAX], size=odd.sum())
+    if random.random() < 0.5:
+        start = random.integers(steps)
+        largest[start : start + 80] = random.choice([0.0, np.inf])
+    return largest.astype(np.float32)
+
+
+CONFIGS = {
+    "default": {},
+    "bounds": {"min_loss_scale": 3.0, "max_loss_scale": 5000.0, "initial_loss_scale": 100.0},
+    "low_floor": {"min_loss_scale": 2.0**-20},
+    "headroom": {"log2_headroom": 2.5},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_step_is_the_rule_in_plain_python(seed, config):
+    random = np.random.default_rng([seed, len(config)])
+    loss_scale = Auto(**config)
+    bounds = (loss_scale.min_loss_scale, loss_scale.max_loss_scale or math.inf, loss_scale.log2_headroom)
+    near_a_border = 0
+    for largest in random_trace(random, 600):
+        before = state_of(loss_scale)
+        by_chance = random.random() < 0.3
+        fits = float(largest) * before["current_loss_scale"] * 8 < 65520
+        finite = fits if np.isfinite(largest) else by_chance
+        loss_scale = adjust(loss_scale, finite, largest=largest)
+        after = state_of(loss_scale)
+        expected, target = oracle(bounds, before, finite, float(largest))
+        if target is not None and abs(target - round(target)) < 1e-3:
+            near_a_border += 1  # where float32 may round to the other side
+            expected["current_loss_scale"] = after["current_loss_scale"]
+        assert after == pytest.approx(expected, rel=1e-4, abs=1e-3), (before, finite, largest)
+        assert after["current_loss_scale"] == expected["current_loss_scale"]
+    assert near_a_border < 150
+
+
+# --- Arriving ---
+
+
+def at_rest(loss_scale, steps, finite, largest):
+    """The loss scale after so many equal steps."""
+    return jax.lax.fori_loop(0, steps, lambda _, s: s.adjust(finite, largest=largest), loss_scale)
+
+
+BEGINNINGS = {
+    "fresh": Auto,
+    "after_one_zero": lambda: at_rest(Auto(), 1, True, 0.0),
+    "after_300_zeros": lambda: at_rest(Auto(), 300, True, 0.0),
+    "from_the_top_of_float32": lambda: replace(Auto(), current_loss_scale=2.0**127),
+    "after_3000_nans": lambda: at_rest(Auto(), 3000, False, jnp.nan),
+    "after_3000_nans_in_a_good_run": lambda: at_rest(at_rest(Auto(), 200, True, 1e-3), 3000, False, jnp.nan),
+}
+
+
+@pytest.mark.parametrize("inside", [0, 6])
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_arrives_in_16_steps(beginning, inside):
+    exponents = np.repeat(np.arange(3, 67), 3)  # of the highest scale that works
+    log2_first = 15 - exponents + np.tile([0.0, 0.4, 0.9], 64)
+    largest, first = of_log2(np.tile(log2_first - inside, (40, 1)), inside)
+    scales, finite, _ = jax.vmap(run, in_axes=(None, 1, 1), out_axes=(1, 1, 0))(beginning(), largest, first)
+    log2_scales = np.log2(np.asarray(scales))
+    arrived = (log2_scales >= exponents - 6) & (log2_scales <= exponents)
+    assert np.all(np.any(arrived[:16], axis=0))
+    # From then on it stays there, but for the steps on which it finds out that something is inside.
+    assert np.all(np.asarray(finite)[16:].sum(axis=0) >= 24 - (inside > 0))
+    assert np.all(log2_scales[16:][np.asarray(finite)[16:]] <= np.broadcast_to(exponents, (24, 192))[finite[16:]])
+
+
+def test_after_persistent_nan_the_scale_is_at_its_floor():
+    assert float(at_rest(Auto(min_loss_scale=0.5), 3000, False, jnp.nan)()) == 0.5
+
+
+# --- Following: each row (trace, most steps skipped, most bits unused) ---
+
+STEPS = 4000
+TIME = np.arange(STEPS) / STEPS
+MIDDLE = np.where(TIME < 0.5, 0.0, 8.0)
+
+
+def noise(deviation, seed=0):
+    return np.random.default_rng(seed).normal(size=STEPS) * deviation
+
+
+@pytest.mark.parametrize(
+    ("trace", "most_skips", "most_bits"),
+    named(
+        [
+            ("constant", of_log2(np.full(STEPS, -6.3)), 0, 1),
+            ("power_of_two", of_log2(np.full(STEPS, -6.0)), 0, 1.2),
+            ("decaying", of_log2(-14 * TIME), 0, 1),
+            ("growing", of_log2(-20 + 14 * TIME), 0, 1),
+            ("noise", of_log2(-9 + noise(0.5)), 4, 4),
+            ("more_noise", of_log2(-9 + noise(1.0)), 6, 4.2),
+            ("much_noise", of_log2(-9 + noise(1.5)), 8, 6),
+            ("decaying_with_noise", of_log2(-14 * TIME + noise(0.5)), 4, 4),
+            ("growing_with_noise", of_log2(-20 + 14 * TIME + noise(0.5)), 4, 4),
+            ("jump_up", of_log2(-14 + MIDDLE), 1, 1.2),
+            ("jump_down", of_log2(-6 - MIDDLE), 0, 1.2),
+            ("jump_up_with_noise", of_log2(-14 + MIDDLE + noise(0.5)), 5, 4),
+            ("spikes", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700)), 4, 1.5),
+            ("spikes_with_noise", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700) + noise(0.5)), 8, 4),
+            ("every_second_step_zero", of_log2(np.where(np.arange(STEPS) % 2, -np.inf, -6.3)), 0, 4),
+            ("inside_2**3", of_log2(np.full(STEPS, -20.3), 3), 3, 1),
+            ("inside_2**6", of_log2(np.full(STEPS, -20.3), 6), 3, 1),
+            ("inside_2**12", of_log2(np.full(STEPS, -20.3), 12), 3, 1),
+            ("inside_comes", of_log2(np.full(STEPS, -20.0), MIDDLE), 4, 2),
+            ("inside_with_noise", of_log2(-20 + noise(0.5), 6), 8, 4),
+            ("inside_of_a_decay", of_log2(-14 * TIME + noise(0.5), 6), 8, 4),
+        ]
+    ),
+)
+@pytest.mark.parametrize("float16", [True, False], ids=["float16", "float32"])
+def test_follows(trace, most_skips, most_bits, float16):
+    skips, bits = skips_and_unused_bits(trace, float16=float16)
+    assert skips <= most_skips
+    assert bits <= most_bits
+
+
+def test_what_was_inside_is_unlearned_when_it_has_passed():
+    steps = np.arange(20000)
+    largest, first = of_log2(np.full(20000, -20.0), np.where(steps < 3000, 8.0, 0.0))
+    scales, finite, _ = run(Auto(), largest, first)
+    assert float(scales[2900]) == 2.0**27  # 2**-20 * 2**8 * 2**27 is below 65520
+    assert np.all(np.asarray(scales[8000:]) == 2.0**35)
+    assert np.sum(~np.asarray(finite)) <= 4
+
+
+def test_a_lone_overflow_is_forgotten_after_eight_steps():
+    largest, first = of_log2(np.full(1100, -6.3))
+    first[1000] = 1.0
+    scales, finite, _ = run(Auto(), largest, first)
+    log2_scales = np.log2(np.asarray(scales))
+    assert np.flatnonzero(~np.asarray(finite)).tolist() == [1000]
+    assert log2_scales[999:1012].tolist() == [22, 22, 14, 15, 16, 17, 18, 19, 20, 21, 22, 22, 22]
+
+
+# --- Whatever comes ---
+
+ODD_NUMBERS = [0.0, -0.0, 1e-45, 1e-40, 2.0**-126, 1e-8, 1.0, 65504.0, 3.4e38, math.inf, math.nan, -1.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    scale=st.floats(2.0**-126, F32_MAX, width=32),
+    steps=st.lists(st.tuples(st.booleans(), st.sampled_from(ODD_NUMBERS)), min_size=1, max_size=60),
+    repeat=st.sampled_from([1, 1, 30]),
+)
+def test_scale_stays_a_power_of_two_between_floor_and_ceiling(scale, steps, repeat):
+    loss_scale = replace(Auto(max_loss_scale=2.0**100), current_loss_scale=scale)
+    highest = max(scale, 2.0**100)
+    for finite, largest in steps * repeat:
+        loss_scale = adjust(loss_scale, finite, largest=largest)
+        state = state_of(loss_scale)
+        now = state["current_loss_scale"]
+        assert all(math.isfinite(value) for value in state.values())
+        assert state["log2_margin"] >= 0
+        assert state["log2_variance"] >= 0
+        assert 0 < now <= highest
+        if finite:
+            assert 1 <= now <= 2.0**100
+        assert math.frexp(now)[0] == 0.5 or now == np.float32(scale)
+        highest = now if now <= 2.0**100 else highest
+        highest = max(highest, 2.0**100)
+
+
+def test_every_power_of_two_is_exact():
+    powers = np.ldexp(np.float32(1), np.arange(-126, 128))  # `np.exp2` misses 2**127 in float32
+    loss_scale = replace(Auto(min_loss_scale=2.0**-126), num_finite_steps=1999)
+
+    def after(finite):
+        return jax.vmap(lambda scale: replace(loss_scale, current_loss_scale=scale).adjust(finite)())(powers)
+
+    np.testing.assert_array_equal(after(True), np.minimum(2 * powers.astype(float), 2.0**127))
+    np.testing.assert_array_equal(after(False), np.maximum(powers / 2, 2.0**-126))
+
+
+@pytest.mark.parametrize("largest", [None, np.nan], ids=["not_measured", "measured"])
+def test_a_scale_set_below_the_floor_does_not_rise_on_an_overflow(largest):
+    loss_scale = replace(Auto(), current_loss_scale=0.25)
+    assert float(adjust(loss_scale, False, largest=largest)()) == 0.25
+    assert float(adjust(loss_scale, True, largest=largest)()) == 1.0
+
+
+def test_from_the_verdict_alone_it_is_the_classic_rule():
+    auto, dynamic = Auto(2.0**15), jls.DynamicLossScale(2.0**15)
+    verdicts = np.random.default_rng(0).random(20000) < 0.9997
+
+    def both(state, finite):
+        state = jax.tree.map(lambda kind: kind.adjust(finite), state, is_leaf=lambda x: isinstance(x, jls.LossScale))
+        return state, [kind() for kind in state]
+
+    _, (autos, dynamics) = jax.lax.scan(both, [auto, dynamic], verdicts)
+    np.testing.assert_array_equal(autos, dynamics)
+    assert len(set(np.asarray(autos).tolist())) > 3
+
+
+# --- How it travels ---
+
+
+def test_state_is_strong_and_compiles_once(compilations):
+    loss_scale = Auto()
+    jax.block_until_ready(adjust(loss_scale, jnp.array(True), largest=jnp.float32(1)))
+    compilations.clear()
+    for finite, largest in [(True, 1.0), (False, np.nan), (True, 0.0), (True, 2.0)]:
+        loss_scale = adjust(loss_scale, jnp.array(finite), largest=jnp.float32(largest))
+        for name in STATE:
+            leaf = getattr(loss_scale, name)
+            assert not leaf.weak_type
+            chex.assert_type(leaf, jnp.float32 if name.startswith(("current", "log2")) else jnp.int32)
+            chex.assert_shape(leaf, ())
+    assert compilations == []
+
+
+def test_eager_and_batched_steps_are_the_compiled_ones():
+    events = [(True, 0.0), (True, 1e-6), (False, np.nan), (False, np.nan), (True, 1e-5), (True, 2e-5), (True, 0.0)] * 3
+    flags, sizes = (jnp.asarray(column) for column in zip(*events, strict=True))
+    eager, compiled = Auto(), Auto()
+    for finite, largest in events:
+        eager, compiled = eager.adjust(finite, largest=largest), adjust(compiled, finite, largest=largest)
+    step = lambda s, event: (s.adjust(event[0], largest=event[1]), None)  # noqa: E731
+    scanned, _ = jax.lax.scan(step, Auto(), (flags, sizes))
+    batch, _ = jax.vmap(lambda f, x: jax.lax.scan(step, Auto(), (f, x)))(flags[None], sizes[None])
+    for other in (eager, scanned, jax.tree.map(lambda leaf: leaf[0], batch)):
+        assert state_of(other) == pytest.approx(state_of(compiled), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    named(
+        [
+            ("bool", {"initial_loss_scale": True}, r"initial_loss_scale=\.\.\.\)` must be a number, got True"),
+            ("nan", {"initial_loss_scale": math.nan}, r"must be finite in float32, got nan"),
+            ("below_floor", {"initial_loss_scale": 0.5}, r"must not be below `min_loss_scale` = 1.0, got 0.5"),
+            ("above_ceiling", {"max_loss_scale": 8}, r"must not be above `max_loss_scale` = 8.0, got 32768.0"),
+            ("no_floor", {"min_loss_scale": 0}, r"min_loss_scale=\.\.\.\)` must be a positive normal float32"),
+            ("headroom", {"log2_headroom": -1}, r"log2_headroom=\.\.\.\)` must be at least 0, got -1"),
+            ("scale_by_hand", {"current_loss_scale": 0.0}, r"current_loss_scale=\.\.\.\)` must be a positive"),
+            ("mean_by_hand", {"log2_mean": math.inf}, r"log2_mean=\.\.\.\)` must be finite in float32, got inf"),
+        ]
+    ),
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Auto(**arguments)
+
+
+def test_headroom_is_kept_free():
+    trace = of_log2(np.full(1000, -6.3))
+    scales, _, _ = run(Auto(log2_headroom=3), *trace)
+    without, _, _ = run(Auto(), *trace)
+    assert float(without[-1]) / float(scales[-1]) == 8

@@ -1,0 +1,5 @@
+"""What each library does when it is asked the questions of the README's table "How it differs".
+
+One module a library. In each, a function for each question runs that library and says in the words of the table what it
+did; `asked` holds what the questions have in common. ``tests/test_peers.py`` has the table.
+"""

@@ -1,0 +1,125 @@
+"""jmp, as its docstrings and its README say to use it."""
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from peers import asked
+
+INF = jnp.float32(jnp.inf)
+SCALE = jnp.float32(2.0**15)
+
+
+def adjusted(loss_scale, *verdicts, adjust=lambda loss_scale, verdict: loss_scale.adjust(verdict)):
+    """The scale before the first step, and after each."""
+    scales = [float(loss_scale.loss_scale)]
+    for verdict in verdicts:
+        loss_scale = adjust(loss_scale, jnp.array(verdict))
+        scales.append(float(loss_scale.loss_scale))
+    return scales
+
+
+def growth():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(1.0), period=asked.PERIOD)
+    return asked.growth(adjusted(loss_scale, *[True] * 4 * asked.PERIOD))
+
+
+def floor():
+    assert adjusted(jmp.DynamicLossScale(SCALE), *[False] * 20)[-1] == 1.0
+    lower = jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=jnp.float32(0.25))
+    assert adjusted(lower, *[False] * 5)[-1] == 0.25
+    jitted = jax.jit(lambda loss_scale, verdict: loss_scale.adjust(verdict))
+    assert adjusted(lower, *[False] * 5, adjust=jitted)[-1] == 1.0
+    return "1; `jit` loses a set floor"
+
+
+def ceiling():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**126), period=1)
+    return asked.number(adjusted(loss_scale, *[True] * 3)[-1])
+
+
+def value():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**16))
+
+    def scaled_loss_fn(params, dtype):
+        return loss_scale.scale((params.astype(jnp.float16) * 100).astype(dtype))
+
+    for dtype in jnp.float32, jnp.float16:
+        scaled, grads = jax.value_and_grad(scaled_loss_fn)(jnp.float32(1.0), dtype)
+        assert not jmp.all_finite(grads)
+        assert scaled == 100 * 2.0**16
+        assert loss_scale.unscale(scaled) == 100
+    return "the scaled loss; yours to divide"
+
+
+def unscaling():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(asked.HIGHEST_POWER))
+    scaled = jnp.full(4, asked.HIGHEST_POWER)
+    return asked.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
+
+
+def float16_gradients():
+    strong = jmp.DynamicLossScale(SCALE).unscale(jnp.float16(1e-4))
+    assert (strong.dtype, strong == jnp.float32(jnp.float16(1e-4)) / 2**15) == (jnp.float32, True)
+    as_in_the_docstring = jmp.DynamicLossScale(jnp.asarray(2.0**15)).unscale(jnp.float16(1e-4))
+    assert (as_in_the_docstring.dtype, as_in_the_docstring) == (jnp.float16, 0)
+    return "in float32, or float16 if the scale is weakly typed"
+
+
+def arguments():
+    assert [name for name in dir(jmp) if "grad" in name] == []
+    return "no such function"
+
+
+def one_device():
+    def step(grads):
+        grads_finite = jmp.all_finite(grads)
+        loss_scale = jmp.DynamicLossScale(SCALE).adjust(grads_finite)
+        return jmp.select_tree(grads_finite, grads, jnp.zeros_like(grads)), loss_scale.loss_scale[None]
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    step = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P("x")))
+    applied, scales = jax.jit(step)(jnp.array([1.0, jnp.inf, 1.0, 1.0]))
+    assert applied.tolist() == [1, 0, 1, 1]
+    assert scales.tolist() == [2**15, 2**14, 2**15, 2**15]
+    return "each decides alone"
+
+
+def compilations():
+    def step(loss_scale):
+        return loss_scale.adjust(jmp.all_finite(loss_scale.unscale(jnp.float16(1.0))))
+
+    assert asked.compilations(jax.jit, step, jmp.DynamicLossScale(SCALE)) == "1"
+    weakly_typed = asked.compilations(jax.jit, step, jmp.DynamicLossScale(jnp.asarray(2.0**15)))
+    return f"1, or {weakly_typed} if the scale is weakly typed"
+
+
+def own_reasons():
+    assert jmp.select_tree(jnp.array(False), jnp.float32(2.0), jnp.float32(1.0)) == 1.0
+    return "by hand: `select_tree`"
+
+
+def which_layer():
+    states = []
+    for bad in "a", "b":
+        grads = dict.fromkeys("ab", jnp.float32(1.0)) | {bad: INF}
+        grads_finite = jmp.all_finite(grads)
+        states.append((grads_finite, jax.tree.leaves(jmp.DynamicLossScale(SCALE).adjust(grads_finite))))
+    return asked.which_layer(states)
+
+
+def hysteresis():
+    return asked.hysteresis(adjusted(jmp.DynamicLossScale(SCALE), False, False, False))
+
+
+def schedule():
+    inner = optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5}))
+    state = inner.init(jnp.float32(1.0))
+    _, advanced = inner.update(INF, state)
+    kept = jmp.select_tree(jnp.array(False), advanced, state)
+    updates = [inner.update(jnp.float32(1.0), state)[0] for state in (advanced, kept)]
+    assert updates == [-0.5, -1.0]
+    return "advances unless you select its state"

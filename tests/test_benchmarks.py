@@ -1,0 +1,102 @@
+"""The benchmarks' method: who takes a turn when, who takes part, and what ``python -m benchmarks --help`` says."""
+
+import collections
+import itertools
+import re
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import BENCHMARKS
+from benchmarks.isolation import Progress
+from benchmarks.timing import interleave
+
+ROOT = Path(__file__).parent.parent
+ROUNDS = 60
+NAMES = ["a", "b", "c", "d"]
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """The names of the contenders in the order of their steps, by seed; the clock says that each step is long."""
+    clock = iter(range(1_000_000))
+    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: next(clock))
+
+    def run(seed=0):
+        steps = []
+        contenders = {name: lambda name=name: steps.append(name) for name in NAMES}
+        timings = interleave(contenders, ROUNDS, Progress(lambda fraction, what: None), seed=seed)
+        assert {name: len(seconds) for name, seconds in timings.seconds.items()} == dict.fromkeys(NAMES, ROUNDS)
+        return steps[-2 * len(NAMES) * ROUNDS :]
+
+    return run
+
+
+def test_each_is_timed_right_after_an_untimed_step_of_its_own(turns):
+    steps = turns()
+    assert steps[::2] == steps[1::2]
+
+
+def test_all_take_their_turn_in_every_round(turns):
+    timed = turns()[1::2]
+    for n in range(0, len(timed), len(NAMES)):
+        assert sorted(timed[n : n + len(NAMES)]) == NAMES
+
+
+def test_none_always_follows_the_same_one(turns):
+    timed = turns()[1::2]
+    follows = collections.Counter(itertools.pairwise(timed))
+    for name in NAMES:
+        for before in set(NAMES) - {name}:
+            assert follows[before, name] >= ROUNDS / 10  # a rotation has all ROUNDS, or none
+    assert len({tuple(timed[n : n + len(NAMES)]) for n in range(0, len(timed), len(NAMES))}) > len(NAMES)
+
+
+def test_the_order_is_that_of_the_seed(turns):
+    assert turns() == turns()
+    assert turns(seed=1) != turns(seed=2)
+
+
+def test_the_extras_that_the_help_names_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path.read_text() for path in (ROOT / "benchmarks").glob("*.py")]
+    named = re.findall(r"extra `+([\w-]+)`", "\n".join([*sources, *BENCHMARKS.values()]))
+    assert "bench-cuda" in named
+    assert set(named) <= set(extras)
+
+
+def test_the_transformer_whose_training_step_is_compiled_has_195_leaves_and_learns():
+    pytest.importorskip("flax")
+    pytest.importorskip("jmp")
+    from benchmarks import models
+
+    params, _ = jax.eval_shape(lambda: models.transformer(12, width=256, batch=4, context=128))
+    assert len(jax.tree.leaves(params)) == 195
+
+    params, text = models.transformer(1, width=16, batch=2, context=8)
+    with jax.numpy_rank_promotion("allow"):
+        grads = jax.jit(jax.grad(models.transformer_loss(jnp.float32, heads=2)))(params, text)
+    del grads["layers"][0]["key"]["bias"]  # adds the same to all logits of a query, which changes nothing
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(grads))
+
+
+def test_every_contender_can_clip():
+    pytest.importorskip("flax")
+    pytest.importorskip("jmp")
+    from benchmarks import peers
+
+    params = {"kernel": jnp.ones(3)}
+    scaled_grads = {"kernel": jnp.array([30.0, -40.0, 0.0]) * peers.LOSS_SCALE}
+    contenders = (peers.OURS, peers.OURS_IN_TWO_CALLS, *peers.OTHER_KINDS, *peers.PEERS)
+    for contender in (*contenders, *peers.clipped(*contenders)):
+        _, adam_state = jax.jit(contender.apply)(contender.init(params), scaled_grads)
+        first_moments = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(adam_state)
+            if ".mu" in jax.tree_util.keystr(path)
+        ]
+        (norm,) = (float(jnp.linalg.norm(moment)) for moment in first_moments)  # a tenth of that of the gradients
+        assert norm == pytest.approx(0.1) if contender.clips else norm > 1, contender

@@ -1,0 +1,155 @@
+"""The table "How it differs" of the README: what every cell says is what the library in its column does when it is run.
+
+`peers` has a module a library with a function a question, each of which returns what came of it in the table's words.
+What needs a package that is not installed here is skipped, and says so. To run all of it:
+``pip install torch==2.13.0 keras==3.15.1 tensorflow-cpu==2.21.0``, and ``python -m pytest -m peers``.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+LIBRARIES = {  # head of the column: the module of `peers`; the package and its version
+    "jax_lossscale": ("ours", "jax_lossscale", ""),
+    "jmp 0.0.4": ("jmp_", "jmp", "0.0.4"),
+    "flax 0.12 `DynamicScale`": ("flax_", "flax", "0.12"),
+    "torch 2.13 `GradScaler`": ("torch_", "torch", "2.13"),
+    "Keras 3.15 `LossScaleOptimizer`, on jax": ("keras_", "keras", "3.15"),
+}
+TABLE = {  # what is asked: the function that asks it; the answers, in the order of the columns
+    "grows after (N asked for)": ("growth", ["N", "N", "N + 1", "N", "N"]),
+    "never lower than": (
+        "floor",
+        ["1, or `min_loss_scale`", "1; `jit` loses a set floor", "1.2e-38, or `minimum_scale`", "0", "0"],
+    ),
+    "never higher than": ("ceiling", ["2^127, or `max_loss_scale`", "2^127", "3.4e+38", "2^127", "infinity"]),
+    "value on an overflowing step": (
+        "value",
+        [
+            "the true loss",
+            "the scaled loss; yours to divide",
+            "the true loss; on the first step, NaN of a float16 loss",
+            "the true loss",
+            "the true loss",
+        ],
+    ),
+    "unscaling at a scale of 2^127": (
+        "unscaling",
+        ["exact", "zeros", "zeros outside `jit`", "exact", "zeros in `jit`"],
+    ),
+    "float16 gradients of float32 parameters": (
+        "float16_gradients",
+        [
+            "unscaled in float32",
+            "in float32, or float16 if the scale is weakly typed",
+            "unscaled in float32",
+            "refused",
+            "unscaled in float32",
+        ],
+    ),
+    "its gradient function takes keyword arguments, `has_aux`, `argnums`": (
+        "arguments",
+        ["all three", "no such function", "`has_aux`, `argnums`", "no such function", "no such function"],
+    ),
+    "gradients overflow on one device only": (
+        "one_device",
+        [
+            "all skip (`axis_name`)",
+            "each decides alone",
+            "all skip (`axis_name`, which averages gradients)",
+            "each process decides alone",
+            "each decides alone",
+        ],
+    ),
+    "compilations over several steps": (
+        "compilations",
+        ["1", "1, or 2 if the scale is weakly typed", "2", "none: Python decides, step by step", "1"],
+    ),
+    "to skip for another reason": (
+        "own_reasons",
+        [
+            "`skip_if`, `value`",
+            "by hand: `select_tree`",
+            "by hand: `jnp.where`",
+            "by hand: call neither `step` nor `update`",
+            "by hand: do not call it",
+        ],
+    ),
+    "which layer went bad, and how": (
+        "which_layer",
+        ["`record_bad_steps`, `explain`", "not told", "not told", "not told", "not told"],
+    ),
+    "hysteresis": ("hysteresis", ["until growth, or of bad steps in a row", "none", "none", "none", "none"]),
+    "schedule on a skipped step": (
+        "schedule",
+        [
+            "stands still",
+            "advances unless you select its state",
+            "advances unless you select its state",
+            "advances unless you check",
+            "stands still",
+        ],
+    ),
+}
+RECORDS = {  # of `golden`: the package and its version
+    "tf1_dynamic_loss_scale": ("tensorflow", "2.21"),
+    "torch_grad_scaler": ("torch", "2.13"),
+    "keras3_loss_scale_optimizer": ("keras", "3.15"),
+}
+
+# The packages' own warnings at import are not ours.
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+
+def require(package, version):
+    """Skip, unless this version of the package is installed."""
+    pytest.importorskip(package, reason=f"{package} {version} is not installed", exc_type=ImportError)
+    if package != "jax_lossscale":
+        installed = importlib.metadata.version("tensorflow_cpu" if package == "tensorflow" else package)
+        if not installed.startswith(version):
+            pytest.skip(f"the README speaks of {package} {version}; installed is {installed}")
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def test_the_table_of_the_readme_is_this_one():
+    section = re.search(r"^## How it differs\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
+    head, _, *rows = [cells(line) for line in section.splitlines() if line.startswith("|")]
+    assert head == ["", *LIBRARIES]
+    assert {row[0]: row[1:] for row in rows} == {question: answers for question, (_, answers) in TABLE.items()}
+    assert all(all(row) for row in rows)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("question", TABLE)
+def test_the_library_does_what_the_cell_says(question, library):
+    module, package, version = LIBRARIES[library]
+    require(package, version)
+    function, answers = TABLE[question]
+    answer = getattr(importlib.import_module(f"peers.{module}"), function)()
+    assert answer == answers[list(LIBRARIES).index(library)]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_records_are_what_the_packages_still_do(record):
+    require(*RECORDS[record])
+    from peers import recorded
+
+    cases = json.loads((ROOT / "tests" / "golden" / f"{record}.json").read_text())["cases"]
+    for case in cases:
+        scales = list(getattr(recorded, record)(case["config"], case["finite"]))
+        np.testing.assert_array_equal(np.float32(scales), np.float32(case["scale"]))

@@ -1,0 +1,170 @@
+"""Reading the state of a run on the host: metrics, whether it is stuck, and states whose leaves are wrapped."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jax_lossscale as jls
+
+PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
+BAD_GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, jnp.nan])}
+
+
+def test_readers_name_what_they_miss():
+    two = (jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), {"b": jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)})
+    for reader in jls.get_loss_scale, jls.metrics, jls.raise_if_stuck:
+        with pytest.raises(ValueError, match=r"loss_scaled"):
+            reader(optax.adam(0.1).init(PARAMS))
+        with pytest.raises(ValueError, match=r"2 of .*\[1\]\['b'\]"):
+            reader(two)
+
+
+def skipping(loss_scale, steps, **extra):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    state = tx.init(PARAMS)
+    step = jax.jit(lambda state: tx.update_and_apply(BAD_GRADS, state, PARAMS, **extra)[1])
+    for _ in range(steps):
+        state = step(state)
+    return state
+
+
+STUCK = {
+    "fresh": (lambda: skipping("dynamic", 0), None),
+    "on its way down": (lambda: skipping("dynamic", 12), None),
+    "at the floor, for fewer steps than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
+    "at the floor": (lambda: skipping(jls.DynamicLossScale(2.0), 10), "cannot go lower"),
+    "at a floor of its own": (
+        lambda: skipping(jls.DynamicLossScale(2.0**-6, min_loss_scale=2.0**-8), 10),
+        "cannot go lower",
+    ),
+    "at the floor, with hysteresis": (lambda: skipping(jls.DynamicLossScale(1.0, hysteresis=2), 10), "cannot go lower"),
+    "hysteresis not used up": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
+    "the loss is NaN, hysteresis untouched": (
+        lambda: skipping(jls.DynamicLossScale(hysteresis=2), 20, value=jnp.float32(jnp.nan)),
+        None,
+    ),
+    "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
+    "the loss is NaN for ever": (
+        lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
+        "more than any overflow",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)
+def test_raise_if_stuck(state, message):
+    if message is None:
+        jls.raise_if_stuck(state(), patience=10)
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            jls.raise_if_stuck((state(),), patience=10)
+
+
+def test_one_stuck_member_of_an_ensemble_suffices():
+    one, other = skipping(jls.DynamicLossScale(2.0), 10), skipping(jls.DynamicLossScale(2.0), 0)
+    with pytest.raises(RuntimeError, match="cannot go lower"):
+        jls.raise_if_stuck(jax.tree.map(lambda a, b: jnp.stack([a, b]), one, other), patience=10)
+
+
+def test_patience_is_at_least_one():
+    with pytest.raises(ValueError, match="patience"):
+        jls.raise_if_stuck(skipping("dynamic", 0), patience=0)
+
+
+def test_a_run_that_is_traced_is_not_read():
+    state = skipping("dynamic", 0)
+    with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):
+        jax.jit(jls.raise_if_stuck)(state)
+
+
+def test_messages_say_what_stands_where():
+    with pytest.raises(RuntimeError, match=r"last 10 steps were skipped, and the loss scale cannot go lower \(it is 1"):
+        jls.raise_if_stuck(skipping(jls.DynamicLossScale(1.0), 10), patience=10)
+    with pytest.raises(RuntimeError, match=r"more than any overflow explains \(the loss scale is 32768.0\)"):
+        jls.raise_if_stuck(skipping("dynamic", 1000, value=jnp.float32(jnp.nan)))
+    with pytest.raises(RuntimeError, match=r"20 steps were skipped. Under a `NoOpLossScale`.*`skip_if`") as error_info:
+        jls.raise_if_stuck(skipping(None, 20, skip_if=jnp.array(True)))
+    assert "NaN" not in str(error_info.value)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["current"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Measuring(jls.LossScale):
+    """A kind that takes its arguments by its contract and no other way: arrays, and the largest gradient by name."""
+
+    current: jax.Array
+    needs_largest = True
+
+    def __call__(self):
+        return self.current
+
+    def adjust(self, grads_finite, *, largest):
+        assert (grads_finite.dtype, grads_finite.shape) == (jnp.bool_, ())
+        assert (largest.dtype, largest.shape) == (jnp.float32, ())
+        return Measuring(jnp.maximum(jnp.where(~grads_finite, self.current / 4, self.current), 1.0))
+
+    def get_config(self):
+        return {}
+
+
+def test_a_kind_is_adjusted_as_its_contract_says():
+    state = skipping("dynamic", 0)._replace(consecutive_skips=jnp.int32(20))
+    jls.raise_if_stuck(state._replace(loss_scale=Measuring(jnp.float32(64.0))))
+    low = state._replace(loss_scale=Measuring(jnp.float32(1.0)), skipped_steps=jnp.int32(20))
+    with pytest.raises(RuntimeError, match="cannot go lower"):
+        jls.raise_if_stuck(low)
+    assert "cannot go lower" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
+
+
+# States whose leaves are wrapped.
+
+
+class Wrapped:
+    """An array in a coat, as some library may have it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def in_nnx(state):
+    model = nnx.Dict(kernel=nnx.Param(PARAMS["kernel"]), bias=nnx.Param(PARAMS["bias"]))
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    optimizer.opt_state = nnx.data(jax.tree.map(nnx.Variable, state))
+    return optimizer.opt_state
+
+
+COATS = {"nnx": in_nnx, "another": lambda state: jax.tree.map(Wrapped, state)}
+
+
+@pytest.mark.parametrize("wrap", COATS.values(), ids=COATS)
+def test_wrapped_leaves_are_read_as_arrays(wrap):
+    bare = skipping(jls.DynamicLossScale(2.0), 10)
+    wrapped = wrap(bare)
+    assert not isinstance(wrapped.applied_steps, jax.Array)
+    assert jls.metrics(wrapped) == jls.metrics(bare)
+    assert all(isinstance(value, jax.Array) for value in jls.metrics(wrapped).values())
+    assert jls.get_loss_scale(wrapped) == jls.get_loss_scale(bare)
+    assert jls.diagnostics.explain(wrapped) == jls.diagnostics.explain(bare)
+    with pytest.raises(RuntimeError, match="cannot go lower"):
+        jls.raise_if_stuck(wrapped, patience=10)
+    value, grad = jls.value_and_scaled_grad(lambda x: x**2, wrapped)(3.0)
+    assert (value, grad) == (9.0, 6.0 * bare.loss_scale())
+
+
+def test_an_nnx_optimizer_from_end_to_end():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), wrt=nnx.Param)
+    grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    assert jls.metrics(optimizer.opt_state)["skipped_steps"] == 1
+    assert jls.metrics(optimizer)["loss_scale"] == jls.get_loss_scale(optimizer)() == 2.0**14
+    text = jls.diagnostics.explain(optimizer.opt_state, nnx.state(model, nnx.Param))
+    assert "an infinity in the gradients, first in ['bias']" in text
