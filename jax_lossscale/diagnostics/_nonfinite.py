@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale.diagnostics import _table
 from jax_lossscale.diagnostics._bits import count, layout_of, magnitudes, number_of
 
 
@@ -90,26 +90,10 @@ class NonfiniteReport(Sequence[LeafReport]):
     def __repr__(self) -> str:
         if not self.bad:
             return self._summary()
-        rows = [_HEADINGS, *map(_cells, self.bad)]
-        columns = list(zip(*rows, strict=True))
-        # Names to the left, numbers to the right.
-        padded = [
-            [cell.ljust(width) if n < 2 else cell.rjust(width) for cell in column]
-            for n, column in enumerate(columns)
-            for width in [max(map(len, column))]
-        ]
-        lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
-        return "\n".join([self._summary(), *lines])
+        return _table.as_text(self._summary(), [_HEADINGS, *map(_cells, self.bad)], names=2)
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        summary = f"<p>{html.escape(self._summary())}</p>"
-        if not self.bad:
-            return summary
-        body = "".join(row(_cells(leaf), "td") for leaf in self.bad)
-        return f"{summary}<table><thead>{row(_HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>"
+        return _table.as_html(self._summary(), [_HEADINGS, *map(_cells, self.bad)] if self.bad else [])
 
     def _summary(self) -> str:
         if self.bad:

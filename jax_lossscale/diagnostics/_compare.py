@@ -1,0 +1,218 @@
+"""How far float16's gradients are from float32's, leaf by leaf, as a function of the loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.typing import DTypeLike
+
+from jax_lossscale import _tree
+from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale.diagnostics import _cause
+from jax_lossscale.diagnostics._gradient_error import GradientComparison
+from jax_lossscale.diagnostics._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics._jaxpr import Traced, narrow_dtypes
+from jax_lossscale.diagnostics._operations import range_report
+from jax_lossscale.diagnostics._precision import Evaluator, checked_precision
+
+# A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
+_NUDGE = 2.0**-22
+_ONE = np.float32(1)
+
+
+def compare_gradients(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    dtype: DTypeLike = jnp.float16,
+    loss_scales: Sequence[float] | None = None,
+    reference: Callable[..., Any] | None = None,
+    progress: Callable[[Sequence[float]], Iterable[float]] | None = None,
+    **kwargs: Any,
+) -> GradientComparison:
+    """Ask before a run whether a function trains in float16: compare its gradients with float32's at several scales.
+
+    For each leaf and each loss scale ``s``, with ``g32`` the gradients of the reference,
+
+        relative_error = norm(unscale(grad(s * fun)) - g32) / norm(g32)
+
+    Its course tells the cause. Falling with the scale: underflow, which loss scaling cures. Flat and large: the forward
+    pass rounds away what matters. Infinite from some scale on: the backward pass overflows. Small as a whole, but 1 for
+    some leaves: a part of the model starves. For one batch and one set of parameters: ask again after some training.
+
+    Compiled twice, the function with the scale as an argument, and the reference. Both hold only the gradients of one
+    scale at a time. Operations round as they are written: the compiler is told not to fuse the casts away.
+
+    Args:
+      fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
+      *args: its arguments: one batch, and float32 parameters.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: likewise.
+      dtype: the narrow dtype that ``fun`` computes in.
+      loss_scales: the scales to compare, positive numbers. By default powers of two from 2**-8 to 2**24, and further
+        where the gradients are very large or very small.
+      reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
+        `in_precision`.
+      progress: wraps the sequence of scales that is gone through, such as ``tqdm.tqdm`` or ``rich.progress.track``.
+      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
+        beforehand, with `functools.partial`.
+
+    Returns:
+      A `GradientComparison`.
+
+    Raises:
+      ValueError: if ``dtype`` is no real floating dtype; if ``loss_scales`` is empty or holds anything but positive
+        finite numbers; if there are no gradients; inside `jax.jit` and its like.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(weights, x):
+      ...     weights, x = jls.cast_floating((weights, x), jnp.float16)
+      ...     return 1e-6 * jnp.mean((x @ weights).astype(jnp.float32) ** 2)
+      >>> comparison = jls.diagnostics.compare_gradients(loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> print(comparison.verdict)
+      It will train; start from 2^29.
+    """
+    dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
+    given = None if loss_scales is None else _checked_scales(loss_scales)
+
+    def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
+
+    narrow = Traced(scaled, (_ONE, *args), kwargs)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in narrow.inputs):
+        raise ValueError("`compare_gradients(*args)` got values that are traced. Call it outside of `jax.jit`.")
+    nudged = _nudged(args, argnums, keep_dtypes=reference is not None)
+    if reference is None:
+        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *nudged), kwargs), has_aux)
+    else:
+        wide = Traced(jax.value_and_grad(reference, argnums, has_aux), args, kwargs)
+        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(nudged, kwargs), has_aux)
+    if not exact.leaves:
+        raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
+
+    scales = given or _useful_scales(exact.leaves, dtype)
+    value, measured = _at_scales(narrow, exact, progress(scales) if progress else scales, has_aux)
+    leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
+    total = report_of_all(leaves)
+    evidence = _cause.Evidence(
+        leaves=leaves,
+        total=total,
+        scales=scales,
+        dtype=dtype,
+        dtypes_met=narrow_dtypes(narrow.jaxpr.jaxpr),
+        loss_dtype=jnp.result_type(value),
+        value=float(value),
+        reference_value=float(exact.value),
+        ranges=lambda scale: range_report(
+            fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+        ),
+    )
+    finding = _cause.find_cause(evidence)
+    at = scales.index(finding.judged_at) if finding.judged_at is not None else 0
+    leaves.sort(key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
+    return GradientComparison(
+        verdict=finding.verdict,
+        cause=finding.cause,
+        will_train=finding.will_train,
+        loss_scale=finding.loss_scale,
+        suffering=finding.suffering,
+        dtype=dtype.name,
+        loss_scales=tuple(scales),
+        leaves=tuple(leaves),
+        total=total,
+        value=float(value),
+        reference_value=float(exact.value),
+        as_they_are=exact.as_they_are,
+    )
+
+
+class _Exact(NamedTuple):
+    """The reference: its value, its gradients by path, how far a nudge moves them, and what was not followed."""
+
+    value: Any
+    leaves: dict[str, Any]
+    rounding: list[Measurement]
+    as_they_are: tuple[str, ...] = ()
+
+
+def _made_reference(narrow: Traced, nudged: Sequence[Any], has_aux: bool) -> _Exact:
+    """The reference made from the function itself, at a scale of 1."""
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    exact = _reference(narrow, lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs), nudged, has_aux)
+    return exact._replace(as_they_are=tuple(evaluator.as_they_are))
+
+
+def _reference(traced: Traced, fun: Callable[..., Any], nudged: Sequence[Any], has_aux: bool) -> _Exact:
+    compiled = jax.jit(fun)
+    value, leaves = _value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
+    _, moved = _value_and_leaves(traced.result(compiled(*nudged)), has_aux)
+    return _Exact(value, leaves, jax.device_get(measure(list(moved.values()), list(leaves.values()), _ONE)))
+
+
+def _at_scales(
+    narrow: Traced, exact: _Exact, scales: Iterable[float], has_aux: bool
+) -> tuple[Any, list[list[Measurement]]]:
+    """The value, which is that of every scale, and a measurement of each leaf for each scale."""
+    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    value: Any = math.nan
+    measured = []
+    for scale in scales:
+        value, leaves = _value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+        measurement = measure(list(leaves.values()), list(exact.leaves.values()), jnp.float32(scale))
+        measured.append(jax.device_get(measurement))  # waits, so that no two scales' gradients are held at a time
+    return value, measured
+
+
+def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
+    scales = sorted({float(scale) for scale in np.ravel(np.asarray(loss_scales, np.float64))})
+    if not scales or not all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales):
+        raise ValueError(
+            f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
+            "useful ones are chosen."
+        )
+    return scales
+
+
+def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
+    """Powers of two around 1, around the default, and around those that bring the largest gradient near the top."""
+    largest = max(float(jnp.max(jnp.abs(leaf), initial=0)) for leaf in exact.values())
+    exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
+    if 0 < largest < math.inf:
+        fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
+        exponents |= {fitting + step for step in (-12, -8, -4, 0, 4)} if not -4 <= fitting <= 20 else set()
+    return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
+
+
+def _nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
+    """The arguments, those that are differentiated changed a little."""
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    nudged = list(args)
+    for position in positions:
+        nudged[position] = jax.tree.map(partial(_nudge, keep_dtype=keep_dtypes), nudged[position])
+    return nudged
+
+
+def _nudge(leaf: Any, keep_dtype: bool) -> Any:
+    if not _tree.is_inexact(leaf):
+        return leaf
+    (wide,) = jax.tree.leaves(_tree.widen(jnp.asarray(leaf)))
+    signs = jax.random.rademacher(jax.random.key(0), wide.shape, wide.real.dtype)
+    nudged = wide * (1 + _NUDGE * signs)
+    return nudged.astype(jnp.result_type(leaf)) if keep_dtype else nudged
+
+
+def _value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+    """The value, and the gradients by path."""
+    value, grads = result
+    with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
+    return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}

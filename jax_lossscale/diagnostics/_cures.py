@@ -1,0 +1,51 @@
+"""What is known to help an operation whose results leave the range of a dtype: a line each."""
+
+from __future__ import annotations
+
+_IN_THE_FORWARD_PASS = {
+    "convert_element_type": "Do not cast it, or scale it down before the cast.",
+    "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
+    "or compute the product in float32 with `preferred_element_type`, and keep it there.",
+    "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
+    "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
+    "cumsum": "Take sums in float32.",
+    "square": "Square in float32.",
+    "integer_pow": "Take the power in float32.",
+    "pow": "Take the power in float32.",
+    "mul": "Multiply in float32, or make one factor smaller before.",
+    "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",
+    "div": "Divide in float32, or bound the divisor from below.",
+    "rsqrt": "Compute it in float32, as all statistics of a normalization.",
+}
+# Nothing but a mask is so large on purpose.
+_MASK = 1e8
+_A_MASK = (
+    "If it is a mask, take one that float16 holds, such as -1e4 or `jnp.finfo(x.dtype).min`, or `jnp.where` behind a "
+    "softmax in float32."
+)
+_A_DERIVATIVE = (
+    "The derivative of {operation} is computed in the forward pass and not scaled, so no loss scale helps: compute "
+    "{operation} in float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon."
+)
+_OVERFLOW_BACKWARD = "A smaller loss scale; if other gradients are lost by that, a scale of its own."
+_VANISHING_BACKWARD = (
+    "A larger loss scale; if others overflow then, a scale of its own for this branch: `jls.scale_gradient` for its "
+    "result in float32, `jls.unscale_gradient` for its parameters and inputs."
+)
+_VANISHING_FORWARD = "No loss scale reaches the forward pass: compute it in float32, or make it larger before."
+
+
+def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, largest: float, *, is_cast: bool) -> str:
+    """What to do about an operation whose results are too large."""
+    if derivative_of:
+        return _A_DERIVATIVE.format(operation=f"`{derivative_of}`")
+    if is_backward:
+        return _OVERFLOW_BACKWARD
+    if largest >= _MASK and (is_cast or operation in ("mul", "add", "sub")):
+        return _A_MASK
+    return _IN_THE_FORWARD_PASS.get(operation, "Compute it in float32.")
+
+
+def cure_of_vanishing(is_backward: bool) -> str:
+    """What to do about an operation whose results become zero."""
+    return _VANISHING_BACKWARD if is_backward else _VANISHING_FORWARD

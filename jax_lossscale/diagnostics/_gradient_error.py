@@ -1,0 +1,136 @@
+"""What `compare_gradients` finds: a verdict, and the errors of the gradients leaf by leaf and scale by scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from jax_lossscale.diagnostics import _table
+
+_MOST_ROWS = 12
+# Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
+_MOSTLY_ROUNDING = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafGradientError:
+    """What becomes of the gradients of one leaf.
+
+    Attributes:
+      path: where the leaf is, as `jax.tree_util.keystr` writes it.
+      shape: its shape.
+      norm: the Euclidean norm of the reference.
+      largest: the largest magnitude of the reference; 0 if there is none.
+      smallest: its smallest magnitude that is not zero; 0 if there is none.
+      nonzero: how many of its numbers are not zero.
+      relative_error: for each loss scale, the norm of the difference from the reference over the norm of the reference;
+        infinite where a gradient is not finite.
+      lost: for each loss scale, the share of the reference's non-zero numbers that are zero.
+      nonfinite: for each loss scale, the share of all numbers that are not finite.
+      rounding: the relative change of the reference when the parameters are changed by a few units in the last place
+        of float32. Where it is large the true gradient is nothing but rounding (a bias in front of a batch
+        normalization has such a gradient), and its errors say nothing.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    norm: float
+    largest: float
+    smallest: float
+    nonzero: int
+    relative_error: tuple[float, ...]
+    lost: tuple[float, ...]
+    nonfinite: tuple[float, ...]
+    rounding: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the true gradient is nothing but rounding."""
+        return self.rounding > _MOSTLY_ROUNDING
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GradientComparison(Sequence[LeafGradientError]):
+    """Float16's gradients against float32's: a verdict, and the numbers that it rests on.
+
+    Printed, and shown in a notebook, it is the verdict and a table of the leaves, the worst first; iterated over, it is
+    a `LeafGradientError` for each leaf.
+
+    Attributes:
+      verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
+      cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"forward overflow"``,
+        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, or ``"forward rounding"``.
+      will_train: whether there is a loss scale with which all gradients are right.
+      loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
+      suffering: the paths of the leaves that are wrong at the best of the scales.
+      dtype: the name of the narrow dtype.
+      loss_scales: the scales that were compared, in ascending order.
+      leaves: a `LeafGradientError` for each leaf, the worst first.
+      total: the same for all leaves together.
+      value: the value of the function, which no loss scale changes.
+      reference_value: that of the reference.
+      as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
+    """
+
+    verdict: str
+    cause: str
+    will_train: bool
+    loss_scale: float | None
+    suffering: tuple[str, ...]
+    dtype: str
+    loss_scales: tuple[float, ...]
+    leaves: tuple[LeafGradientError, ...]
+    total: LeafGradientError
+    value: float
+    reference_value: float
+    as_they_are: tuple[str, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> LeafGradientError: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LeafGradientError, ...]: ...
+    def __getitem__(self, index: int | slice) -> LeafGradientError | tuple[LeafGradientError, ...]:
+        return self.leaves[index]
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __iter__(self) -> Iterator[LeafGradientError]:
+        return iter(self.leaves)
+
+    def __repr__(self) -> str:
+        return _table.as_text(self._summary(), self._rows(), names=2)
+
+    def _repr_html_(self) -> str:
+        return _table.as_html(self._summary(), self._rows())
+
+    def _summary(self) -> str:
+        lines = [self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        if self.as_they_are:
+            lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
+        if any(leaf.is_rounding for leaf in self):
+            lines.append("*: its true gradient is nothing but rounding, in float32 too, so its errors say nothing.")
+        lines.append("Relative error of the gradients, by loss scale (lost: zero, where the reference is not):")
+        return "\n".join(lines)
+
+    def _rows(self) -> list[list[str]]:
+        scales = [_table.power_of_two(scale) for scale in self.loss_scales]
+        rows = [["leaf", "shape", "largest", "smallest", *scales]]
+        rows.append(["all leaves", "", *_magnitudes(self.total), *_errors(self.total)])
+        rows.append(["  lost", "", "", "", *(f"{share:.1%}" for share in self.total.lost)])
+        for leaf in self.leaves[:_MOST_ROWS]:
+            name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
+            rows.append([name, str(list(leaf.shape)), *_magnitudes(leaf), *_errors(leaf)])
+        if len(self) > _MOST_ROWS:
+            rows.append([f"... {len(self) - _MOST_ROWS} more", *[""] * (3 + len(scales))])
+        return rows
+
+
+def _magnitudes(leaf: LeafGradientError) -> tuple[str, str]:
+    return f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}"
+
+
+def _errors(leaf: LeafGradientError) -> list[str]:
+    pairs = zip(leaf.relative_error, leaf.nonfinite, strict=True)
+    return ["overflow" if nonfinite else f"{_table.percent(error)}" for error, nonfinite in pairs]

@@ -1,0 +1,111 @@
+"""Gradients measured against a reference: a few numbers of each leaf, on the device, and reports made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale.diagnostics._gradient_error import LeafGradientError
+
+
+class Measurement(NamedTuple):
+    """Of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
+
+    largest: Any
+    smallest: Any
+    squares: Any
+    squared_errors: Any
+    nonzero: Any
+    lost: Any
+    nonfinite: Any
+
+
+@jax.jit
+def measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: jax.Array) -> list[Measurement]:
+    pairs = zip(_tree.unscale(leaves, scale), _tree.widen(exact), strict=True)
+    return [_measure_leaf(leaf, reference) for leaf, reference in pairs]
+
+
+def _measure_leaf(leaf: jax.Array, reference: jax.Array) -> Measurement:
+    magnitudes = jnp.abs(reference)
+    largest = jnp.max(magnitudes, initial=0)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    is_nonzero = magnitudes > 0
+    return Measurement(
+        largest=largest,
+        smallest=jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero),
+        squares=jnp.sum((magnitudes / unit) ** 2),
+        squared_errors=jnp.sum((jnp.abs(leaf - reference) / unit) ** 2),
+        nonzero=jnp.sum(is_nonzero, dtype=jnp.float32),
+        lost=jnp.sum(is_nonzero & (leaf == 0), dtype=jnp.float32),
+        nonfinite=jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32),
+    )
+
+
+def reports_of_leaves(
+    exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
+) -> list[LeafGradientError]:
+    """From the measurements by scale and leaf, a report for each leaf; in ``rounding`` the reference was nudged."""
+    return [
+        _report(path, jnp.shape(leaf), [at_scale[n] for at_scale in measured], rounding[n])
+        for n, (path, leaf) in enumerate(exact.items())
+    ]
+
+
+def _report(
+    path: str, shape: tuple[int, ...], at_scales: list[Measurement], rounding: Measurement
+) -> LeafGradientError:
+    first = at_scales[0]
+    return LeafGradientError(
+        path=path,
+        shape=shape,
+        norm=float(first.largest) * math.sqrt(first.squares),
+        largest=float(first.largest),
+        smallest=float(first.smallest) if first.nonzero else 0.0,
+        nonzero=int(first.nonzero),
+        relative_error=tuple(_relative(m.squared_errors, m.squares) for m in at_scales),
+        lost=tuple(float(m.lost) / max(float(m.nonzero), 1.0) for m in at_scales),
+        nonfinite=tuple(float(m.nonfinite) / max(math.prod(shape), 1) for m in at_scales),
+        rounding=_relative(rounding.squared_errors, rounding.squares),
+    )
+
+
+def _relative(squared_errors: float, squares: float) -> float:
+    if squared_errors == 0:
+        return 0.0
+    ratio = math.sqrt(squared_errors / squares) if squares else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def report_of_all(leaves: list[LeafGradientError]) -> LeafGradientError:
+    """All leaves as one."""
+    norms = [leaf.norm for leaf in leaves]
+    norm = math.hypot(*norms)
+
+    def error(errors: Iterable[float]) -> float:
+        parts = [error * norm for error, norm in zip(errors, norms, strict=True) if error and norm]
+        return math.hypot(*parts) / norm if norm else 0.0
+
+    def share(shares: Iterable[float], of: list[int]) -> float:
+        return sum(share * number for share, number in zip(shares, of, strict=True)) / max(sum(of), 1)
+
+    nonzero = [leaf.nonzero for leaf in leaves]
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    return LeafGradientError(
+        path="all leaves",
+        shape=(sum(sizes),),
+        norm=norm,
+        largest=max(leaf.largest for leaf in leaves),
+        smallest=min((leaf.smallest for leaf in leaves if leaf.smallest), default=0.0),
+        nonzero=sum(nonzero),
+        relative_error=tuple(map(error, zip(*(leaf.relative_error for leaf in leaves), strict=True))),
+        lost=tuple(share(column, nonzero) for column in zip(*(leaf.lost for leaf in leaves), strict=True)),
+        nonfinite=tuple(share(column, sizes) for column in zip(*(leaf.nonfinite for leaf in leaves), strict=True)),
+        rounding=error(leaf.rounding for leaf in leaves),
+    )

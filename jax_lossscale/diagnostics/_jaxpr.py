@@ -1,0 +1,130 @@
+"""Reading jaxprs: a function traced with arguments of any kind, which equations hold narrow floats, and binding one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.source_info_util import current_name_stack, user_context
+
+
+class Traced:
+    """A function traced on arguments, of which the arrays are inputs and all else is handed on as it is.
+
+    Attributes:
+      jaxpr: the `ClosedJaxpr`, from ``inputs`` to the leaves of the result.
+      inputs: the arrays among the leaves of the arguments.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        self._positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.inputs = self.inputs_from(args, kwargs)
+
+        def of_inputs(*inputs: Any) -> list[Any]:
+            filled = list(leaves)
+            for position, value in zip(positions, inputs, strict=True):
+                filled[position] = value
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            self._leaves, self._structure = jax.tree.flatten(fun(*args, **kwargs))
+            arrays = [leaf for leaf in self._leaves if _is_array(leaf)]
+            self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
+            self._is_array = [leaf is None for leaf in self._leaves]
+            return arrays
+
+        self.jaxpr = jax.make_jaxpr(of_inputs)(*self.inputs)
+
+    def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
+        """The inputs for other arguments of the same structure."""
+        leaves = jax.tree.leaves((args, kwargs))
+        return [leaves[position] for position in self._positions]
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the function would have returned, with these outputs of the jaxpr."""
+        arrays = iter(outputs)
+        pairs = zip(self._leaves, self._is_array, strict=True)
+        return jax.tree.unflatten(self._structure, [next(arrays) if is_array else leaf for leaf, is_array in pairs])
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSU"  # objects and strings
+    return isinstance(leaf, jax.Array)
+
+
+def is_narrow(aval: Any) -> bool:
+    """Whether a value of this type is a float narrower than 32 bits."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def jaxprs_of(parameter: Any) -> list[Jaxpr]:
+    """The jaxprs that a parameter of an equation is or holds."""
+    if isinstance(parameter, ClosedJaxpr):
+        return [parameter.jaxpr]
+    if isinstance(parameter, Jaxpr):
+        return [parameter]
+    if isinstance(parameter, (tuple, list)):
+        return [jaxpr for part in parameter for jaxpr in jaxprs_of(part)]
+    return []
+
+
+def holds_narrow(jaxpr: Jaxpr) -> bool:
+    """Whether any value in the jaxpr, or in one inside it, is a narrow float."""
+    atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
+    return any(is_narrow(atom.aval) for atom in atoms) or any(map(is_equation_narrow, jaxpr.eqns))
+
+
+def narrow_dtypes(jaxpr: Jaxpr) -> list[jnp.dtype]:
+    """The narrow floats that are met in the jaxpr or in one inside it, each once."""
+    found: dict[jnp.dtype, None] = {}
+    for eqn in jaxpr.eqns:
+        types: list[Any] = [atom.aval for atom in [*eqn.invars, *eqn.outvars]]
+        found |= {aval.dtype: None for aval in types if is_narrow(aval)}
+        inner = [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+        found |= {dtype: None for jaxpr in inner for dtype in narrow_dtypes(jaxpr)}
+    return list(found)
+
+
+def is_equation_narrow(eqn: Any) -> bool:
+    """Whether the equation takes, gives or holds a narrow float."""
+    if any(is_narrow(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
+        return True
+    return any(holds_narrow(jaxpr) for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter))
+
+
+def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
+    """For each equation, the variables that nothing needs after it."""
+    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    uses: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = {atom for atom in [*eqn.invars, *eqn.outvars] if not isinstance(atom, Literal)}
+        uses.append(list(atoms - kept))
+        kept |= atoms
+    return uses[::-1]
+
+
+def in_context(eqn: Any) -> Any:
+    """A context in which what is computed has the layer and the source line of the equation."""
+    stack = current_name_stack() + eqn.source_info.name_stack
+    return user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def bind(eqn: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """The outputs of the equation's primitive."""
+    with in_context(eqn), eqn.ctx.manager:
+        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def as_dtype(value: Any, dtype: Any) -> Any:
+    """``value`` cast, unless it is of that dtype; what is no traced array stays a constant."""
+    if getattr(value, "dtype", None) == dtype:
+        return value
+    if isinstance(value, jax.Array):
+        return jax.lax.convert_element_type(value, dtype)
+    return np.asarray(value).astype(dtype)[()]

@@ -1,0 +1,278 @@
+"""Which operation leaves the range of a dtype, in which layer, on which line, forward or backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._loss_scale.registry import as_loss_scale, is_number
+from jax_lossscale.diagnostics import _cures, _table
+from jax_lossscale.diagnostics._jaxpr import Traced
+from jax_lossscale.diagnostics._measured import Limits, MeasuringEvaluator, Site, Statistics, limits_of, sites
+from jax_lossscale.diagnostics._precision import Evaluator, checked_precision
+from jax_lossscale.diagnostics._table import percent, power_of_two
+
+_MOST_ROWS = 16
+# So many of an operation's results may become zero before it is told: a few always do.
+_MANY_ZEROS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationRange:
+    """How the results of one operation lie in the range of the dtype; in a loop, those of the worst iteration.
+
+    Attributes:
+      operation: the name of the primitive, as JAX prints it; of a sum that is computed in float32 and then cast, that
+        of the sum.
+      derivative_of: the operation whose derivative this is, if it belongs to one that is computed in the forward pass;
+        else "".
+      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
+        there are none.
+      source: file and line, of the innermost function that belongs to no installed library.
+      is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
+      shape: the shape of the result.
+      dtype: its dtype, in which it was not computed.
+      largest: the largest magnitude; infinite or NaN if it is not finite in float32 either.
+      overflow: the share of numbers that would be infinite in the dtype, or are not finite already.
+      zero: the share of the non-zero numbers that would become zero.
+      subnormal: the share of the non-zero numbers that would become subnormal, and lose digits.
+      log2_above: by how many powers of two the largest exceeds the largest number of the dtype; 0 if it does not.
+      log2_below: how many powers of two the largest lacks to be a normal number; 0 if it is one.
+      cure: what helps, where that is known and anything is wrong; else "".
+    """
+
+    operation: str
+    derivative_of: str
+    layer: str
+    source: str
+    is_backward: bool
+    shape: tuple[int, ...]
+    dtype: str
+    largest: float
+    overflow: float
+    zero: float
+    subnormal: float
+    log2_above: int
+    log2_below: int
+    cure: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RangeReport(Sequence[OperationRange]):
+    """An `OperationRange` for every operation whose result would be narrow, the worst first.
+
+    Those that overflow come first: of the forward pass before those of the backward pass, and within each in the order
+    of the program, since what overflows first is the cause of what follows. Then those of which the most becomes zero.
+    Printed, and shown in a notebook, it is a table of those and of what helps; iterated over, it is data.
+
+    Attributes:
+      operations: the operations.
+      dtype: the name of the dtype.
+      loss_scale: the loss scale.
+      as_they_are: the operations that could not be followed, of which only the results are measured.
+    """
+
+    operations: tuple[OperationRange, ...]
+    dtype: str
+    loss_scale: float
+    as_they_are: tuple[str, ...]
+
+    @property
+    def bad(self) -> tuple[OperationRange, ...]:
+        """The operations that overflow, and those of which more than half becomes zero."""
+        return tuple(operation for operation in self.operations if operation.cure)
+
+    @overload
+    def __getitem__(self, index: int) -> OperationRange: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[OperationRange, ...]: ...
+    def __getitem__(self, index: int | slice) -> OperationRange | tuple[OperationRange, ...]:
+        return self.operations[index]
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    def __iter__(self) -> Iterator[OperationRange]:
+        return iter(self.operations)
+
+    def __repr__(self) -> str:
+        if not self.bad:
+            return self._summary()
+        return "\n".join([_table.as_text(self._summary(), self._rows(), names=4), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        if not self.bad:
+            return _table.as_html(self._summary(), [])
+        return _table.as_html(self._summary(), self._rows()) + _table.as_html("\n".join(self._notes()), [])
+
+    def forward_overflows(self) -> tuple[OperationRange, ...]:
+        """What overflows in the forward pass itself, no derivative: at every loss scale alike."""
+        over = [operation for operation in self.bad if operation.overflow and not operation.is_backward]
+        return tuple(operation for operation in over if not operation.derivative_of)
+
+    def _summary(self) -> str:
+        over = [operation for operation in self.bad if operation.overflow]
+        at = f"at a loss scale of {power_of_two(self.loss_scale)}"
+        if not self:
+            return (
+                f"`fun` computes nothing in {self.dtype}. Cast parameters and inputs in it, with `jls.cast_floating`."
+            )
+        counts = f"{len(over)} of {len(self)} {self.dtype} operations overflow {at}"
+        if not self.bad:
+            return f"All {len(self)} {self.dtype} operations stay in range {at}."
+        return f"{counts}, and more than half becomes zero in {len(self.bad) - len(over)}."
+
+    def _rows(self) -> list[list[str]]:
+        headings = [
+            "operation",
+            "layer",
+            "line",
+            "pass",
+            "shape",
+            "largest",
+            "off by",
+            "overflow",
+            "zero",
+            "subnormal",
+            "cure",
+        ]
+        cures = list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
+        return [headings, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
+
+    def _notes(self) -> list[str]:
+        cures = list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
+        notes = [f"[{n}] {cure}" for n, cure in enumerate(cures, 1)]
+        if len(self.bad) > _MOST_ROWS:
+            notes.insert(0, f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+        if self.as_they_are:
+            notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
+        return notes
+
+
+def _cells(of: OperationRange) -> list[str]:
+    return [
+        f"{of.operation} (derivative of {of.derivative_of})" if of.derivative_of else of.operation,
+        of.layer,
+        of.source,
+        "backward" if of.is_backward else "forward",
+        str(list(of.shape)),
+        f"{of.largest:.2g}",
+        f"2^{of.log2_above}" if of.log2_above else f"2^-{of.log2_below}" if of.log2_below else "",
+        *(percent(share) if share else "" for share in (of.overflow, of.zero, of.subnormal)),
+    ]
+
+
+def range_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    dtype: DTypeLike = jnp.float16,
+    loss_scale: Any = 2.0**15,
+    **kwargs: Any,
+) -> RangeReport:
+    """Tell which operations of a float16 function and its gradients leave float16's range, and where they stand.
+
+    The program of value and gradient is evaluated in float32, as by `in_precision`, and what each operation gives that
+    would have been narrow is measured: how large it is, and how much of it would be infinite, zero or subnormal. So
+    one operation's overflow does not hide the next one's. What runs in a loop is told by its worst iteration.
+
+    It runs operation by operation, so that what is alike is compiled once, and keeps a few numbers of each. Inside
+    `jax.shard_map` and kernels only the results are measured. Layers are known to flax, haiku and `jax.named_scope`;
+    for nnx and equinox the classes stand in for them.
+
+    Args:
+      fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
+      *args: its arguments: one batch, and float32 parameters.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: likewise.
+      dtype: the narrow dtype whose range is asked about. All narrow results are measured against it.
+      loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale.
+      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
+        beforehand, with `functools.partial`.
+
+    Returns:
+      A `RangeReport`, the worst operation first.
+
+    Raises:
+      ValueError: if ``dtype`` is no real floating dtype, or ``loss_scale`` is no loss scale; inside `jax.jit` and its
+        like.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(weights, x):
+      ...     weights, x = jls.cast_floating((weights, x), jnp.float16)
+      ...     with jax.named_scope("energy"):
+      ...         return jnp.mean((x @ weights).astype(jnp.float32) ** 2)
+      >>> report = jls.diagnostics.range_report(loss_fn, jnp.full((4, 2), 200.0), jnp.full((8, 4), 100.0))
+      >>> report[0].operation, report[0].layer, report[0].largest
+      ('dot_general', 'energy', 80000.0)
+    """
+    dtype = checked_precision(dtype, "range_report(dtype=...)")
+    scale = _scale_of(loss_scale)
+
+    def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
+
+    traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
+        raise ValueError("`range_report` got values that are traced. Call it outside of `jax.jit`.")
+    limits = limits_of(dtype)
+    evaluator = MeasuringEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits)
+    blocks = jax.device_get(evaluator.evaluate(traced.jaxpr, traced.inputs)[1])
+    pairs = zip(sites(traced.jaxpr.jaxpr), [row for block in blocks for row in block], strict=True)
+    operations = [_operation_range(site, Statistics(*row.tolist()), dtype, limits) for site, row in pairs]
+    operations.sort(key=lambda of: (not of.overflow, of.is_backward if of.overflow else -of.zero))
+    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are))
+
+
+def _scale_of(loss_scale: Any) -> float:
+    """The scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
+    if not is_number(loss_scale):
+        loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
+    if not 0 < float(loss_scale) < math.inf:
+        raise ValueError(f"`range_report(loss_scale=...)` must be positive and finite, got {loss_scale!r}.")
+    return float(loss_scale)
+
+
+def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, limits: Limits) -> OperationRange:
+    info = jnp.finfo(dtype)
+    largest = math.nan if of.nan and not of.overflow else of.largest
+    log2_above = log2_below = 0
+    if of.largest > float(info.max):
+        log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
+    elif 0 < of.largest < float(info.smallest_normal):
+        log2_below = math.ceil(math.log2(float(info.smallest_normal) / of.largest))
+    cure = ""
+    if of.overflow or of.nan:
+        is_cast = site.operation == "convert_element_type"
+        cure = _cures.cure_of_overflow(
+            site.operation, site.derivative_of, site.place.is_backward, of.largest, is_cast=is_cast
+        )
+    elif of.zero > _MANY_ZEROS:
+        cure = _cures.cure_of_vanishing(site.place.is_backward)
+    return OperationRange(
+        operation=site.operation,
+        derivative_of=site.derivative_of,
+        layer=site.place.layer,
+        source=site.place.source,
+        is_backward=site.place.is_backward,
+        shape=site.shape,
+        dtype=site.dtype,
+        largest=largest,
+        overflow=of.overflow + of.nan,
+        zero=of.zero,
+        subnormal=of.subnormal,
+        log2_above=log2_above,
+        log2_below=log2_below,
+        cure=cure,
+    )

@@ -1,0 +1,89 @@
+"""Where in the code an equation comes from: layer, source line, forward or backward pass."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.source_info_util import summarize
+
+# What differentiation and vectorization write around the names of the layers.
+_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
+_RECOMPUTED = "rematted_computation"
+_NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+_JAX = str(Path(jax.__file__).parent)
+
+
+class Place(NamedTuple):
+    """Where an equation comes from.
+
+    Attributes:
+      stack: the names written by scopes and transformations, from the outermost on.
+      layer: those written by scopes; or else the classes whose ``__call__`` was running; "" if there is neither.
+      source: file and line of the innermost frame that belongs to no installed library.
+      column: the same of the innermost frame outside of JAX, to the column: what tells operations apart.
+      is_backward: whether it belongs to the backward pass.
+    """
+
+    stack: str
+    layer: str
+    source: str
+    column: str
+    is_backward: bool
+
+
+def place_of(eqn: Any, within: Place | None = None) -> Place:
+    """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
+    outer = within or Place("", "", "", "", False)
+    stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
+    frames = _frames(eqn)
+    return Place(
+        stack=stack,
+        layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
+        # What is compiled apart, and perhaps called from elsewhere, does not know from where.
+        source=_source(frames) or outer.source or summarize(eqn.source_info),
+        column=summarize(eqn.source_info),
+        is_backward="transpose(" in stack and _RECOMPUTED not in stack,
+    )
+
+
+def _layer(stack: str) -> str:
+    while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
+        stack = stripped
+    names: list[str] = []
+    for name in stack.split("/"):
+        if name not in _NO_LAYERS and names[-1:] != [name]:
+            names.append(name)
+    half = len(names) // 2  # what `jax.checkpoint` makes anew has the names of its surroundings twice
+    if half and names[:half] == names[half : 2 * half]:
+        names = names[half:]
+    return "/".join(names)
+
+
+def _frames(eqn: Any) -> list[Any]:
+    """The frames outside of JAX, the innermost first."""
+    traceback = eqn.source_info.traceback
+    return [frame for frame in (traceback.frames if traceback else []) if not frame.file_name.startswith(_JAX)]
+
+
+def _source(frames: list[Any]) -> str:
+    for frame in frames:
+        if not frame.file_name.startswith((*_LIBRARIES, "<frozen")) and not _is_ours(frame):
+            path = Path(frame.file_name)
+            name = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f"{name}:{frame.line_num}"
+    return ""
+
+
+def _classes(frames: list[Any]) -> list[str]:
+    """The classes that are being called, the outermost first: of nnx and equinox modules, which write no names."""
+    calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
+    return [parts[-2] for parts in reversed(calls)]
+
+
+def _is_ours(frame: Any) -> bool:
+    return frame.file_name.startswith(str(Path(__file__).parent.parent))

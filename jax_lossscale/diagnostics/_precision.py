@@ -1,0 +1,245 @@
+"""The same function in another precision: an evaluator of jaxprs that computes every narrow float as a wider one.
+
+A jaxpr says of every value what dtype it has. Here each value of float16, bfloat16 or float8 has ``dtype`` instead,
+whichever way it was made, and every other value keeps its own. So the types of an equation follow from the types it
+had, also at the borders of a loop or a branch, and an operation is bound as it was, with its parameters translated.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.typing import DTypeLike
+
+from jax_lossscale import _tree
+from jax_lossscale.diagnostics import _custom_rules
+from jax_lossscale.diagnostics._jaxpr import (
+    Traced,
+    as_dtype,
+    bind,
+    holds_narrow,
+    in_context,
+    is_equation_narrow,
+    is_narrow,
+    last_uses,
+)
+
+# Their result is what the bits say, which are those of the narrow numbers; or they have no result.
+_BITS = ("bitcast_convert_type", "debug_callback", "debug_print")
+# What they compute lies outside of the jaxpr, or was written for the types it is given.
+_OPAQUE = ("ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_module")
+
+
+def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
+    """Make the same function with every narrow float computed in another precision.
+
+    Where ``fun`` casts to float16, bfloat16 or float8, the function made here casts to ``dtype``; so with float32 it
+    is the network that would stand there if nothing had been cast: a reference, made from the code itself. It follows
+    casts, constants and the dtypes that operations are told, through jit, scan, while loops, conditionals,
+    `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp` and `jax.custom_vjp`. The result may itself be differentiated,
+    vectorized and compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both use the
+    derivatives that ``fun`` defines.
+
+    Some things stay narrow. `jax.lax.bitcast_convert_type` gives what the bits of the narrow number say, and is cast
+    afterwards (random numbers of float16 are made so). Constants have the digits that were left of them when ``fun``
+    made them narrow, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, stay what they are.
+    Kernels (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in the narrow dtype.
+
+    Matrix products and convolutions of narrow numbers are computed with `jax.lax.Precision.HIGHEST`; otherwise a GPU
+    would round their operands to as few bits as float16 has.
+
+    Args:
+      fun: a function of any pytrees. It is traced anew on each call; compile the result with `jax.jit`. Arrays are
+        traced, other arguments (Python numbers, strings, functions) are handed on as they are.
+      dtype: a floating dtype; float32 by default. What is wider than 16 bits in ``fun`` keeps its own dtype.
+
+    Returns:
+      A function of the same arguments, keyword arguments included. Narrow arguments are taken as they are, and widened.
+      Its result is that of ``fun``, but of ``dtype`` wherever ``fun`` returns a narrow float.
+
+    Raises:
+      ValueError: if ``dtype`` is no real floating dtype, or is float64 where 64 bits are not enabled.
+
+    Warns:
+      UserWarning: when it is traced, if an operation is evaluated as it is, naming the operation.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def norm(x):
+      ...     return jnp.sqrt(jnp.sum(x.astype(jnp.float16) ** 2))
+      >>> norm(jnp.float32([300.0, 400.0]))
+      Array(inf, dtype=float16)
+      >>> jls.diagnostics.in_precision(norm, jnp.float32)(jnp.float32([300.0, 400.0]))
+      Array(500., dtype=float32)
+    """
+    dtype = checked_precision(dtype, "in_precision(dtype=...)")
+
+    @functools.wraps(fun)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        traced = Traced(fun, args, kwargs)
+        evaluator = Evaluator(dtype)
+        outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
+        if evaluator.as_they_are:
+            warnings.warn(
+                f"`in_precision` cannot follow {', '.join(evaluator.as_they_are)}, and evaluates what it meets there "
+                "as it is, in its own dtype.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return traced.result(outputs)
+
+    return evaluated
+
+
+def checked_precision(dtype: Any, name: str) -> jnp.dtype:
+    """``dtype``, or a `ValueError` that names the argument unless numbers can be computed in it."""
+    dtype = _tree.checked_dtype(dtype, name)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"`{name}` got {dtype.name}, which needs `jax.enable_x64`.")
+    return dtype
+
+
+class Evaluator:
+    """Evaluates jaxprs with ``dtype`` in the place of every narrow float.
+
+    Attributes:
+      dtype: what narrow floats are computed in.
+      as_they_are: the names of the primitives that it met and could not follow.
+    """
+
+    def __init__(self, dtype: jnp.dtype) -> None:
+        self.dtype = dtype
+        self.as_they_are: dict[str, None] = {}
+        self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
+
+    def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs for these inputs, each of which may be of its narrow dtype or already wide."""
+        jaxpr = closed.jaxpr
+        values: dict[Any, Any] = {}
+        for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
+            values[variable] = self.widened(value, variable.aval)
+        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
+            outputs = self.equation(eqn, [self.read(atom, values) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, outputs, strict=True))
+            for variable in unneeded:
+                del values[variable]
+        return [self.read(atom, values) for atom in jaxpr.outvars]
+
+    def read(self, atom: Any, values: dict[Any, Any]) -> Any:
+        """The value of a variable or of a literal."""
+        return self.widened(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+
+    def widened(self, value: Any, aval: Any) -> Any:
+        """``value``, where the jaxpr has a value of the type ``aval``: of ``dtype`` if that is narrow."""
+        if is_narrow(aval):
+            return as_dtype(value, self.dtype)
+        # float64 out of a product that was told to give float32, for one
+        is_float = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+        return as_dtype(value, aval.dtype) if is_float and hasattr(value, "dtype") else value
+
+    def equation(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs of one equation."""
+        if not is_equation_narrow(eqn):
+            return bind(eqn, inputs, eqn.params)
+        name = eqn.primitive.name
+        if name in _BITS:
+            return self._as_it_is(eqn, inputs)
+        if name in _OPAQUE or any(hasattr(atom.aval, "inner_aval") for atom in [*eqn.invars, *eqn.outvars]):
+            self.as_they_are[name] = None
+            return self._as_it_is(eqn, inputs)
+        if name in _custom_rules.CALLS:
+            with in_context(eqn):
+                return self._outputs(eqn, _custom_rules.CALLS[name](self, eqn, inputs))
+        if name == "reduce_precision" and self._rounds_to_its_own(eqn):
+            return list(inputs)
+        try:
+            if name == "shard_map":
+                return self._outputs(eqn, self._shard_map(eqn, inputs))
+            return self._outputs(eqn, bind(eqn, inputs, self._params(eqn)))
+        except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
+            self.as_they_are[name] = None
+            return self._as_it_is(eqn, inputs)
+
+    def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """The jaxpr in which every narrow type has become ``dtype``."""
+        if not holds_narrow(closed.jaxpr):
+            return closed
+        key = (id(closed.jaxpr), *map(id, closed.consts))
+        if key not in self._translated:
+            types = [self._wide_type(variable.aval) for variable in closed.jaxpr.invars]
+            wide = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
+            self._translated[key] = (closed, wide)  # the first is kept, lest its ids be taken by others
+        return self._translated[key][1]
+
+    def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
+        return [self.widened(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
+
+    def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        return self._outputs(eqn, bind(eqn, narrowed(eqn, inputs), eqn.params))
+
+    def _shard_map(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Made anew: its jaxpr knows the names of mesh axes, which are not bound out here."""
+        params = eqn.params
+        function = jax.shard_map(
+            lambda *shards: self.evaluate(ClosedJaxpr(params["jaxpr"], ()), shards),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+            check_vma=params["check_vma"],
+        )
+        with in_context(eqn):
+            return function(*inputs)
+
+    def _rounds_to_its_own(self, eqn: Any) -> bool:
+        """Whether a `reduce_precision` changes nothing on a number of its dtype: `jax.checkpoint` puts it there."""
+        info = jnp.finfo(eqn.invars[0].aval.dtype)
+        return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
+
+    def _params(self, eqn: Any) -> dict[str, Any]:
+        params = {name: self._param(value) for name, value in eqn.params.items()}
+        if "preferred_element_type" in params and is_narrow(eqn.invars[0].aval):
+            preferred = params["preferred_element_type"]
+            if preferred is not None and jnp.finfo(preferred).bits < jnp.finfo(self.dtype).bits:
+                params["preferred_element_type"] = self.dtype
+            if jnp.finfo(self.dtype).bits >= 32:
+                params["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+        return params
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return self.translated(value)
+        if isinstance(value, Jaxpr):
+            closed = self.translated(ClosedJaxpr(value, ()))
+            if closed.consts:
+                raise NotImplementedError("constants in a jaxpr that has no place for them")
+            return closed.jaxpr
+        if isinstance(value, np.dtype):
+            return self.dtype if is_narrow(np.empty(0, value)) else value
+        if isinstance(value, jax.core.ShapedArray):
+            return value.update(dtype=self.dtype) if is_narrow(value) else value
+        if isinstance(value, (tuple, list)):
+            parts = [self._param(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
+
+    def _wide_type(self, aval: Any) -> Any:
+        return aval.update(dtype=self.dtype) if is_narrow(aval) else aval
+
+
+def narrowed(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs in the dtypes that the equation had."""
+    return [
+        as_dtype(value, atom.aval.dtype) if is_narrow(atom.aval) and not hasattr(atom.aval, "inner_aval") else value
+        for value, atom in zip(inputs, eqn.invars, strict=True)
+    ]

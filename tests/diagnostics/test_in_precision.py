@@ -1,0 +1,561 @@
+"""A function in another precision is the function that would have been written in it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_lossscale.diagnostics import in_precision
+
+KEY = jax.random.key(0)
+
+
+def draw(*shape, seed=0):
+    return jax.random.normal(jax.random.fold_in(KEY, seed), shape)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def assert_close(actual, expected, tolerance=1e-6):
+    """Equal structures and dtypes; each leaf within ``tolerance`` of the largest magnitude of the expected one."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert jnp.result_type(a) == jnp.result_type(b)
+        scale = max(float(jnp.max(jnp.abs(b))), 1e-30)
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, rtol=0, atol=tolerance)
+
+
+# One program, written in a dtype. Each maps a dtype to a function of float32 arrays and to its arguments.
+
+
+def casts_and_constants(dtype):
+    third, table = jnp.asarray(0.375, dtype), (jnp.arange(4) / 4).astype(dtype)
+
+    def fun(x):
+        y = x.astype(dtype) * third + table
+        return jnp.where(y > 0.5, y, jnp.full_like(y, 0.25)) - 0.125
+
+    return fun, (draw(4),)
+
+
+def matmul_told_its_dtype(dtype):
+    def fun(w, x):
+        return jnp.matmul(*cast((w, x), dtype), preferred_element_type=jnp.float32)
+
+    return fun, (draw(4, 4), draw(4, 4, seed=1))
+
+
+def scan_with_checkpoint(dtype):
+    def fun(w, x):
+        w, x = cast((w, x), dtype)
+        body = jax.checkpoint(lambda carry, row: (jnp.tanh(w @ carry + row), carry * row))
+        return lax.scan(body, x[0], x)
+
+    return fun, (draw(4, 4), draw(5, 4, seed=1))
+
+
+def checkpoint_with_a_policy(dtype):
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def block(w, x):
+        return jnp.tanh(jnp.sin(w @ x) @ x)
+
+    return lambda w, x: block(*cast((w, x), dtype)), (draw(4, 4), draw(4, 4, seed=1))
+
+
+def while_loop(dtype):
+    def fun(x):
+        return lax.fori_loop(0, 3, lambda n, carry: jnp.sin(carry) + n.astype(dtype), x.astype(dtype))
+
+    return fun, (draw(4),)
+
+
+def unbounded_while_loop(dtype):
+    def fun(x):
+        return lax.while_loop(lambda c: jnp.max(c) < 100, lambda c: c * 2, jnp.abs(x.astype(dtype)))
+
+    return fun, (draw(4),)
+
+
+def conditionals(dtype):
+    def fun(x):
+        y = x.astype(dtype)
+        y = lax.cond(jnp.sum(y) > 0, lambda y: y * y, jnp.negative, y)
+        return lax.switch(2, [jnp.sin, jnp.cos, jnp.tanh], y)
+
+    return fun, (draw(4),)
+
+
+def jitted(dtype):
+    @jax.jit
+    def inner(x):
+        return jax.nn.softplus(x) + jnp.float32(2).astype(dtype)
+
+    return lambda x: inner(inner(x.astype(dtype))), (draw(4),)
+
+
+def custom_jvp(dtype):
+    @jax.custom_jvp
+    def fun(x, n):
+        return jnp.sin(x) * n
+
+    fun.defjvp(lambda primals, tangents: (fun(*primals), 5 * jnp.cos(primals[0]) * tangents[0]))
+    return lambda x: jax.nn.relu(fun(x.astype(dtype), 3)), (draw(4),)
+
+
+def custom_vjp(dtype):
+    @jax.custom_vjp
+    def fun(x, y):
+        return x * y
+
+    fun.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, ct: (3 * ct * kept[1], ct * kept[0]))
+    return lambda x, y: fun(x.astype(dtype), y.astype(dtype)), (draw(4), draw(4, seed=1))
+
+
+def custom_vjp_within_a_scan(dtype):
+    multiply, _ = custom_vjp(dtype)
+
+    def fun(x, y):
+        return lax.scan(lambda carry, row: (multiply(carry, row), None), x.astype(dtype), y)[0]
+
+    return fun, (draw(4), draw(3, 4, seed=1))
+
+
+def custom_vjp_of_structures(dtype):
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def fun(power, tree, index):
+        return {"out": tree["x"][index] ** power, "index": index}
+
+    def forward(power, tree, index):
+        return fun(power, tree, index), (tree, index)
+
+    def backward(power, kept, cotangent):
+        tree, index = kept
+        return {"x": jnp.zeros_like(tree["x"]).at[index].set(7 * cotangent["out"] * tree["x"][index] ** power)}, None
+
+    fun.defvjp(forward, backward)
+    return lambda x: fun(2, {"x": x.astype(dtype)}, jnp.int32(1))["out"], (draw(4),)
+
+
+def vectorized(dtype):
+    def norm(x):
+        return jnp.linalg.norm(jax.nn.softmax(x.astype(dtype)))
+
+    return jax.vmap(norm), (draw(3, 4),)
+
+
+def differentiated(dtype):
+    def energy(x):
+        return jnp.sum(jax.nn.silu(x.astype(dtype)) ** 2).astype(jnp.float32)
+
+    return jax.vmap(jax.grad(energy)), (draw(3, 4),)
+
+
+def scatter_gather_sort(dtype):
+    def fun(x):
+        y = x.astype(dtype).at[jnp.array([0, 2])].add(1).at[1].mul(3)
+        return jnp.sort(y)[jnp.array([3, 0])] + jnp.cumsum(y)[:2] + lax.top_k(y, 2)[0]
+
+    return fun, (draw(4),)
+
+
+def pooling(dtype):
+    def fun(x):
+        y = lax.conv(x.astype(dtype), jnp.ones((2, 1, 3, 3), dtype), (1, 1), "SAME")
+        return lax.reduce_window(y, np.array(-jnp.inf, dtype), lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+
+    return fun, (draw(1, 1, 6, 6),)
+
+
+def reductions_of_ones_own(dtype):
+    def fun(x):
+        return lax.reduce(x.astype(dtype), jnp.asarray(0, dtype), lambda a, b: a + b, (0,))
+
+    return fun, (draw(4, 3),)
+
+
+def linear_solve(dtype):
+    def fun(a, b):
+        matrix = (a @ a.T + 4 * jnp.eye(4)).astype(dtype)
+        return lax.custom_linear_solve(lambda x: matrix @ x, b.astype(dtype), lambda f, b: f(b) / 30, symmetric=True)
+
+    return fun, (draw(4, 4), draw(4, seed=1))
+
+
+PROGRAMS = [
+    casts_and_constants,
+    matmul_told_its_dtype,
+    scan_with_checkpoint,
+    checkpoint_with_a_policy,
+    while_loop,
+    unbounded_while_loop,
+    conditionals,
+    jitted,
+    custom_jvp,
+    custom_vjp,
+    custom_vjp_within_a_scan,
+    custom_vjp_of_structures,
+    vectorized,
+    differentiated,
+    scatter_gather_sort,
+    pooling,
+    reductions_of_ones_own,
+    linear_solve,
+]
+NOT_DIFFERENTIABLE_BACKWARDS = (unbounded_while_loop,)
+BY_NAME = {"ids": lambda program: program.__name__}
+
+
+def loss_of(fun):
+    """A scalar of all results, computed in float32."""
+    return lambda *args: sum(jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(fun(*args)))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
+def test_a_float16_program_equals_the_same_program_written_in_float32(program):
+    fun, args = program(jnp.float16)
+    wide, _ = program(jnp.float32)
+    narrow_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.jit(fun)(*args))}
+    assert_close(jax.jit(in_precision(fun, jnp.float32))(*args), jax.jit(wide)(*args))
+    assert narrow_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # the program is what its name says
+
+
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
+def test_so_do_its_gradients_whichever_is_done_first(program):
+    fun, args = program(jnp.float16)
+    wide, _ = program(jnp.float32)
+    argnums = tuple(range(len(args)))
+    expected = jax.jit(jax.value_and_grad(loss_of(wide), argnums))(*args)
+    assert_close(jax.jit(in_precision(jax.value_and_grad(loss_of(fun), argnums)))(*args), expected)
+    assert_close(jax.jit(jax.value_and_grad(in_precision(loss_of(fun)), argnums))(*args), expected)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
+def test_a_float32_program_is_unchanged_to_the_last_bit(program):
+    fun, args = program(jnp.float32)
+    for actual, expected in zip(
+        jax.tree.leaves(jax.jit(in_precision(fun, jnp.float32))(*args)),
+        jax.tree.leaves(jax.jit(fun)(*args)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(actual, expected)
+        assert (actual.dtype, actual.weak_type) == (expected.dtype, expected.weak_type)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_narrow_float_is_widened(dtype):
+    fun, args = casts_and_constants(dtype)
+    wide, _ = casts_and_constants(jnp.float32)
+    assert_close(in_precision(fun)(*args), wide(*args))
+
+
+def test_a_constant_keeps_the_digits_that_were_left_of_it():
+    assert in_precision(lambda x: x + 0.1)(jnp.float16(0)) == np.float32(np.float16(0.1))
+
+
+def test_the_programs_are_not_the_same_without_it():
+    """The oracle can fail: float16 gives another result."""
+    fun, args = scan_with_checkpoint(jnp.float16)
+    wide, _ = scan_with_checkpoint(jnp.float32)
+    with pytest.raises(AssertionError):
+        assert_close(cast(fun(*args), jnp.float32), wide(*args))
+
+
+# Networks.
+
+
+def linen_model(name, dtype):
+    from flax import linen as nn
+
+    class Convolutions(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(8, (3, 3), dtype=dtype)(x.reshape(2, 4, 4, 2))
+            x = nn.GroupNorm(4, dtype=dtype)(x)
+            x = nn.max_pool(nn.silu(x), (2, 2), (2, 2))
+            return nn.Dense(3, dtype=dtype)(x.reshape(2, -1))
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x.reshape(2, 4, 8)
+            mask = nn.make_causal_mask(jnp.ones((2, 4)))
+            x = nn.MultiHeadDotProductAttention(2, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x), mask=mask)
+            return nn.Dense(3, dtype=dtype)(nn.swish(x))
+
+    class Recurrent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.RNN(nn.GRUCell(5, dtype=dtype))(x.reshape(2, 8, 4))
+
+    model = {"convolutions": Convolutions, "attention": Attention, "recurrent": Recurrent}[name]()
+    x = draw(2, 32, seed=2)
+    params = jax.jit(model.init)(KEY, x)
+    return lambda params: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2), params
+
+
+@pytest.fixture
+def flax_promotes(promotion):
+    if promotion == "strict":
+        pytest.skip("flax itself relies on the usual promotion")
+
+
+@pytest.mark.usefixtures("flax_promotes")
+@pytest.mark.parametrize("name", ["convolutions", "attention", "recurrent"])
+def test_linen(name):
+    assert_a_network_equals_itself_in_float32(functools.partial(linen_model, name))
+
+
+@pytest.mark.usefixtures("flax_promotes")
+def test_nnx():
+    from flax import nnx
+
+    def model(dtype):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                # A bias in front of batch normalization would have a gradient of nothing but rounding.
+                self.first = nnx.Linear(8, 16, use_bias=False, dtype=dtype, rngs=rngs)
+                self.norm = nnx.BatchNorm(16, dtype=dtype, rngs=rngs)
+                self.last = nnx.Linear(16, 3, dtype=dtype, rngs=rngs)
+
+            def __call__(self, x):
+                return self.last(nnx.relu(self.norm(self.first(x))))
+
+        graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+        def loss(params):
+            return jnp.mean(nnx.merge(graph, params, rest, copy=True)(draw(6, 8)).astype(jnp.float32) ** 2)
+
+        return loss, params
+
+    assert_a_network_equals_itself_in_float32(model)
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox")
+
+    def model(dtype):
+        network = eqx.nn.MLP(4, 2, 8, 2, key=KEY)
+        params, static = eqx.partition(network, eqx.is_inexact_array)
+
+        def loss(params):
+            network = eqx.combine(cast(params, dtype), static)
+            return jnp.mean(jax.vmap(network)(draw(6, 4).astype(dtype)).astype(jnp.float32) ** 2)
+
+        return loss, params
+
+    assert_a_network_equals_itself_in_float32(model)
+
+
+def assert_a_network_equals_itself_in_float32(model):
+    narrow, params = model(jnp.float16)
+    wide, _ = model(jnp.float32)
+    expected = jax.jit(jax.value_and_grad(wide))(params)
+    assert_close(jax.jit(in_precision(jax.value_and_grad(narrow)))(params), expected)
+    assert_close(jax.jit(jax.value_and_grad(in_precision(narrow)))(params), expected)
+    with pytest.raises(AssertionError):  # in float16 it does not
+        assert_close(jax.jit(jax.value_and_grad(narrow))(params), expected)
+
+
+# What is particular.
+
+
+def test_finfo_stays_what_it_was():
+    def fun(x):
+        return x.astype(jnp.float16) + jnp.finfo(jnp.float16).max
+
+    assert in_precision(fun)(jnp.float32(65504)) == 2 * 65504
+    assert fun(jnp.float32(65504)) == jnp.inf
+
+
+def test_bits_are_those_of_the_narrow_number():
+    def fun(bits):
+        return 2 * lax.bitcast_convert_type(bits, jnp.float16)
+
+    def back(x):
+        return lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
+
+    one = jnp.uint16(np.float16(1.5).view(np.uint16))
+    assert in_precision(fun)(one) == 3
+    assert in_precision(fun)(one).dtype == jnp.float32
+    assert in_precision(back)(jnp.float32(1.5)) == one
+
+
+def test_random_numbers_are_the_same():
+    def fun(key):
+        return jax.random.uniform(key, (8,), jnp.float16), jax.random.bernoulli(key, 0.5, (8,))
+
+    actual, expected = in_precision(fun)(KEY), fun(KEY)
+    np.testing.assert_array_equal(actual[0], expected[0].astype(jnp.float32))
+    np.testing.assert_array_equal(actual[1], expected[1])
+
+
+def test_narrow_arguments_are_taken_and_narrow_results_come_back_wide():
+    out = in_precision(lambda x: {"y": x * x, "n": jnp.int32(3), "name": "a"})(jnp.float16(300))
+    assert out == {"y": 90000, "n": 3, "name": "a"}
+    assert out["y"].dtype == jnp.float32
+
+
+def test_what_is_no_array_is_handed_on_as_it_is():
+    def fun(x, power, training, activation, *, scale=1.0):
+        assert isinstance(power, int)
+        assert training is True
+        return activation(x.astype(jnp.float16) ** power) * scale
+
+    assert in_precision(fun)(jnp.float32(200), 3, True, jnp.negative, scale=2.0) == -16e6
+
+
+def test_closures_over_what_is_differentiated():
+    def outer(w):
+        return in_precision(lambda x: w.astype(jnp.float16) * x)(jnp.float16(300)) * w
+
+    assert jax.grad(outer)(jnp.float32(300)) == 2 * 300 * 300
+
+
+def test_a_custom_rule_that_closes_over_what_is_differentiated_is_refused_as_by_jax():
+    def fun(x, y):
+        y = y.astype(jnp.float16)
+
+        @jax.custom_vjp
+        def multiply(x):
+            return x * y
+
+        multiply.defvjp(lambda x: (multiply(x), y), lambda y, cotangent: (5 * cotangent * y,))
+        return multiply(x.astype(jnp.float16)).astype(jnp.float32)
+
+    assert in_precision(jax.grad(fun))(jnp.float32(2), jnp.float32(3)) == 15
+    for function in (jax.jit(fun), in_precision(jax.jit(fun)), in_precision(fun)):
+        with pytest.raises(Exception, match="closed-over value"):
+            jax.grad(function, 1)(jnp.float32(2), jnp.float32(3))
+
+
+def test_second_derivatives():
+    def energy(x):
+        return jnp.sum(jax.nn.silu(x.astype(jnp.float16))).astype(jnp.float32)
+
+    expected = jax.hessian(lambda x: jnp.sum(jax.nn.silu(x)))(draw(3))
+    assert_close(jax.hessian(in_precision(energy))(draw(3)), expected)
+
+
+@pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
+def test_float64(narrow):
+    with jax.enable_x64(True):
+        fun, args = matmul_told_its_dtype(narrow)
+        args = cast(args, jnp.float32)
+        out = in_precision(lambda w, x: w.astype(narrow) @ x.astype(narrow), jnp.float64)(*args)
+        np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
+        assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # as it was told
+
+
+def test_another_narrow_precision():
+    out = in_precision(lambda x: x.astype(jnp.float16) * 2, jnp.bfloat16)(jnp.float32(40000))
+    assert out == 79872
+    assert out.dtype == jnp.bfloat16
+
+
+def test_an_explicit_reduce_precision_of_a_float32_stays():
+    fun = functools.partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=10)
+    assert in_precision(fun)(jnp.float32(1 / 3)) == np.float32(np.float16(1 / 3))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+
+    def program(dtype):
+        def of_shard(w, x):
+            return lax.pmean(jnp.sum(jax.nn.relu(x.astype(dtype) @ w) ** 2), "data")
+
+        def loss(w, x):
+            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+            return (total(w.astype(dtype), x) + jnp.sum(x.astype(dtype))).astype(jnp.float32)
+
+        return loss
+
+    with jax.set_mesh(mesh):
+        w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, P("data")))
+        expected = jax.jit(jax.value_and_grad(program(jnp.float32)))(w, x)
+        assert_close(jax.jit(in_precision(jax.value_and_grad(program(jnp.float16))))(w, x), expected)
+        assert_close(jax.jit(jax.value_and_grad(in_precision(program(jnp.float16))))(w, x), expected)
+
+
+def test_products_are_not_rounded_to_the_bits_of_a_fast_unit():
+    jaxpr = jax.make_jaxpr(in_precision(lambda x: x @ x))(jnp.ones((2, 2), jnp.float16))
+    (precision,) = [eqn.params["precision"] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert precision == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
+def test_layers_stay_named():
+    def fun(x):
+        with jax.named_scope("block"):
+            return jnp.sin(x.astype(jnp.float16))
+
+    jaxpr = jax.make_jaxpr(in_precision(fun))(jnp.float32(1))
+    (stack,) = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns if eqn.primitive.name == "sin"]
+    assert stack == "block"
+
+
+# What it cannot follow is said.
+
+
+def test_a_callback_is_evaluated_as_it_is_and_said():
+    def fun(x):
+        y = x.astype(jnp.float16)
+        return y * jax.pure_callback(lambda y: np.float16(y + 1), jax.ShapeDtypeStruct((), jnp.float16), y)
+
+    with pytest.warns(UserWarning, match="pure_callback"):
+        out = in_precision(fun)(jnp.float32(2048.0))
+    assert out == 2048.0 * 2048.0  # 2049 has no place in float16; the product has one in float32 only
+
+
+def test_so_is_a_kernel():
+    from jax.experimental import pallas as pl
+
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    def fun(x):
+        x = x.astype(jnp.float16)
+        return pl.pallas_call(double, out_shape=x, interpret=True)(x)
+
+    with pytest.warns(UserWarning, match="pallas_call"):
+        out = in_precision(fun)(jnp.array([40000.0, 1.0]))
+    np.testing.assert_array_equal(out, np.array([np.inf, 2], np.float32))
+
+
+def test_so_is_an_operation_that_takes_narrow_numbers_only():
+    def twice(x):
+        if x.dtype != jnp.float16:
+            raise TypeError("float16 only")
+        return x * 2
+
+    double = Primitive("double_float16")
+    double.def_abstract_eval(lambda x: x)
+    double.def_impl(twice)
+    with pytest.warns(UserWarning, match="double_float16"):
+        assert in_precision(lambda x: double.bind(x.astype(jnp.float16)) + 1)(jnp.float32(1)) == 3
+
+
+def test_a_print_does_no_harm(capfd):
+    def fun(x):
+        jax.debug.print("x {}", x.astype(jnp.float16))
+        return x.astype(jnp.float16) * 2
+
+    assert in_precision(fun)(jnp.float32(40000)) == 80000
+    jax.effects_barrier()
+    assert "x 40000" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("int32", "real floating dtype"), ("pear", "no dtype"), ("float64", "enable_x64")]
+)
+def test_a_dtype_must_be_one_to_compute_in(dtype, words):
+    with pytest.raises(ValueError, match=rf"in_precision\(dtype=\.\.\.\).*{words}"):
+        in_precision(jnp.sin, dtype)

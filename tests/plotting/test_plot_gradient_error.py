@@ -1,0 +1,123 @@
+"""The figure of gradient errors, read back from the Axes."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from matplotlib import colors
+from matplotlib.figure import Figure
+
+from jax_lossscale.diagnostics import GradientComparison, LeafGradientError
+from jax_lossscale.plotting import plot_gradient_error
+
+INF = math.inf
+
+
+def leaf(path, errors, nonfinite=(0.0, 0.0, 0.0), rounding=0.0):
+    return LeafGradientError(
+        path=path,
+        shape=(4,),
+        norm=2.0,
+        largest=1.0,
+        smallest=1.0,
+        nonzero=4,
+        relative_error=tuple(errors),
+        lost=(0.0, 0.0, 0.0),
+        nonfinite=tuple(nonfinite),
+        rounding=rounding,
+    )
+
+
+def comparison(leaves, total, **changes):
+    made = GradientComparison(
+        verdict="It will train; start from 2^4.",
+        cause="none",
+        will_train=True,
+        loss_scale=16.0,
+        suffering=(),
+        dtype="float16",
+        loss_scales=(1.0, 16.0, 256.0),
+        leaves=tuple(leaves),
+        total=total,
+        value=1.0,
+        reference_value=1.0,
+        as_they_are=(),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+FALLING = comparison(
+    [leaf("a", [1.0, 0.01, INF], [0, 0, 0.5]), leaf("b", [1.0, 0.0, 0.02])],
+    leaf("all leaves", [1.0, 0.005, INF], [0, 0, 0.25]),
+)
+
+
+@pytest.fixture
+def ax():
+    return Figure(layout="constrained").subplots()
+
+
+def lines(ax):
+    return {line.get_label(): line for line in ax.lines}
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_a_line_for_each_leaf_and_a_thick_one_for_all(ax):
+    assert plot_gradient_error(FALLING, ax=ax) is ax
+    assert legend(ax) == ["all leaves", "one leaf (2)", "overflow", "start here"]
+    total, first, second, *_ = ax.lines
+    np.testing.assert_array_equal(total.get_xdata(), [1, 16, 256])
+    np.testing.assert_array_equal(total.get_ydata(), [1, 0.005, np.nan])
+    np.testing.assert_array_equal(first.get_ydata(), [1, 0.01, np.nan])
+    assert total.get_linewidth() > 2 * first.get_linewidth()
+    np.testing.assert_array_equal(second.get_ydata(), [1, 1e-6, 0.02])  # zero has no place on this axis
+
+
+def test_overflow_and_the_scale_to_start_from_are_marked(ax):
+    found = lines(plot_gradient_error(FALLING, ax=ax))
+    assert found["overflow"].get_xdata().tolist() == [256]
+    assert found["start here"].get_xdata() == [16, 16]
+
+
+def test_leaves_that_suffer_differ_in_colour_and_in_line(ax):
+    found = lines(plot_gradient_error(dataclasses.replace(FALLING, suffering=("b",), will_train=False), ax=ax))
+    suffering, other = found["suffering leaf (1)"], found["one leaf (1)"]
+    assert colors.to_hex(suffering.get_color()) != colors.to_hex(other.get_color())
+    assert suffering.get_linestyle() != other.get_linestyle()
+    assert "best for the others" in found
+
+
+def test_without_a_scale_to_start_from_none_is_marked(ax):
+    plot_gradient_error(dataclasses.replace(FALLING, loss_scale=None), ax=ax)
+    assert legend(ax) == ["all leaves", "one leaf (2)", "overflow"]
+
+
+def test_a_leaf_without_a_true_gradient_is_left_out_and_does_not_widen_the_view(ax):
+    noise = leaf("noise", [1e4, 1e4, 1e4], rounding=0.5)
+    plot_gradient_error(comparison([leaf("a", [0.1, 0.1, 0.1]), noise], leaf("all leaves", [0.1, 0.1, 0.1])), ax=ax)
+    assert legend(ax) == ["all leaves", "one leaf (1)", "start here"]
+    assert ax.get_ylim()[1] < 1e4
+
+
+def test_nothing_finite(ax):
+    over = leaf("a", [INF] * 3, [1.0] * 3)
+    plot_gradient_error(comparison([over], leaf("all leaves", [INF] * 3, [1.0] * 3), loss_scale=None), ax=ax)
+    assert lines(ax)["overflow"].get_xdata().tolist() == [1, 16, 256]
+
+
+def test_axes_are_named_and_drawn_without_a_warning(ax):
+    plot_gradient_error(FALLING, ax=ax)
+    ax.figure.draw_without_rendering()
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("loss scale", "relative error of float16 gradients")
+    low, high = ax.get_ylim()
+    shown = [tick.label1.get_text() for tick in ax.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert {"1 %", "100 %"} <= set(shown)
+
+
+def test_it_takes_a_comparison_only(ax):
+    with pytest.raises(ValueError, match=r"plot_gradient_error\(comparison=...\).*got dict"):
+        plot_gradient_error({}, ax=ax)
