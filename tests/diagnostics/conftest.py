@@ -1,10 +1,10 @@
-"""Every test of the diagnostics runs with JAX's usual rules of promotion and with the strict ones."""
+"""What reads numbers runs with JAX's usual rules of promotion and with the strict ones."""
 
 import jax
 import pytest
 
 
-@pytest.fixture(params=["standard", "strict"], scope="module", autouse=True)
+@pytest.fixture(params=["standard", "strict"], scope="module")
 def promotion(request):
     with jax.numpy_dtype_promotion(request.param):
         yield request.param

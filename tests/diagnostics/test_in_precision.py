@@ -301,19 +301,11 @@ def linen_model(name, dtype):
     return lambda params: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2), params
 
 
-@pytest.fixture
-def flax_promotes(promotion):
-    if promotion == "strict":
-        pytest.skip("flax itself relies on the usual promotion")
-
-
-@pytest.mark.usefixtures("flax_promotes")
 @pytest.mark.parametrize("name", ["convolutions", "attention", "recurrent"])
 def test_linen(name):
     assert_a_network_equals_itself_in_float32(functools.partial(linen_model, name))
 
 
-@pytest.mark.usefixtures("flax_promotes")
 def test_nnx():
     from flax import nnx
 

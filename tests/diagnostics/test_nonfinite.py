@@ -17,6 +17,8 @@ from jax_lossscale.diagnostics import (
     nonfinite_report,
 )
 
+pytestmark = pytest.mark.usefixtures("promotion")
+
 
 @pytest.fixture(params=[False, True], ids=["32 bits", "64 bits"])
 def x64(request):

@@ -21,6 +21,8 @@ from jax_lossscale.diagnostics import (
     underflow_fraction,
 )
 
+pytestmark = pytest.mark.usefixtures("promotion")
+
 
 def numpy_histogram(values):
     """By `numpy.frexp` in float64, which holds every number of the others as a normal one."""

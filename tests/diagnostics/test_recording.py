@@ -11,6 +11,9 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.usefixtures("promotion")
+
+
 RECORDED = {
     # gradients, loss, skip_if: leaf, has_nan, value_finite; that skip_if is kept, too, is asserted for each
     "infinity": ([1.0, INF], 1.0, False, 1, False, True),

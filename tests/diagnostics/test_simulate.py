@@ -18,6 +18,8 @@ from jax_lossscale.diagnostics import (
     simulate,
 )
 
+pytestmark = pytest.mark.usefixtures("promotion")
+
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3))
