@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,14 +15,16 @@ def call_compiled(function: Callable[..., Any], closures: Callable[..., Any], *a
     """``function(*args)``, compiled once for all calls that are alike, where that can be.
 
     Arrays are arguments of the program. All other leaves (flags, names, functions) stay what they are, since they may
-    steer Python code: each value of them has a program of its own. What cannot be a key to a program, and what is
-    called while JAX traces, is called as it is.
+    steer Python code: each value of them has a program of its own. What cannot be a key to a program (methods, whose
+    object may change, among them), and what is called while JAX traces, is called as it is.
 
     Args:
       function: a hashable value that can be called.
       closures: the user's function inside, which may have closed over tracers.
       *args: pytrees.
     """
+    if _may_change(closures):
+        return function(*args)
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
     others = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
@@ -53,8 +56,17 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
+def _may_change(function: Any) -> bool:
+    """Whether it is called on an object, whose attributes may be others at the next call."""
+    if function is None:
+        return False
+    if isinstance(function, functools.partial):
+        return _may_change(function.func)
+    return inspect.ismethod(function) or _may_change(getattr(function, "__wrapped__", None))
+
+
 def _captured(function: Any) -> Iterator[Any]:
-    """What a function has closed over, and what was bound to it."""
+    """What a function has closed over, and the arguments that were fixed."""
     if isinstance(function, functools.partial):
         yield from (function.args, function.keywords)
         yield from _captured(function.func)

@@ -114,7 +114,10 @@ def count_leaf(value: Any, name: str) -> ArrayLike:
     """``value`` as a leaf that holds a count: ``int32[]``, or a batch of them."""
     if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
         return value.astype(np.int32)
-    return np.int32(_integer(value, name))
+    count = _integer(value, name)
+    if not 0 <= count <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be a count that fits int32, got {value!r}.")
+    return np.int32(count)
 
 
 def _is_array(value: Any) -> bool:

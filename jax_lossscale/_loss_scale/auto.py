@@ -31,7 +31,7 @@ _LOG2_FRESH_MARGIN = 5.0
 _FRESH_PATIENCE = 8
 _LEARNED_PATIENCE = 1024  # two overflows in 1,000 steps are what may be
 _LONGEST_PATIENCE = 4096
-_PATIENCE_IF_LOWERED = 1 / 4
+_PATIENCE_DIVIDED_IF_LOWERED = 4
 _PATIENCE_IF_RAISED = 2
 _PATIENCE_IF_REFUTED = 8
 _SOON_AFTER_OVERFLOW = 96
@@ -219,9 +219,9 @@ class AutoLossScale(LossScale):
         log2_largest = jnp.log2(jnp.where(is_measured, jnp.maximum(largest, jnp.finfo(jnp.float32).tiny), 1))
         above = log2_largest - self.log2_mean
         noise = _DEVIATIONS * jnp.sqrt(self.log2_variance)
-        step = jnp.maximum(above / jnp.minimum(self.num_measured + 1, _MEAN_STEPS), above - noise)
+        step = jnp.maximum(above / self._weight(_MEAN_STEPS), above - noise)
         square = 2 * jnp.clip(above, 0, noise + _LOG2_OUTLIER) ** 2  # 2: half of all deviations are upwards
-        variance_step = (square - self.log2_variance) / jnp.minimum(self.num_measured + 1, _VARIANCE_STEPS)
+        variance_step = (square - self.log2_variance) / self._weight(_VARIANCE_STEPS)
 
         # All zero: a mean slides down. A guess returns to the one that is made without any knowledge.
         slid = jnp.where(is_known, self.log2_mean - _LOG2_SLIDE, self._slid_guess())
@@ -233,7 +233,7 @@ class AutoLossScale(LossScale):
         variance = self.log2_variance + jnp.where(is_measured & is_known, variance_step, 0)
 
         target = jnp.floor(self._log2_target(mean, variance) - margin)
-        log2_scale = _floor_log2(self.current_loss_scale).astype(jnp.float32)
+        log2_scale = _floor_log2(self.current_loss_scale)
         approaching = jnp.maximum(log2_scale + 1, target - _LOG2_BACKOFF)
         searching = log2_scale + jnp.where(all_zero, _LOG2_SEARCH_UP, 0)
         return {
@@ -243,16 +243,16 @@ class AutoLossScale(LossScale):
             "log2_margin": margin,
             "margin_patience": patience,
             "num_margin_steps": num_margin_steps,
-            "num_finite_steps": self.num_finite_steps + 1,
-            "num_measured": jnp.minimum(self.num_measured + is_measured, _VARIANCE_STEPS),
+            "num_finite_steps": _next(self.num_finite_steps),
+            "num_measured": jnp.minimum(self.num_measured + is_measured.astype(jnp.int32), _VARIANCE_STEPS),
         }
 
     def _lowered_margin(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The margin after a finite step, its patience, and for how many steps it has been what it is."""
-        num_steps = self.num_margin_steps + 1
+        num_steps = _next(self.num_margin_steps)
         is_due = (num_steps >= self.margin_patience) & (self.log2_margin > 0)
         margin = jnp.where(is_due, jnp.maximum(self.log2_margin - 1, 0), self.log2_margin)
-        shortened = jnp.maximum(self.margin_patience * _PATIENCE_IF_LOWERED, _FRESH_PATIENCE).astype(jnp.int32)
+        shortened = jnp.maximum(self.margin_patience // _PATIENCE_DIVIDED_IF_LOWERED, _FRESH_PATIENCE)
         return margin, jnp.where(is_due, shortened, self.margin_patience), jnp.where(is_due, 0, num_steps)
 
     def _after_overflow(self) -> _State:
@@ -298,13 +298,17 @@ class AutoLossScale(LossScale):
     def _unmeasured(self) -> tuple[_State, _State]:
         """The classic rule, where only the verdict is known."""
         log2_scale = _floor_log2(self.current_loss_scale)
-        num_finite_steps = self.num_finite_steps + 1
-        grows = num_finite_steps % _INCREMENT_PERIOD == 0
+        num_finite_steps = _next(self.num_finite_steps)
+        growth = jnp.where(num_finite_steps % _INCREMENT_PERIOD == 0, 1.0, 0.0)
         lowered = jnp.minimum(self._clipped(log2_scale - 1), self.current_loss_scale)
         return (
-            {"current_loss_scale": self._clipped(log2_scale + grows), "num_finite_steps": num_finite_steps},
+            {"current_loss_scale": self._clipped(log2_scale + growth), "num_finite_steps": num_finite_steps},
             {"current_loss_scale": lowered, "num_finite_steps": jnp.zeros_like(num_finite_steps)},
         )
+
+    def _weight(self, num_steps: int) -> jax.Array:
+        """Over how many steps a mean is taken: over those that were measured, up to ``num_steps``."""
+        return jnp.minimum(jnp.asarray(self.num_measured) + 1, num_steps).astype(jnp.float32)
 
     def _log2_target(self, mean: ArrayLike, variance: ArrayLike) -> Any:
         """Log2 of the scale at which nothing but the margin is kept free, not rounded."""
@@ -336,6 +340,12 @@ class AutoLossScale(LossScale):
 
 
 def _floor_log2(scale: jax.Array) -> jax.Array:
-    """The exponent of the greatest power of two that is not above ``scale``: ``int32[]``."""
+    """The exponent of the greatest power of two that is not above ``scale``: ``float32[]``."""
     _, exponent = jnp.frexp(scale)
-    return exponent.astype(jnp.int32) - 1
+    return exponent.astype(jnp.float32) - 1
+
+
+def _next(count: jax.Array) -> jax.Array:
+    """One more, up to the largest int32."""
+    count = jnp.asarray(count)
+    return jnp.where(count == jnp.iinfo(jnp.int32).max, count, count + 1)

@@ -91,7 +91,7 @@ class LossScale(abc.ABC):
         return bool(structure == other_structure) and all(map(np.array_equal, leaves, others))  # type: ignore[operator]
 
     def __hash__(self) -> int:
-        return hash((type(self), *jax.tree.leaves(self)))
+        return hash((type(self), *config_of(self).items()))
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Multiply the inexact leaves of a tree by the scale.

@@ -20,7 +20,7 @@ from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 from jax_lossscale._tree import checked_dtype
 
 # A user's class of the same name does not take over what was saved of one of these.
-_OWN_KINDS = (FixedLossScale, NoOpLossScale, DynamicLossScale)
+_OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
 
 _ACCEPTED = (
     "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), 'auto' (`AutoLossScale()`), None "

@@ -47,10 +47,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         return functools.partial(_update_then_apply, self.update)  # another `update` was put in by `_replace`
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(init={self.init!r}, update={self.update!r}, "
-            f"update_and_apply={self.update_and_apply!r})"
-        )
+        wrapped = getattr(self.update, "__self__", None)
+        told = repr(wrapped) if isinstance(wrapped, _Wrapped) else f"{self.init!r}, {self.update!r}"
+        return f"{type(self).__name__}({told}: init, update, update_and_apply)"
 
 
 def loss_scaled(
@@ -93,10 +92,12 @@ def loss_scaled(
       inner: any optax transformation, or `optax.MultiSteps`.
       loss_scale: whatever `get` accepts.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the names over which the verdict is agreed (never the gradients;
-        sum those yourself, before or after scaling). All devices then skip together. One all-reduce of one scalar.
+        sum those yourself, before or after scaling). All devices then skip together. One small all-reduce.
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
-        bytes, though no GPU has been timed. The results are the same, and so are their derivatives.
+        bytes, though no GPU has been timed. The results are the same, and so
+        are their derivatives, which stay finite where a step was skipped. (Where an overflow came out of a backward
+        pass that is itself differentiated, as in meta-learning, the derivative of that pass may still be NaN.)
       record_bad_steps: whether ``init`` makes a state that keeps a `BadStep`: which leaf was not finite, and how;
         ``update`` follows the state. On a good step that costs a branch; to compile, a reduction a leaf.
 
@@ -112,7 +113,8 @@ def loss_scaled(
         - ``parts_finite``: ``bool[]``, false if a part of these gradients overflowed and was left out
           (`accumulate_gradients`): the scale then backs off, though the step is applied;
         - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite, where you know it already (from their
-          norm, say), agreed over devices: then they are not read to find out. You vouch for it;
+          norm, say), agreed over devices: then they are not read to find out (but a kind with ``needs_largest`` reads
+          them to measure). You vouch for it;
         - other arguments reach the chain as they are: gradients among them must be unscaled ones. Called outside
           `jax.jit` with one of these, a step is many small dispatches instead of one.
 
@@ -293,7 +295,7 @@ def _update_then_apply(
     **extra_args: Any,
 ) -> tuple[optax.Params, LossScaledState]:
     updates, state = update(scaled_grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
+    return _inner.apply_updates(params, updates), state
 
 
 def _fill(tree: chex.ArrayTree, otherwise: chex.ArrayTree) -> chex.ArrayTree:

@@ -104,6 +104,8 @@ def _look(
         elif told.grads_finite is None:
             flags["leaves_finite"] = all_finite_unscaled(scaled_grads, loss_scale())
         if told.grads_finite is not None:
+            if largest is not None:  # 0 would say that all are zero, where they are not finite
+                largest = jnp.where(flags["leaves_finite"], largest, jnp.inf)
             flags["leaves_finite"] = jnp.asarray(told.grads_finite)
         if told.value is not None:
             flags["value_finite"] = all_finite(told.value)

@@ -522,3 +522,17 @@ def test_a_verdict_that_is_no_boolean_is_refused():
     tx = jls.loss_scaled(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"update\(parts_finite=...\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), parts_finite=jnp.array([True, True]))
+
+
+def test_a_method_sees_what_its_object_holds_now():
+    class Trainer:
+        target = 0.0
+
+        def loss(self, w, x):
+            return jnp.mean((w * x - self.target) ** 2)
+
+    trainer, x = Trainer(), jnp.ones(4)
+    first = jls.accumulate_gradients(trainer.loss, 8.0, 2)(1.0, x)
+    trainer.target = 1.0
+    second = jls.accumulate_gradients(trainer.loss, 8.0, 2)(1.0, x)
+    assert (first.value, second.value) == (1.0, 0.0)

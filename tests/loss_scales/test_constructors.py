@@ -92,7 +92,7 @@ def bad_numbers(kind, argument, **others):
         *bad(Dynamic, "hysteresis_refill", None, True, "never"),
         *bad_numbers(Dynamic, "current_loss_scale"),
         *bad(Dynamic, "current_loss_scale", 0, -1.0, 1e-39, np.array([8.0, np.nan])),
-        *bad(Dynamic, "num_good_steps", True, 0.5, "3", float("nan")),
+        *bad(Dynamic, "num_good_steps", True, 0.5, "3", float("nan"), -1, 2**31),
         *bad(Dynamic, "hysteresis_left", True, 0.5, "3", hysteresis=2),
     ],
 )

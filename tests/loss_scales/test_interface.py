@@ -111,3 +111,23 @@ def test_no_op_is_free():
     assert loss_scale.unscale(tree) is tree
     assert loss_scale.adjust(False) is loss_scale
     assert jax.make_jaxpr(step)(tree).eqns == []
+
+
+@each_kind
+def test_strict_promotion_changes_nothing(make):
+    results = []
+    for promotion in "standard", "strict":
+        loss_scale, scales = make(), []
+        with jax.numpy_dtype_promotion(promotion):
+            for grad in 1e-3, np.nan, 1e-3, 0.0, 1e-6, np.nan, np.nan, 1e-3:
+                loss_scale, _ = loss_scale.update(np.float32([grad]))
+                scales.append(float(loss_scale()))
+        results.append(scales)
+    assert results[0] == results[1]
+
+
+@each_kind
+def test_equal_ones_have_equal_hashes(make):
+    if make is ONE_OF_EACH["users_own"]:
+        pytest.skip("a dataclass of the user's, with a hash of its own")
+    assert hash(make()) == hash(make())

@@ -157,9 +157,15 @@ def test_loss_scale_for_refuses(dtype):
         jls.loss_scale_for(dtype)
 
 
-def test_a_users_class_does_not_take_over_what_was_saved_of_ours():
-    impostor = type("DynamicLossScale", (HalvingLossScale,), {})
+OWN_KINDS = [kind for kind in vars(jls).values() if isinstance(kind, type) and issubclass(kind, jls.LossScale)]
+OWN_KINDS.remove(jls.LossScale)
+
+
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_a_users_class_does_not_take_over_what_was_saved_of_ours(kind):
+    impostor = type(kind.__name__, (HalvingLossScale,), {})
     jax.tree_util.register_dataclass(impostor, data_fields=["num_overflows"], meta_fields=["initial"])
-    assert type(jls.get(jls.serialize(Dynamic(8)))) is Dynamic
+    ours = kind(8) if kind is not jls.NoOpLossScale else kind()
+    assert type(jls.get(jls.serialize(ours))) is kind
     with pytest.raises(ValueError, match="name of its own"):
         jls.serialize(impostor(8.0))

@@ -174,3 +174,12 @@ def test_apply_if_finite_around_the_wrapper_never_lets_the_scale_down():
     for _ in range(5):
         _, state = tx.update(BAD_GRADS, state, PARAMS)
     assert jls.get_loss_scale(state)() == 8.0
+
+
+def test_a_kind_that_measures_does_not_take_gradients_that_are_not_finite_for_zeros():
+    """All zeros would let it search upwards."""
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.AutoLossScale(2.0**10))
+    state = tx.init(PARAMS)
+    for _ in range(4):
+        _, state = tx.update(BAD_GRADS, state, PARAMS, grads_finite=True)
+    assert state.loss_scale() == 2.0**10
