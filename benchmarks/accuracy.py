@@ -112,7 +112,7 @@ def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bo
     if docs:
         from benchmarks import accuracy_docs
 
-        accuracy_docs.write(compared, tables)
+        accuracy_docs.write(*tables)
     return tables
 
 
@@ -191,7 +191,7 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
         ("workload", "{}"),
         ("arm", "{}"),
         ("final loss", "{:.4g}"),
-        *((f"seed {seed}", "{}") for seed in SEEDS[:seeds]),
+        *((f"seed {seed}", "{:+,.2f} %") for seed in SEEDS[:seeds]),
         ("", "{}"),
         ("zero gradients", "{:.1%}"),
         ("skipped", "{:.0f}"),
@@ -221,7 +221,7 @@ def _row(one: Compared, seeds: int) -> list[Cell]:
         one.workload,
         one.arm,
         median("final_loss"),
-        *("0" if one.arm == _references()[0] else _signed(value) for value in percent),
+        *(value if math.isfinite(value) else None for value in percent),
         "within the floor" if one.within_floor and one.arm not in _references() else "",
         median("zero_fraction"),
         median("skipped_steps"),
