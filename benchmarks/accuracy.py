@@ -172,7 +172,7 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
     """Percent above float32's final loss: a row a workload, a column an arm."""
     shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
     columns = [("workload", "{}"), ("noise floor", "{:.1f} %"), *((one.arm, "{}") for one in shown)]
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (name, each[0].floor, *(_verdict(one) for one in each if one.arm not in _references()))
         for name, each in compared.items()
     ]

@@ -7,7 +7,7 @@ file for each beside this one; with names of workloads, it writes those.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,8 @@ def load(path: Path) -> Trace:
 
 def save(path: Path, trace: Trace) -> None:
     """Write a trace, rounded to 1/256 of a bit."""
-    np.savez_compressed(path, **{field: _to_integers(values) for field, values in trace._asdict().items()})
+    arrays: dict[str, Any] = {field: _to_integers(values) for field, values in trace._asdict().items()}
+    np.savez_compressed(path, **arrays)
 
 
 def _to_integers(log2_values: np.ndarray) -> np.ndarray:

@@ -96,10 +96,10 @@ def batch_of(workload: Workload, seed: ArrayLike, step: ArrayLike) -> Any:
 
 def _begin(workload: Workload, seed: jax.Array, rounding: jax.Array) -> tuple[Any, Any]:
     params, statistics = begin(workload, seed)
-    return _round(params, jax.random.fold_in(jax.random.key(seed), 2), rounding), statistics
+    return round_params(params, jax.random.fold_in(jax.random.key(seed), 2), rounding), statistics
 
 
-def _round(params: Any, key: jax.Array, rounding: jax.Array) -> Any:
+def round_params(params: Any, key: jax.Array, rounding: jax.Array) -> Any:
     """Parameters that float16 holds, or as they are if ``rounding`` is negative."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.fold_in(key, jnp.maximum(rounding, 0)), len(leaves))
