@@ -25,7 +25,8 @@ class Trace(NamedTuple):
         where all are zero.
       log2_inside: ``float64[steps]``: log2 of what overflows first in the float16 backward pass, wherever that is: the
         pass overflows at just those powers of two ``scale`` for which ``inside * scale >= 65520``. Known to an eighth
-        of a bit, and so it may lie that much below the largest gradient.
+        of a bit. It may lie below the largest gradient, too, where float16 rounds the forward pass so that the
+        gradients are others: in ``pinn`` by 1.2 bits, since its residual is a small difference.
     """
 
     log2_largest: np.ndarray
