@@ -171,14 +171,14 @@ def _percent(one: Outcome, exact: Outcome) -> float:
 def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
     """Percent above float32's final loss: a row a workload, a column an arm."""
     shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
-    columns = [("workload", "{}"), ("noise floor", "{:.1f} %"), *((one.arm, "{}") for one in shown)]
+    columns = [("workload", "{}"), ("noise floor", "{:.2f} %"), *((one.arm, "{}") for one in shown)]
     rows: list[tuple[Cell, ...]] = [
         (name, each[0].floor, *(_verdict(one) for one in each if one.arm not in _references()))
         for name, each in compared.items()
     ]
     notes = [
         "Median over the seeds of how far the final loss is above that of float32 from the same seed. What is not "
-        "further from 0 than the noise floor is marked as noise. The noise floor is the largest difference that "
+        "further from 0 than the noise floor is called noise. The noise floor is the largest difference that "
         f"{len(_ROUNDINGS)} roundings of each seed's initial weights to float16 make in a float32 training."
     ]
     return Table("Final loss above that of float32", columns, rows, notes=notes, quick=quick)
@@ -222,7 +222,7 @@ def _row(one: Compared, seeds: int) -> list[Cell]:
         one.arm,
         median("final_loss"),
         *(value if math.isfinite(value) else None for value in percent),
-        "within the floor" if one.within_floor and one.arm not in _references() else "",
+        "noise" if one.within_floor and one.arm not in _references() else "",
         median("zero_fraction"),
         median("skipped_steps"),
         ", ".join(f"2^{math.log2(scale):.0f}" for scale in scales),

@@ -226,7 +226,7 @@ def test_what_lies_within_the_noise_floor_is_called_so(tables):
     assert cells["float16, dynamic"] == "noise (-1.0 %)"
     headings = [heading for heading, _ in details.columns]
     rows = {row[1]: dict(zip(headings, row, strict=True)) for row in details.rows}
-    assert rows["float16, fixed"][""] == "within the floor"
+    assert rows["float16, fixed"][""] == "noise"
     assert rows["float16"][""] == ""
     assert [rows["float32, weights rounded"][f"seed {seed}"] for seed in range(3)] == pytest.approx([3, 3, 3])
     assert (rows["float16, dynamic"]["skipped"], rows["float16, dynamic"]["final scale"]) == (3, "2^15")
@@ -252,7 +252,7 @@ def test_the_tables_and_the_figure_go_into_docs(tables, tmp_path, monkeypatch):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| pinn | 3.0 % | +50.0 % |" in text
+    assert "| pinn | 3.00 % | +50.0 % |" in text
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     accuracy_docs.write(*tables)
     assert page.read_text() == text
