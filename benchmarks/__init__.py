@@ -1,9 +1,9 @@
-"""What loss scaling costs, beside the bare optimizer and beside the peers: ``python -m benchmarks``.
+"""What loss scaling costs, beside the bare optimizer and beside the peers, and what it gives: ``python -m benchmarks``.
 
 Needs the extra ``bench``. Reading order: `trees` makes what is worked on, `peers` the steps that are compared, `timing`
 times them in turns, `isolation` gives each benchmark a process of its own, `report` holds and prints what came of it.
-The benchmarks themselves are the modules in `BENCHMARKS`; each has a function ``run(quick, progress)`` that returns
-tables.
+The benchmarks themselves are the modules in `BENCHMARKS` and `ON_REQUEST`; each has a function ``run(quick, progress)``
+that returns tables.
 """
 
 BENCHMARKS = {
@@ -14,4 +14,9 @@ BENCHMARKS = {
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
     "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
+}
+
+# These run only where they are named.
+ON_REQUEST = {
+    "accuracy": "ten small trainings in seven arms: does float16 give float32's result? (half an hour)",
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, ON_REQUEST
 from benchmarks.isolation import BenchmarkError, run_apart
 from benchmarks.report import Table, about_this_run, as_json, as_markdown, print_summary, print_table
 
@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Tables are wide. A file or a pipe has no width that they would have to fit. Brackets are text, not markup.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    tables, gpu, failed = _run(options.benchmarks, options.quick, console)
-    print_summary(tables, console)
-    command = shlex.join(["python", "-m", "benchmarks", *options.asked_for, *(["--quick"] if options.quick else [])])
+    tables, gpu, failed = _run(options.benchmarks, options.quick, {"accuracy": options.for_accuracy}, console)
+    if any(table.marks for table in tables):
+        print_summary(tables, console)
+    command = shlex.join(["python", "-m", "benchmarks", *options.asked_for, *_given(options)])
     about = about_this_run(command, gpu)
     if options.json:
         options.json.write_text(as_json(tables, about))
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _run(names: Sequence[str], quick: bool, console: Any) -> tuple[list[Table], str, bool]:
+def _run(
+    names: Sequence[str], quick: bool, special: dict[str, dict[str, Any]], console: Any
+) -> tuple[list[Table], str, bool]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -64,6 +67,7 @@ def _run(names: Sequence[str], quick: bool, console: Any) -> tuple[list[Table], 
                     name,
                     quick,
                     lambda done, what, task=task: bar.update(task, completed=done, description=what),  # type: ignore[misc]
+                    **special.get(name, {}),
                 )
             except BenchmarkError as error:
                 failed = True
@@ -84,23 +88,64 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m benchmarks",
         description="What loss scaling costs, beside the bare optimizer and beside the peers.",
-        epilog="\n".join(["benchmarks:", *(f"  {name:13} {what}" for name, what in BENCHMARKS.items())]),
+        epilog="\n".join(
+            [
+                "benchmarks:",
+                *(f"  {name:13} {what}" for name, what in BENCHMARKS.items()),
+                "only if named:",
+                *(f"  {name:13} {what}" for name, what in ON_REQUEST.items()),
+            ]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("benchmarks", nargs="*", metavar="benchmark", help="which to run; all, if none is named")
+    parser.add_argument(
+        "benchmarks", nargs="*", metavar="benchmark", help="which to run; all but those below, if none is named"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds: under two minutes")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers as JSON")
     parser.add_argument("--results", type=Path, metavar="PATH", help="write the tables as Markdown")
+    parser.add_argument(
+        "--workload", action="append", default=[], metavar="NAME", help="accuracy: only this one; may be repeated"
+    )
+    parser.add_argument("--docs", action="store_true", help="accuracy: write table and figure of docs/accuracy.md")
     options = parser.parse_args(arguments)
+    everything = BENCHMARKS | ON_REQUEST
     for name in options.benchmarks:
-        if name not in BENCHMARKS:
-            parser.error(f"there is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        if name not in everything:
+            parser.error(f"there is no benchmark {name!r}; there are {', '.join(everything)}")
+    _check_accuracy(parser, options)
     for option, path in (("--json", options.json), ("--results", options.results)):
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             parser.error(f"{option}: cannot write a file at {str(path)!r}")
     options.asked_for = list(dict.fromkeys(options.benchmarks))
     options.benchmarks = options.asked_for or list(BENCHMARKS)
     return options
+
+
+def _check_accuracy(parser: _Parser, options: argparse.Namespace) -> None:
+    """Make ``options.for_accuracy`` of the options that only `benchmarks.accuracy` has."""
+    if (options.workload or options.docs) and "accuracy" not in options.benchmarks:
+        parser.error("--workload and --docs belong to the benchmark accuracy: python -m benchmarks accuracy ...")
+    if "accuracy" not in options.benchmarks:
+        options.for_accuracy = {}
+        return
+    for module, extra in (("sklearn", "demo"), ("PIL", "demo"), *([("matplotlib", "plot")] if options.docs else [])):
+        if importlib.util.find_spec(module) is None:
+            parser.error(f"accuracy needs {module}, of the extra `{extra}`: pip install -e '.[{extra}]'")
+    from benchmarks.workloads import WORKLOADS
+
+    for name in options.workload:
+        if name not in WORKLOADS:
+            parser.error(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    if options.docs and (options.workload or options.quick):
+        parser.error("--docs needs every workload in full: leave out --workload and --quick")
+    options.for_accuracy = {"workloads": tuple(dict.fromkeys(options.workload)), "docs": options.docs}
+
+
+def _given(options: argparse.Namespace) -> list[str]:
+    """The options that decide what was run, as they would be written."""
+    workloads = [text for name in options.workload for text in ("--workload", name)]
+    return [*workloads, *(["--quick"] if options.quick else []), *(["--docs"] if options.docs else [])]
 
 
 if __name__ == "__main__":

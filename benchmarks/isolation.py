@@ -38,8 +38,10 @@ class Progress:
         return replace(self, start=start, stop=start + width, what=": ".join(filter(None, (self.what, what))))
 
 
-def run_apart(name: str, quick: bool, tell: Callable[[float, str], None]) -> tuple[list[Table], dict[str, str]]:
-    """Run ``benchmarks.<name>`` in a process of its own.
+def run_apart(
+    name: str, quick: bool, tell: Callable[[float, str], None], **options: Any
+) -> tuple[list[Table], dict[str, str]]:
+    """Run ``benchmarks.<name>`` in a process of its own, with the ``options`` that only it has.
 
     Returns:
       Its tables, and the accelerator and the versions that it ran with.
@@ -49,7 +51,7 @@ def run_apart(name: str, quick: bool, tell: Callable[[float, str], None]) -> tup
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, quick, there))
+    process = context.Process(target=_work, args=(name, quick, options, there))
     process.start()
     there.close()
     try:
@@ -88,12 +90,13 @@ def call_apart(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         process.join()
 
 
-def _work(name: str, quick: bool, connection: Connection) -> None:
+def _work(name: str, quick: bool, options: dict[str, Any], connection: Connection) -> None:
     try:
         from benchmarks.report import environment
 
         module = importlib.import_module(f"benchmarks.{name}")
-        tables = module.run(quick, Progress(lambda fraction, what: connection.send(("progress", fraction, what))))
+        progress = Progress(lambda fraction, what: connection.send(("progress", fraction, what)))
+        tables = module.run(quick, progress, **options)
         connection.send(("result", tables, environment()))
     except Exception:
         connection.send(("error", traceback.format_exc()))

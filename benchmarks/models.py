@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.peers import Loss
-
-_CHARACTERS = 128  # ASCII
+from benchmarks.workloads import data
 
 
 def mlp(layers: int, width: int, batch: int) -> tuple[Any, Any]:
@@ -54,7 +49,7 @@ def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any,
         return {"kernel": kernel(fan_in, fan_out), "bias": jnp.zeros(fan_out)}
 
     params = {
-        "characters": kernel(_CHARACTERS, width),
+        "characters": kernel(data.CHARACTERS, width),
         "positions": kernel(context, width),
         "norm": jnp.ones(width),
         "layers": [
@@ -69,7 +64,7 @@ def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any,
             for _ in range(layers)
         ],
     }
-    return params, jnp.asarray(_text(batch * (context + 1)).reshape(batch, context + 1))
+    return params, jnp.asarray(data.text(batch * (context + 1)).reshape(batch, context + 1))
 
 
 def transformer_loss(dtype: DTypeLike, heads: int) -> Loss:
@@ -109,17 +104,3 @@ def _linear(x: jax.Array, layer: Any) -> jax.Array:
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
-
-
-def _text(length: int) -> np.ndarray:
-    """Python's own standard library, which is on every machine that runs this."""
-
-    def sources() -> Iterator[bytes]:
-        yield from (path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
-
-    text = bytearray()
-    for source in sources():
-        text += bytes(byte for byte in source if byte < _CHARACTERS)
-        if len(text) >= length:
-            return np.frombuffer(bytes(text[:length]), np.uint8).astype(np.int32)
-    raise FileNotFoundError("Python's standard library is not installed as sources; there is no text to train on.")

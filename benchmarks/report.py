@@ -145,12 +145,19 @@ def as_markdown(tables: Sequence[Table], about: dict[str, str]) -> str:
         "first to the third quartile.",
         "",
     ]
+    lines += tables_as_markdown(tables)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def tables_as_markdown(tables: Sequence[Table]) -> list[str]:
+    """The lines of the tables that have rows, each under its title."""
+    lines = []
     for table in tables:
         if table.rows:
             lines += [f"### {table.full_title}", ""]
             lines += _markdown_table([heading for heading, _ in table.columns], table.as_text())
             lines += [line for note in table.notes for line in (note, "")]
-    return "\n".join(lines).rstrip() + "\n"
+    return lines
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,249 @@
+"""Does float16 give float32's result? Small real trainings in seven arms, each from several seeds.
+
+Not part of ``python -m benchmarks``: it takes half an hour. ``python -m benchmarks accuracy`` runs it, with
+``--workload`` for one workload, and with ``--docs`` it writes table and figure of ``docs/accuracy.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import jax_lossscale as jls
+from benchmarks.isolation import Progress
+from benchmarks.report import Cell, Table
+from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, compile_training
+
+SEEDS = (0, 1, 2)
+# Trainings in float32 from weights rounded to float16, of each seed: to the nearest, and at random up or down.
+_ROUNDINGS = (0, 1, 2)
+_QUICK_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train.
+
+    Attributes:
+      name: as the tables have it.
+      dtype: what is computed in.
+      loss_scale: makes the loss scale of a run from what computes the float32 gradients of its first step.
+      roundings: of the initial weights, each a training of its own.
+    """
+
+    name: str
+    dtype: DTypeLike
+    loss_scale: MakeLossScale
+    roundings: tuple[int, ...] = (AS_DRAWN,)
+
+
+def _no_loss_scale(gradients: Callable[[], Any]) -> jls.LossScale:
+    return jls.NoOpLossScale()
+
+
+def _suggested(gradients: Callable[[], Any]) -> jls.LossScale:
+    suggestion = jls.diagnostics.suggest_loss_scale(gradients())
+    return jls.FixedLossScale(suggestion.loss_scale, skip_nonfinite=True)
+
+
+def _dynamic(gradients: Callable[[], Any]) -> jls.LossScale:
+    return jls.DynamicLossScale()
+
+
+def arms() -> list[Arm]:
+    """All of them. The first is what the others are compared with, the second says what differs by chance."""
+    auto = getattr(jls, "AutoLossScale", None)
+    automatic = [Arm("float16, auto", jnp.float16, lambda gradients: auto())] if auto else []
+    return [
+        Arm("float32", jnp.float32, _no_loss_scale),
+        Arm("float32, weights rounded", jnp.float32, _no_loss_scale, _ROUNDINGS),
+        Arm("bfloat16", jnp.bfloat16, _no_loss_scale),
+        Arm("float16", jnp.float16, _no_loss_scale),
+        Arm("float16, fixed", jnp.float16, _suggested),
+        Arm("float16, dynamic", jnp.float16, _dynamic),
+        *automatic,
+    ]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One arm of one workload beside float32.
+
+    Attributes:
+      workload: its name.
+      arm: its name.
+      percent: of each training, how much its final loss is above float32's from the same seed; infinite for NaN.
+      floor: the largest such number, without its sign, of float32 trainings from rounded weights.
+      outcomes: of the trainings.
+    """
+
+    workload: str
+    arm: str
+    percent: tuple[float, ...]
+    floor: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def median(self) -> float:
+        """Of ``percent``."""
+        return statistics.median(self.percent)
+
+    @property
+    def within_floor(self) -> bool:
+        """Whether nothing can be told from chance: the median is not further from 0 than rounded weights lead."""
+        return abs(self.median) <= self.floor
+
+
+def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bool = False) -> list[Table]:
+    """Train everything, or only ``workloads``; two tables."""
+    names = tuple(workloads) or tuple(WORKLOADS)
+    compared = compare(names, SEEDS[:1] if quick else SEEDS, _QUICK_STEPS if quick else None, progress)
+    tables = [summary(compared, quick), details(compared, quick)]
+    if docs:
+        from benchmarks import accuracy_docs
+
+        accuracy_docs.write(*tables)
+    return tables
+
+
+def compare(
+    names: Sequence[str], seeds: Sequence[int], steps: int | None, progress: Progress
+) -> dict[str, list[Compared]]:
+    """Train each arm of each workload, as many at a time as there are cores.
+
+    Returns:
+      For each workload what came of its arms, in their order.
+    """
+    workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in names}
+    # Arms that differ only in their initial weights are one program.
+    programs = [tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale))]
+    jobs = [(name, program) for name in names for program in programs]
+    outcomes: dict[tuple[str, str], tuple[Outcome, ...]] = {}
+
+    def train(name: str, program: tuple[Arm, ...]) -> None:
+        training = compile_training(workloads[name], program[0].dtype, program[0].loss_scale)
+        for arm in program:
+            outcomes[name, arm.name] = tuple(training(seed, rounding) for seed in seeds for rounding in arm.roundings)
+
+    # Compiling and training leave the interpreter's lock alone, so threads are enough.
+    with ThreadPoolExecutor(_cores()) as pool:
+        running = {pool.submit(train, *job): job for job in jobs}
+        try:
+            for count, done in enumerate(as_completed(running), 1):
+                done.result()
+                name, program = running[done]
+                progress(count / len(jobs), f"{count} of {len(jobs)}: {name}, {program[0].name}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {name: list(_compared(name, outcomes)) for name in names}
+
+
+def _compared(name: str, outcomes: dict[tuple[str, str], tuple[Outcome, ...]]) -> Iterator[Compared]:
+    reference, rounded, *_ = (arm.name for arm in arms())
+    exact = outcomes[name, reference]
+
+    def percent(arm: str) -> tuple[float, ...]:
+        each = outcomes[name, arm]
+        of_a_seed = len(each) // len(exact)
+        return tuple(_percent(one, exact[number // of_a_seed]) for number, one in enumerate(each))
+
+    floor = max(map(abs, percent(rounded)))
+    for arm in arms():
+        yield Compared(name, arm.name, percent(arm.name), floor, outcomes[name, arm.name])
+
+
+def _percent(one: Outcome, exact: Outcome) -> float:
+    ratio = float(one.final_loss) / float(exact.final_loss)
+    return 100 * (ratio - 1) if ratio == ratio else float("inf")
+
+
+def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
+    """Percent above float32's final loss: a row a workload, a column an arm."""
+    shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
+    columns = [("workload", "{}"), ("noise floor", "{:.2f} %"), *((one.arm, "{}") for one in shown)]
+    rows: list[tuple[Cell, ...]] = [
+        (name, each[0].floor, *(_verdict(one) for one in each if one.arm not in _references()))
+        for name, each in compared.items()
+    ]
+    notes = [
+        "Median over the seeds of how far the final loss is above that of float32 from the same seed. What is not "
+        "further from 0 than the noise floor is called noise. The noise floor is the largest difference that "
+        f"{len(_ROUNDINGS)} roundings of each seed's initial weights to float16 make in a float32 training."
+    ]
+    return Table("Final loss above that of float32", columns, rows, notes=notes, quick=quick)
+
+
+def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
+    """What came of every arm: a row each."""
+    seeds = len(next(iter(compared.values()))[0].percent)
+    columns = [
+        ("workload", "{}"),
+        ("arm", "{}"),
+        ("final loss", "{:.4g}"),
+        *((f"seed {seed}", "{:+,.2f} %") for seed in SEEDS[:seeds]),
+        ("", "{}"),
+        ("zero gradients", "{:.1%}"),
+        ("skipped", "{:.0f}"),
+        ("final scale", "{}"),
+    ]
+    rows = [_row(one, seeds) for each in compared.values() for one in each]
+    notes = [
+        "The columns of the seeds: how far above float32 from the same seed; where weights are rounded, the one that "
+        "is furthest from 0. Final loss, zero gradients and skipped steps: medians over the trainings. Some gradients "
+        "are zero in float32 too: words that are not in a batch, units that are off.",
+        "`float16, fixed` is the suggestion of `suggest_loss_scale` for the float32 gradients of the first step; a "
+        "step that overflows is skipped.",
+    ]
+    return Table("Every arm", columns, rows, notes=notes, quick=quick)
+
+
+def _row(one: Compared, seeds: int) -> list[Cell]:
+    of_a_seed = len(one.percent) // seeds
+    percent = [max(one.percent[n * of_a_seed : (n + 1) * of_a_seed], key=abs) for n in range(seeds)]
+    scales = sorted({float(outcome.final_loss_scale) for outcome in one.outcomes})
+
+    def median(field: str) -> float | None:
+        values = [float(getattr(outcome, field)) for outcome in one.outcomes]
+        return statistics.median(values) if all(value == value for value in values) else None
+
+    return [
+        one.workload,
+        one.arm,
+        median("final_loss"),
+        *(value if math.isfinite(value) else None for value in percent),
+        "noise" if one.within_floor and one.arm not in _references() else "",
+        median("zero_fraction"),
+        median("skipped_steps"),
+        ", ".join(f"2^{math.log2(scale):.0f}" for scale in scales),
+    ]
+
+
+def _references() -> tuple[str, str]:
+    reference, rounded, *_ = arms()
+    return reference.name, rounded.name
+
+
+def _verdict(one: Compared) -> str:
+    return f"noise ({_signed(one.median)})" if one.within_floor else _signed(one.median)
+
+
+def _signed(percent: float) -> str:
+    if percent == float("inf"):
+        return "NaN"
+    digits = 0 if abs(percent) >= 99.5 else 1 if abs(percent) >= 0.95 else 2
+    return f"{percent:+,.{digits}f} %"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,79 @@
+"""Write what `benchmarks.accuracy` found into ``docs``: the tables in ``accuracy.md``, and ``accuracy.png``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from benchmarks.report import Table, tables_as_markdown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FOLDER = Path(__file__).parent.parent / "docs"
+_BEGIN, _END = "<!-- begin: written by `python -m benchmarks accuracy --docs` -->", "<!-- end -->"
+
+# Okabe and Ito's colours, which most colour-blind people can tell apart.
+_STYLES = {
+    "bfloat16": ("#d55e00", "s"),
+    "float16": ("#6e6e6e", "x"),
+    "float16, fixed": ("#56b4e9", "^"),
+    "float16, dynamic": ("#0072b2", "o"),
+    "float16, auto": ("#009e73", "D"),
+}
+_LINEAR_UP_TO = 0.1  # percent; logarithmic beyond
+
+
+def write(summary: Table, details: Table) -> None:
+    """Replace the tables between the marks of ``accuracy.md``, and the figure."""
+    path = _FOLDER / "accuracy.md"
+    before, _, rest = path.read_text().partition(_BEGIN)
+    _, found, after = rest.partition(_END)
+    if not found:
+        raise ValueError(f"{path} must hold the lines {_BEGIN!r} and {_END!r}, between which the tables go.")
+    tables = "\n".join(tables_as_markdown([summary, details]))
+    path.write_text(f"{before}{_BEGIN}\n\n{tables}\n{_END}{after}")
+    draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=130)
+
+
+def draw(summary: Table, details: Table) -> Figure:
+    """Percent above float32's final loss: a row a workload, a dot a seed, the noise floor shaded."""
+    from matplotlib.figure import Figure
+
+    names = [str(row[0]) for row in summary.rows]
+    percents = _percents(details)
+    arms = [arm for arm in _STYLES if (names[0], arm) in percents]
+    figure = Figure(figsize=(8, 1.2 + 0.62 * len(names)), layout="constrained")
+    ax = figure.subplots()
+    for place, row in enumerate(summary.rows):
+        floor = cast(float, row[1])
+        ax.fill_betweenx([place - 0.45, place + 0.45], -floor, floor, color="#dcdcdc", linewidth=0)
+        for number, arm in enumerate(arms):
+            colour, marker = _STYLES[arm]
+            heights = place + 0.8 * ((number + 0.5) / len(arms) - 0.5)
+            values = percents[names[place], arm]
+            label = arm if place == 0 else None
+            ax.plot(values, [heights] * len(values), marker, color=colour, markersize=5, label=label, clip_on=False)
+    ax.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
+    ticks = [-10, -1, -0.1, 0, 0.1, 1, 10, 100, 1000]
+    lowest, highest = ax.get_xlim()
+    ticks = [tick for tick in ticks if lowest <= tick <= highest]
+    ax.set_xticks(ticks, [f"{tick:+g} %" if tick else "0" for tick in ticks])
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlabel("final loss above that of float32 from the same seed; shaded: the noise floor")
+    ax.axvline(0, color="black", linewidth=0.8, zorder=0)
+    ax.grid(axis="x", color="#eeeeee", zorder=0)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper center", ncols=len(arms), frameon=False)
+    return figure
+
+
+def _percents(details: Table) -> dict[tuple[str, str], list[float]]:
+    """Percent above float32 of every seed, by workload and arm; what ended as NaN is left out."""
+    seeds = [n for n, (heading, _) in enumerate(details.columns) if heading.startswith("seed")]
+    return {
+        (str(row[0]), str(row[1])): [cast(float, row[n]) for n in seeds if row[n] is not None] for row in details.rows
+    }

@@ -1,0 +1,183 @@
+"""Regressions: a differential equation, words by their neighbours, photographs, and losses in small units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import jax_lossscale as jls
+from benchmarks.workloads import data
+from benchmarks.workloads.layers import init_mlp, mean_square, mlp
+from benchmarks.workloads.workload import Workload, adam, without_statistics
+
+_NEGATIVES = 4  # words that are no neighbours, for each one that is
+_WINDOW = 4  # how far away a neighbour may be, in words
+_PATCH, _COARSE = 16, 4  # pixels
+_EPSILON = 1e-8  # of Adam, in the unit of a loss of usual size
+_EVALUATION_KEY = 2**31 - 1
+
+
+def pinn(*, width: int = 48, depth: int = 3, points: int = 128, steps: int = 2500) -> Workload:
+    """A physics-informed network: Poisson's equation on a square, by second derivatives of the network.
+
+    ``-laplace(u) = f``, with ``f`` such that ``u = sin(pi x) sin(pi y)``. The network is multiplied by a polynomial
+    that is 0 at the border, as ``u`` must be. The residual is divided by the largest value of ``f``.
+    """
+    largest_source = 2 * jnp.pi**2
+
+    def draw_many(key: jax.Array, count: int) -> jax.Array:
+        return jax.random.uniform(key, (count, 2))
+
+    def loss(params: Any, places: jax.Array, dtype: DTypeLike) -> jax.Array:
+        params = jls.cast_floating(params, dtype)
+
+        def solution(places: jax.Array) -> jax.Array:
+            return mlp(params, 2 * places - 1, jnp.tanh) * (4 * places * (1 - places)).prod(1, keepdims=True)
+
+        laplacian = _laplacian(solution, places.astype(dtype)).astype(jnp.float32)
+        return mean_square(laplacian / largest_source + jnp.sin(jnp.pi * places).prod(1, keepdims=True))
+
+    return without_statistics(
+        title="PINN",
+        steps=steps,
+        optimizer=adam(5e-3, steps),
+        init=lambda key: init_mlp(key, (2, *[width] * depth, 1)),
+        draw=lambda key: draw_many(key, points),
+        loss=loss,
+        evaluate=lambda params: loss(params, draw_many(jax.random.key(_EVALUATION_KEY), 4096), jnp.float32),
+    )
+
+
+def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, steps: int = 400) -> Workload:
+    """Words of Python's own sources, known by their neighbours: skip-gram with negative samples."""
+    words = jnp.asarray(data.words(1_000_000, vocabulary))
+
+    def init(key: jax.Array) -> Any:
+        here, there = jax.random.split(key)
+        return {
+            "words": 0.1 * jax.random.normal(here, (vocabulary, width)),
+            "neighbours": 0.1 * jax.random.normal(there, (vocabulary, width)),
+        }
+
+    def draw_many(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        where, distance, negatives = jax.random.split(key, 3)
+        place = jax.random.randint(where, (count, 1), 0, len(words) - _WINDOW)
+        neighbour = words[place + jax.random.randint(distance, (count, 1), 1, _WINDOW + 1)]
+        others = words[jax.random.randint(negatives, (count, _NEGATIVES), 0, len(words))]
+        return words[place[:, 0]], jnp.concatenate([neighbour, others], axis=1)
+
+    def loss(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
+        word, candidates = batch
+        params = jls.cast_floating(params, dtype)
+        logits = jnp.einsum("bw,bcw->bc", params["words"][word], params["neighbours"][candidates])
+        signs = jnp.where(jnp.arange(1 + _NEGATIVES) == 0, 1.0, -1.0)[None]
+        return -jax.nn.log_sigmoid(signs * logits.astype(jnp.float32)).sum(-1).mean()
+
+    return without_statistics(
+        title="embeddings",
+        steps=steps,
+        optimizer=adam(1e-2, steps),
+        init=init,
+        draw=lambda key: draw_many(key, batch),
+        loss=loss,
+        evaluate=lambda params: loss(params, draw_many(jax.random.key(_EVALUATION_KEY), 16384), jnp.float32),
+    )
+
+
+def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Workload:
+    """Squares of photographs from 4 x 4 pixels to 16 x 16: 768 outputs, and the mean over all of them."""
+    patches = jnp.asarray(data.photograph_patches(_PATCH))
+    blocks = patches.reshape(-1, _COARSE, _PATCH // _COARSE, _COARSE, _PATCH // _COARSE, 3)
+    coarse = blocks.mean((2, 4), keepdims=True)
+    inputs = coarse.reshape(len(patches), -1)
+    targets = (blocks - coarse).reshape(len(patches), -1)
+
+    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen = jax.random.randint(key, (batch,), 0, len(patches))
+        return inputs[chosen], targets[chosen]
+
+    return without_statistics(
+        title="many-output regression",
+        steps=steps,
+        optimizer=adam(3e-3, steps),
+        init=lambda key: init_mlp(key, (inputs.shape[1], width, width, targets.shape[1])),
+        draw=draw,
+        loss=_square_error,
+        evaluate=lambda params: _square_error(params, (inputs, targets), jnp.float32),
+    )
+
+
+def tiny_loss(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -33) -> Workload:
+    """The upper halves of digits from the lower ones, with a loss in a small unit, as that of a physical quantity."""
+    draw, everything, init = _halves(width, batch)
+    unit = 2.0**log2_unit
+    return without_statistics(
+        title=f"tiny loss, x 2^{log2_unit}",
+        steps=steps,
+        # Adam's epsilon is in the unit of the gradients.
+        optimizer=adam(3e-3, steps, eps=_EPSILON * unit),
+        init=init,
+        draw=draw,
+        loss=lambda params, batch, dtype: _square_error(params, batch, dtype) * unit,
+        evaluate=lambda params: _square_error(params, everything, jnp.float32),
+    )
+
+
+def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -26) -> Workload:
+    """Two networks, one loss: the sum of theirs, the second one's in a small unit. Judged by the second one's error."""
+    draw, everything, init = _halves(width, batch)
+    unit = 2.0**log2_unit
+
+    def init_both(key: jax.Array) -> Any:
+        first, second = jax.random.split(key)
+        return {"first": init(first), "second": init(second)}
+
+    def loss(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
+        first, second = (_square_error(params[name], batch, dtype) for name in ("first", "second"))
+        return first + second * unit
+
+    return without_statistics(
+        title=f"two branches, the second x 2^{log2_unit}",
+        steps=steps,
+        optimizer=adam(3e-3, steps, eps=_EPSILON * unit),
+        init=init_both,
+        draw=draw,
+        loss=loss,
+        evaluate=lambda params: _square_error(params["second"], everything, jnp.float32),
+    )
+
+
+def _halves(width: int, batch: int) -> tuple[Callable[[jax.Array], Any], Any, Callable[[jax.Array], Any]]:
+    """What draws a batch of lower and upper halves of digits, all of them, and what makes a network for them."""
+    lower, upper = jnp.split(jnp.asarray(data.digits()[0]), 2, axis=1)[::-1]
+
+    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen = jax.random.randint(key, (batch,), 0, len(lower))
+        return lower[chosen], upper[chosen]
+
+    sizes = (lower.shape[1], width, width, upper.shape[1])
+    return draw, (lower, upper), lambda key: init_mlp(key, sizes)
+
+
+def _square_error(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
+    inputs, targets = batch
+    outputs = mlp(jls.cast_floating(params, dtype), inputs.astype(dtype), jax.nn.silu)
+    return mean_square(outputs.astype(jnp.float32) - targets)
+
+
+def _laplacian(function: Callable[[jax.Array], jax.Array], places: jax.Array) -> jax.Array:
+    """The sum of the second derivatives of each row's value by its coordinates, forward over forward."""
+
+    def second_derivative(direction: jax.Array) -> jax.Array:
+        along = jnp.broadcast_to(direction, places.shape)
+
+        def first(places: jax.Array) -> jax.Array:
+            return jax.jvp(function, (places,), (along,))[1]
+
+        return jax.jvp(first, (places,), (along,))[1]
+
+    return jax.vmap(second_derivative)(jnp.eye(places.shape[1], dtype=places.dtype)[:, None]).sum(0)
