@@ -29,8 +29,8 @@ _RIGHT_OR_WRONG = (
     "does."
 )
 _ALL_ZERO = (
-    "All gradients of the last step were exactly zero. Whether float16 lost them, or they are zero in float32, too, "
-    "`compare_gradients(loss_fn, params, batch)` tells."
+    "All gradients of the last step were exactly zero. Either float16 lost them, or they are zero in float32, too: "
+    "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
 )
 _AN_OVERFLOW = "That is how the scale finds what the gradients bear: there is nothing to do."
 _PERHAPS_AN_OVERFLOW = "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."

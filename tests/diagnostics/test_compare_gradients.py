@@ -247,6 +247,12 @@ def test_a_reference_that_is_not_finite_either():
     assert "In float32 the gradients of the only leaf are not finite either" in report.verdict
 
 
+def test_gradients_that_are_zero_in_float32_too():
+    report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
+    assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
+    assert report.verdict.startswith("All gradients are zero in float32, too")
+
+
 def test_what_is_not_followed_is_listed():
     def fun(w):
         narrow = w.astype(jnp.float16)

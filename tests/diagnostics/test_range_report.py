@@ -63,6 +63,26 @@ def test_the_line_is_that_of_the_operation():
         assert "squares = (1000 *" in file.read().splitlines()[line - 1]
 
 
+def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
+    shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+    from traitlets.config import Config
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # where it keeps things
+    shell = shell_class.instance(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
+    try:
+        shell.run_cell(
+            "import jax.numpy as jnp\n"
+            "from jax_lossscale.diagnostics import range_report\n"
+            "def square(w):\n"
+            "    return (w.astype(jnp.float16) ** 2).astype(jnp.float32)\n",
+            store_history=True,
+        ).raise_error()
+        shell.run_cell("worst = range_report(square, jnp.float32(300.0))[0]", store_history=True).raise_error()
+        assert shell.user_ns["worst"].source == "Cell In[1]:4"
+    finally:
+        shell_class.clear_instance()
+
+
 def test_every_operation_that_starves_belongs_to_the_branch():
     starving = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
     assert [operation.shape for operation in starving] == [(4, 8)]  # the kernel of the side branch, transposed
@@ -136,6 +156,15 @@ def test_what_is_not_finite_in_float32_either_is_told():
     of = measured(lambda x: jnp.sum(jnp.log(x.astype(jnp.float16))).astype(jnp.float32), jnp.array([-1.0, 0.0, 1.0]))
     assert of["log"].overflow == pytest.approx(2 / 3)
     assert math.isinf(of["log"].largest)
+
+
+def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
+    def fun(x):
+        return jnp.linalg.norm((0 * x.astype(jnp.float16)).astype(jnp.float32))
+
+    worst = range_report(fun, jnp.ones(3), loss_scale=1.0)[0]
+    assert worst.is_backward
+    assert "no loss scale helps" in worst.cure
 
 
 # Through control flow.
