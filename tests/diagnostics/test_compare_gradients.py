@@ -58,7 +58,7 @@ def test_where_it_will_train_the_scale_gives_the_right_gradients(name):
     report = compared(name)
     loss_scale = jnp.float32(report.loss_scale)
     grads = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))(loss_scale)
-    exact = jax.grad(jls.diagnostics.in_precision(fun))(*args)
+    exact = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
     for leaf, path in zip(jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(exact), strict=True):
         reference = path[1]
         if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":  # the bias that has no true gradient

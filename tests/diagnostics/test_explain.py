@@ -288,7 +288,7 @@ def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_i
     state = recorded(tx, PARAMS, [GOOD])._replace(loss_scale=jls.DynamicLossScale())
     _, state = tx.update_and_apply(PARAMS, state, PARAMS)
     assert "Whether the gradients" in explain(state)
-    assert "zero" not in explain(state)
+    assert not [word for word in ("largest", "zero") if word in explain(state)]
 
 
 def test_of_parameters_that_are_not_finite_no_gradients_are_compared():
