@@ -235,9 +235,9 @@ def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
         program = jax.jit(lambda tree: of_tree(tree)).lower(many_leaves(number)).compile().as_text()
         return len([line for line in program.splitlines() if " = " in line])
 
-    five, ten, fifteen = map(instructions, (5, 10, 15))
-    assert fifteen - ten <= 1.1 * (ten - five)
-    assert fifteen - ten <= 5 * 120
+    ten, twenty, thirty = map(instructions, (10, 20, 30))
+    assert thirty - twenty <= 1.1 * (twenty - ten)
+    assert thirty - twenty <= 10 * 120
 
 
 @pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])
