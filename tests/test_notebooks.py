@@ -11,6 +11,7 @@ LARGEST_BYTES = 400_000
 
 def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == [
+        "before_you_train",
         "coming_from",
         "debugging",
         "distributed",

@@ -27,6 +27,12 @@ _AS_GOOD = 1.5
 _LOG2_HEADROOM = 3
 
 
+_NO_GRADIENTS = (
+    "All gradients are zero in float32, too, so there is nothing that float16 could lose. Look for a "
+    "`jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the loss does not use."
+)
+
+
 class Evidence(NamedTuple):
     """What is known of a function.
 
@@ -70,6 +76,8 @@ def find_cause(evidence: Evidence) -> Finding:
         return _reference_not_finite(evidence)
     if not math.isfinite(evidence.value):
         return _overflows_forward(evidence, evidence.scales[0])
+    if not evidence.total.norm:
+        return Finding("no gradients", _NO_GRADIENTS)
     finite = [n for n in range(len(evidence.scales)) if not any(leaf.nonfinite[n] for leaf in evidence.leaves)]
     if not finite:
         return _overflows_at_every_scale(evidence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _IN_THE_FORWARD_PASS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
     "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
@@ -27,6 +29,10 @@ _A_DERIVATIVE = (
     "The derivative of {operation} is computed in the forward pass and not scaled, so no loss scale helps: compute "
     "{operation} in float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon."
 )
+_NOT_A_NUMBER = (
+    "It is not a number in float32 either, so no loss scale helps: look for a root, a norm or a logarithm at zero, and "
+    "for 0 * inf behind a `jnp.where`."
+)
 _OVERFLOW_BACKWARD = "A smaller loss scale; if other gradients are lost by that, a scale of its own."
 _VANISHING_BACKWARD = (
     "A larger loss scale; if others overflow then, a scale of its own for this branch: `jls.scale_gradient` for its "
@@ -37,6 +43,8 @@ _VANISHING_FORWARD = "No loss scale reaches the forward pass: compute it in floa
 
 def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, largest: float, *, is_cast: bool) -> str:
     """What to do about an operation whose results are too large."""
+    if math.isnan(largest):
+        return _NOT_A_NUMBER
     if derivative_of:
         return _A_DERIVATIVE.format(operation=f"`{derivative_of}`")
     if is_backward:

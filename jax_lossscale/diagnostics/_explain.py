@@ -23,22 +23,32 @@ _MANY_SKIPS_IN_A_ROW = 16
 _LARGE_SHARE_OF_SKIPS = 0.05
 _FEW_STEPS = 100
 
+_THE_LINE = "`range_report(loss_fn, params, batch)` names the line"
+_RIGHT_OR_WRONG = (
+    "Whether the gradients are those of float32, the state does not tell: `compare_gradients(loss_fn, params, batch)` "
+    "does."
+)
+_ALL_ZERO = (
+    "All gradients of the last step were exactly zero. Either float16 lost them, or they are zero in float32, too: "
+    "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
+)
 _AN_OVERFLOW = "That is how the scale finds what the gradients bear: there is nothing to do."
 _PERHAPS_AN_OVERFLOW = "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
 _A_NAN_THAT_STAYS = (
     "An overflow goes away when the scale falls, and a NaN that stays is none. Look for the derivative of a square "
-    "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16."
+    "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16; "
+    f"{_THE_LINE}."
 )
 _AN_INFINITY_THAT_STAYS = (
     "The gradients overflow almost without a scale. Look for a sum where a mean is meant, for inputs that are not "
-    "normalized, and for a division by a tiny number; or allow a scale below 1 with `min_loss_scale`."
+    f"normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with `min_loss_scale`."
 )
 _A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
 _A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'
 _UNKNOWN_GRADIENTS = "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
 _FORWARD_PASS = (
     "that is the forward pass, which no loss scale touches, so the scale stays. Look for activations above 65504, for "
-    "a logarithm or a division of zero, and for masks of -1e9 in float16; compute those in float32."
+    f"a logarithm or a division of zero, and for masks of -1e9 in float16 ({_THE_LINE}); compute those in float32."
 )
 _THE_LOSS = f"T{_FORWARD_PASS[1:]}"
 _PERHAPS_THE_LOSS = f"If it was the loss, {_FORWARD_PASS}"
@@ -64,7 +74,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     """Say in plain sentences how a run stands, why steps are skipped, and what to try.
 
     For a person, on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)`` it knows when
-    the last step went bad, in which leaf, and how; without, it says what it may have been.
+    the last step went bad, in which leaf, and how; without, it says what it may have been. How large the gradients are
+    it knows where the loss scale measures that, as `AutoLossScale` does. What no state can tell it leaves to
+    `compare_gradients` and `range_report`, and says so.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
@@ -142,7 +154,7 @@ def _the_last_step(state: LossScaledState, params: chex.ArrayTree | None) -> lis
     skips = int(state.consecutive_skips)
     cause = _cause_of_last_step(state)
     if not skips and state.grads_finite:
-        return _the_steps_before(state, params)
+        return [*_the_steps_before(state, params), *_the_gradients(state, params)]
     if not skips:
         return _applied_all_the_same(state.loss_scale, cause, params)
     why = _why(cause, state.loss_scale, params)
@@ -209,6 +221,16 @@ def _the_steps_before(state: LossScaledState, params: chex.ArrayTree | None) -> 
     if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
         lines.append(f"{skipped / steps:.0%} of all steps were skipped. {_what_to_do(cause, state, often=True)}")
     return lines
+
+
+def _the_gradients(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+    """Of the gradients of a last step that was good."""
+    if not int(state.applied_steps) or _are_finite(params) is False:
+        return []
+    if state.largest is None or not state.loss_scale.needs_largest:
+        return [_RIGHT_OR_WRONG]
+    largest = float(state.largest)
+    return [f"The largest gradient of the last step was {largest:.3g}.", _RIGHT_OR_WRONG] if largest else [_ALL_ZERO]
 
 
 def _why(cause: _Cause, loss_scale: LossScale, params: chex.ArrayTree | None) -> str:

@@ -59,7 +59,7 @@ class GradientComparison(Sequence[LeafGradientError]):
 
     Attributes:
       verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
-      cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"forward overflow"``,
+      cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
         ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, or ``"forward rounding"``.
       will_train: whether there is a loss scale with which all gradients are right.
       loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.

@@ -256,7 +256,7 @@ def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, limits: Limit
     if of.overflow or of.nan:
         is_cast = site.operation == "convert_element_type"
         cure = _cures.cure_of_overflow(
-            site.operation, site.derivative_of, site.place.is_backward, of.largest, is_cast=is_cast
+            site.operation, site.derivative_of, site.place.is_backward, largest, is_cast=is_cast
         )
     elif of.zero > _MANY_ZEROS:
         cure = _cures.cure_of_vanishing(site.place.is_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ class Place(NamedTuple):
     Attributes:
       stack: the names written by scopes and transformations, from the outermost on.
       layer: those written by scopes; or else the classes whose ``__call__`` was running; "" if there is neither.
-      source: file and line of the innermost frame that belongs to no installed library.
+      source: file and line of the innermost frame that belongs to no installed library; for a file, the cell of a
+        notebook.
       column: the same of the innermost frame outside of JAX, to the column: what tells operations apart.
       is_backward: whether it belongs to the backward pass.
     """
@@ -73,10 +75,18 @@ def _frames(eqn: Any) -> list[Any]:
 def _source(frames: list[Any]) -> str:
     for frame in frames:
         if not frame.file_name.startswith((*_LIBRARIES, "<frozen")) and not _is_ours(frame):
-            path = Path(frame.file_name)
-            name = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            return f"{name}:{frame.line_num}"
+            return f"{_readable(frame.file_name)}:{frame.line_num}"
     return ""
+
+
+def _readable(file_name: str) -> str:
+    """The path from here; of a cell of a notebook its number, since the path of that means nothing to anyone."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.compile.format_code_name(file_name) if shell else None
+    if cell:
+        return " ".join(cell)
+    path = Path(file_name)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _classes(frames: list[Any]) -> list[str]:

@@ -58,7 +58,7 @@ def test_where_it_will_train_the_scale_gives_the_right_gradients(name):
     report = compared(name)
     loss_scale = jnp.float32(report.loss_scale)
     grads = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))(loss_scale)
-    exact = jax.grad(jls.diagnostics.in_precision(fun))(*args)
+    exact = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
     for leaf, path in zip(jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(exact), strict=True):
         reference = path[1]
         if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":  # the bias that has no true gradient
@@ -245,6 +245,12 @@ def test_a_reference_that_is_not_finite_either():
     report = compare_gradients(lambda w: jnp.sum(jnp.sqrt(w.astype(jnp.float16))).astype(jnp.float32), jnp.zeros(3))
     assert (report.cause, report.suffering) == ("reference not finite", ("",))
     assert "In float32 the gradients of the only leaf are not finite either" in report.verdict
+
+
+def test_gradients_that_are_zero_in_float32_too():
+    report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
+    assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
+    assert report.verdict.startswith("All gradients are zero in float32, too")
 
 
 def test_what_is_not_followed_is_listed():

@@ -13,11 +13,37 @@ from jax_lossscale.diagnostics import (
 )
 
 NAN_GRADS, INF_GRADS, NAN_LOSS = ([1.0, NAN], 1.0, False), ([INF, 1.0], 1.0, False), ([1.0, 1.0], NAN, False)
+NO_GRADS = ([0.0, 0.0], 1.0, False)
 CONDITION = ([1.0, 1.0], 1.0, True)
 EXPLAINED = {
     # loss scale, recorded, steps: what is said, and what is not
     "a healthy run": ("dynamic", True, [GOOD] * 3, ["2^15 = 32768", "Of 3 steps, 3 were applied"], ["last"]),
     "a scale that is no power of two": (10.0, False, [GOOD], ["The loss scale is 10 (FixedLossScale)"], ["2^"]),
+    "before the first step": ("auto", True, [], ["Of 0 steps"], ["radient"]),
+    "healthy as far as the state tells": (
+        "dynamic",
+        False,
+        [GOOD],
+        ["Whether the gradients are those of float32", "`compare_gradients(loss_fn, params, batch)` does"],
+        ["largest", "zero", "range_report"],
+    ),
+    "measured": (
+        jls.AutoLossScale(64.0),
+        False,
+        [([4096.0, -8192.0], 1.0, False)],
+        ["The largest gradient of the last step was 128.\nWhether the gradients are those of float32"],
+        ["zero"],
+    ),
+    "measured, and all zero": (
+        "auto",
+        True,
+        [GOOD, NO_GRADS],
+        ["All gradients of the last step were exactly zero.", "`compare_gradients(loss_fn, params, batch)` tells"],
+        ["largest"],
+    ),
+    "all zero, not measured": ("dynamic", True, [NO_GRADS], ["Whether the gradients"], ["largest", "exactly zero"]),
+    "measured, and not finite": ("auto", True, [GOOD, INF_GRADS], ["an infinity"], ["largest", "exactly zero"]),
+    "measured before it was not finite": ("auto", True, [NAN_GRADS, NO_GRADS], ["1 step ago", "exactly zero"], []),
     "long ago": (
         "dynamic",
         True,
@@ -31,21 +57,38 @@ EXPLAINED = {
         True,
         [INF_GRADS],
         ["an infinity in the gradients, first in ['bias']", "nothing to do"],
-        [],
+        ["range_report", "compare_gradients"],
     ),
     "an overflow, not recorded": ("dynamic", False, [INF_GRADS], ["a NaN or an infinity", "nothing to do"], ["['"]),
     "a NaN at every scale": (
         jls.DynamicLossScale(2.0**30),
         True,
         [NAN_GRADS] * 17,
-        ["The last 17 steps were skipped", "a NaN in the gradients, first in ['kernel']", "a NaN that stays is none"],
+        [
+            "The last 17 steps were skipped",
+            "a NaN in the gradients, first in ['kernel']",
+            "a NaN that stays is none",
+            "range_report",
+        ],
         ["cannot go lower"],
     ),
-    "at the floor": ("dynamic", True, [INF_GRADS] * 15, ["cannot go lower", "`min_loss_scale`"], ["nothing to do"]),
+    "at the floor": (
+        "dynamic",
+        True,
+        [INF_GRADS] * 15,
+        ["cannot go lower", "range_report", "`min_loss_scale`"],
+        ["nothing to do"],
+    ),
     "at the floor, a NaN": ("dynamic", True, [NAN_GRADS] * 15, ["cannot go lower", "a NaN that stays is none"], []),
-    "at the floor, not recorded": ("dynamic", False, [NAN_GRADS] * 15, ["cannot go lower", "nonfinite_report"], []),
+    "at the floor, not recorded": (
+        "dynamic",
+        False,
+        [NAN_GRADS] * 15,
+        ["cannot go lower", "nonfinite_report", "range_report"],
+        [],
+    ),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, ["nothing to do"], ["cannot go lower"]),
-    "a loss": ("dynamic", True, [NAN_LOSS], ["its loss was not finite", "forward pass"], ["cannot"]),
+    "a loss": ("dynamic", True, [NAN_LOSS], ["its loss was not finite", "forward pass", "range_report"], ["cannot"]),
     "a loss and its gradients": (
         "dynamic",
         True,
@@ -53,7 +96,13 @@ EXPLAINED = {
         ["its loss was not finite", "forward pass"],
         ["nothing to do"],
     ),
-    "a loss, not recorded": ("dynamic", False, [NAN_LOSS], ["its loss was not finite, or `skip_if` was true"], []),
+    "a loss, not recorded": (
+        "dynamic",
+        False,
+        [NAN_LOSS],
+        ["its loss was not finite, or `skip_if` was true", "If it was the loss", "range_report"],
+        [],
+    ),
     "a condition": ("dynamic", True, [CONDITION], ["`skip_if` was true", "condition of your own"], ["forward pass"]),
     "a scale that started too high": (
         jls.DynamicLossScale(2.0**60),
@@ -232,6 +281,20 @@ def test_every_cause_has_its_sentence(kind, table, record):
         assert -1 not in places, (cause, text)
         assert places == sorted(places), (cause, text)
         assert not [phrase for phrase in unsaid if phrase in text], (cause, text)
+
+
+def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_it():
+    tx = jls.loss_scaled(optax.sgd(0.1), "auto")
+    state = recorded(tx, PARAMS, [GOOD])._replace(loss_scale=jls.DynamicLossScale())
+    _, state = tx.update_and_apply(PARAMS, state, PARAMS)
+    assert "Whether the gradients" in explain(state)
+    assert not [word for word in ("largest", "zero") if word in explain(state)]
+
+
+def test_of_parameters_that_are_not_finite_no_gradients_are_compared():
+    tx = jls.loss_scaled(optax.sgd(0.1), "auto")
+    lost = {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}
+    assert "compare_gradients" not in explain(recorded(tx, PARAMS, [GOOD]), lost)
 
 
 def test_whether_the_parameters_are_lost_is_not_known_without_them():

@@ -17,7 +17,7 @@ from jax_lossscale.diagnostics import (
     nonfinite_report,
 )
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 @pytest.fixture(params=[False, True], ids=["32 bits", "64 bits"])

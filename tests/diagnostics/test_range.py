@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics import (
     underflow_fraction,
 )
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 def numpy_histogram(values):
@@ -242,7 +242,7 @@ def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
 
 @pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])
 def test_called_eagerly_alike_leaves_share_their_programs(of_tree, compilations):
-    of_tree(many_leaves(1000))
+    of_tree(many_leaves(100))
     assert len(compilations) <= 4 * len(SIZES)
 
 
@@ -252,6 +252,16 @@ def test_small_leaves_that_are_read_together_are_the_same_numbers(of_tree):
     leaves += [jnp.asarray(random_bits("float16", 50)), jnp.asarray(random_bits("bfloat16", 9))]
     leaves += [jnp.array([1 + 0j, 1e-9 - 1e-8j]), 0.5, 3]
     for one, other in zip(jax.tree.leaves(of_tree(leaves)), jax.tree.leaves(jax.jit(of_tree)(leaves)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])
+def test_with_the_usual_rules_of_promotion_the_numbers_are_the_same(of_tree):
+    leaves = [jnp.array([1e-9, 0.5, 0.0]), jnp.array([1e-4, 70000.0], jnp.bfloat16), jnp.ones(2, jnp.float16), 0.5, 3]
+    strict = of_tree(leaves)
+    with jax.numpy_dtype_promotion("standard"):
+        standard = of_tree(leaves)
+    for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(standard), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -63,6 +63,26 @@ def test_the_line_is_that_of_the_operation():
         assert "squares = (1000 *" in file.read().splitlines()[line - 1]
 
 
+def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
+    shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+    from traitlets.config import Config
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # where it keeps things
+    shell = shell_class.instance(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
+    try:
+        shell.run_cell(
+            "import jax.numpy as jnp\n"
+            "from jax_lossscale.diagnostics import range_report\n"
+            "def square(w):\n"
+            "    return (w.astype(jnp.float16) ** 2).astype(jnp.float32)\n",
+            store_history=True,
+        ).raise_error()
+        shell.run_cell("worst = range_report(square, jnp.float32(300.0))[0]", store_history=True).raise_error()
+        assert shell.user_ns["worst"].source == "Cell In[1]:4"
+    finally:
+        shell_class.clear_instance()
+
+
 def test_every_operation_that_starves_belongs_to_the_branch():
     starving = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
     assert [operation.shape for operation in starving] == [(4, 8)]  # the kernel of the side branch, transposed
@@ -116,11 +136,10 @@ def test_how_far_above_and_below():
 
 
 def test_only_the_backward_pass_moves_with_the_loss_scale():
-    fun, *args = workloads.healthy()
-    one, many = (range_report(fun, *args, loss_scale=scale) for scale in (1.0, 1024.0))
+    one, many = reported("healthy"), reported("healthy", 2.0**12)
     key = lambda of: (of.is_backward, of.operation, of.source, of.layer, of.shape, of.largest)  # noqa: E731
     for a, b in zip(sorted(one, key=key), sorted(many, key=key), strict=True):
-        assert b.largest == pytest.approx(a.largest * (1024 if a.is_backward else 1))
+        assert b.largest == pytest.approx(a.largest * (2.0**12 if a.is_backward else 1))
 
 
 def test_one_overflow_does_not_hide_the_next():
@@ -136,6 +155,15 @@ def test_what_is_not_finite_in_float32_either_is_told():
     of = measured(lambda x: jnp.sum(jnp.log(x.astype(jnp.float16))).astype(jnp.float32), jnp.array([-1.0, 0.0, 1.0]))
     assert of["log"].overflow == pytest.approx(2 / 3)
     assert math.isinf(of["log"].largest)
+
+
+def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
+    def fun(x):
+        return jnp.linalg.norm((0 * x.astype(jnp.float16)).astype(jnp.float32))
+
+    worst = range_report(fun, jnp.ones(3), loss_scale=1.0)[0]
+    assert worst.is_backward
+    assert "no loss scale helps" in worst.cure
 
 
 # Through control flow.
@@ -226,9 +254,8 @@ def test_a_recomputed_forward_pass_is_no_backward_pass():
 def test_what_it_computes_is_what_in_precision_does():
     """The measured program gives the same numbers."""
     fun, *args = workloads.healthy()
-    report = range_report(fun, *args, loss_scale=1.0)
-    grads = jax.grad(jls.diagnostics.in_precision(fun))(*args)
-    largest = {o.shape: o.largest for o in report if o.is_backward and o.operation == "dot_general"}
+    grads = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
+    largest = {o.shape: o.largest for o in reported("healthy") if o.is_backward and o.operation == "dot_general"}
     for kernel in (grads["layer0"]["kernel"], grads["layer1"]["kernel"]):
         assert largest[kernel.shape[::-1]] == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=1e-6)
 
@@ -282,8 +309,9 @@ def test_layers_of_nnx():
     "loss_scale", [jls.FixedLossScale(8.0), jls.DynamicLossScale(8.0), 8, jnp.float32(8), np.float32(8)]
 )
 def test_a_loss_scale_of_any_kind(loss_scale):
-    fun, *args = workloads.healthy()
-    assert range_report(fun, *args, loss_scale=loss_scale).loss_scale == 8
+    report = range_report(lambda x: jnp.sin(x.astype(jnp.float16)).astype(jnp.float32), 1.0, loss_scale=loss_scale)
+    assert report.loss_scale == 8
+    assert {operation.largest for operation in report if operation.is_backward} >= {8.0}
 
 
 def test_options_and_keyword_arguments_reach_the_function():

@@ -11,7 +11,7 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 RECORDED = {

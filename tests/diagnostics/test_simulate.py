@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics import (
     simulate,
 )
 
-pytestmark = pytest.mark.usefixtures("promotion")
+pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 @settings(deadline=None, max_examples=20)
