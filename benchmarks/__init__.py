@@ -18,5 +18,6 @@ BENCHMARKS = {
 
 # These run only where they are named.
 ON_REQUEST = {
+    "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits (minutes)",
     "accuracy": "ten small trainings in seven arms: does float16 give float32's result? (half an hour)",
 }
