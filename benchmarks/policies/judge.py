@@ -54,7 +54,7 @@ def judge(
         _stacked(loss_scale), np.exp2(log2_largest, dtype=np.float32), np.exp2(log2_first, dtype=np.float32), float16
     )
     finite = np.asarray(finite)
-    with np.errstate(invalid="ignore"):  # gradients that are all zero at a scale of infinity
+    with np.errstate(invalid="ignore", divide="ignore"):  # comparators reach infinity, NaN, and in float32 zero
         unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
     counts = finite & np.isfinite(unused)
     applied = np.sum(counts, axis=0)

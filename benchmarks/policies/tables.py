@@ -136,23 +136,31 @@ def _cell(judged: Judgement, of_kind: np.ndarray) -> str:
 
 def _marks(group: Group, steps: np.ndarray) -> list[Mark]:
     auto, where = group.judgements[AUTO], f"on {group.title}"
+    kinds = np.array([trace.kind for trace in group.traces])
     noise = np.array([trace.log2_noise for trace in group.traces])
+
+    def most(what: str, values: np.ndarray, goal: float) -> Mark:
+        values = np.where(np.isnan(values), -np.inf, values)
+        note = f"most: {kinds[int(np.argmax(values))]}"
+        return Mark(f"AutoLossScale: {what}, {where}", float(np.max(values)), goal, note=note)
+
     allowed = np.ceil(steps / _STEPS_PER_SKIP)
-    marks = [
-        Mark(
-            f"AutoLossScale: skipped of the steps that may be, one in {_STEPS_PER_SKIP}, {where}",
-            float(np.max(auto.skipped / allowed)),
-            1.0,
-            note=f"most on {group.traces[int(np.argmax(auto.skipped / allowed))].kind!r}",
-        )
-    ]
+    marks = [most(f"skipped steps, where 1.0 is one in {_STEPS_PER_SKIP}", auto.skipped / allowed, 1.0)]
     for what, (least, below, goal) in _UNUSED_BITS.items():
         chosen = (noise >= least) & (noise < below)
         if chosen.any():
-            worst = float(np.max(auto.unused_bits[chosen]))
-            marks.append(Mark(f"AutoLossScale: unused bits, {what}, {where}", worst, goal))
-    number = int(group.is_dominated[AUTO].sum())
-    marks.append(Mark(f"AutoLossScale: traces where it is worse in both than a dynamic, {where}", number, 0, True))
+            marks.append(most(f"unused bits, {what}", np.where(chosen, auto.unused_bits, np.nan), goal))
+    worse = group.is_dominated[AUTO]
+    number, note = int(worse.sum()), ", ".join(dict.fromkeys(kinds[worse]))
+    marks.append(
+        Mark(
+            f"AutoLossScale: traces of {len(kinds)} where a dynamic is better in both, {where}",
+            number,
+            0,
+            True,
+            note=note,
+        )
+    )
     return marks
 
 
