@@ -47,8 +47,8 @@ class ToleranceLossScale(_Comparator):
     """fairseq's `DynamicLossScaler`: down where at least ``tolerance`` of the steps since the last move overflowed.
 
     Doubled after ``scale_window`` good steps in a row. Growth counts as a move, so that an overflow right after it is
-    one of one steps, and lowers the scale. At ``min_loss_scale`` fairseq ends the run; here the scale is kept, and steps
-    are skipped.
+    one of one steps, and lowers the scale. At ``min_loss_scale`` fairseq ends the run; here the scale is kept, and
+    steps are skipped.
 
     References:
       facebookresearch/fairseq, fairseq/optim/dynamic_loss_scaler.py. Start and window are those of the class.
@@ -85,8 +85,8 @@ class ToleranceLossScale(_Comparator):
 class LogMaxLossScale(_Comparator):
     """OpenSeq2Seq's ``LogMax``: as many standard deviations of log2 of the largest gradient below 2**16.
 
-    With ``x = log2(largest)``, running means of ``x`` (over about 100 steps, and over about 1,000), and of ``x**2``, all
-    corrected for the start::
+    With ``x = log2(largest)``, running means of ``x`` (over about 100 steps, and over about 1,000), and of ``x**2``,
+    all corrected for the start::
 
         scale = clip(2**(16 - mean_100(x) - 3.09 sqrt(mean_1000(x**2) - mean_1000(x)**2)), 1, max_loss_scale)
 
@@ -133,10 +133,10 @@ class HistogramLossScale(_Comparator):
     """Graphcore's automatic loss scaling (PopART), as far as a trace of the largest gradient allows.
 
     Halved where more than 1e-7 of the gradients are above an eighth of what float16 holds, doubled where not; a trace
-    tells whether one is, which is the same for fewer than 10 million of them. The rule looks at the gradients inside the
-    backward pass, too, and so is told what overflows first (``sees_inside``). It moves at every step, and has neither
-    floor nor ceiling: all-zero gradients double it until float32 overflows. There no step is skipped, since hardware
-    cuts what overflows; here such a step counts as skipped.
+    tells whether one is, which is the same for fewer than 10 million of them. The rule looks at the gradients inside
+    the backward pass, too, and so is told what overflows first (``sees_inside``). It moves at every step, and has
+    neither floor nor ceiling: all-zero gradients double it until float32 overflows. There no step is skipped; here one
+    that overflows counts as skipped.
 
     References:
       graphcore/popart, willow/src/popart/op/lossscaleupdate.cpp and popx/op/lossscaleupdatex.cpp.

@@ -47,9 +47,9 @@ _SUMMARY_COLUMNS = (
 )
 _NOTES = (
     "Skipped steps, unused bits and steps to arrive: mean (median) over the traces, and the most on one. Unused bits: "
-    "log2(65504 / (first * scale)), the mean over applied steps, where first is what overflows first. To arrive: within "
-    "2^6 of the highest scale that works. Worse in both: in skipped steps and unused bits, than one of 14 settings of "
-    "`DynamicLossScale`, starts 2^15 and 2^24, periods 100 to 10,000.",
+    "log2(65504 / (first * scale)), the mean over applied steps, where first is what overflows first. To arrive: "
+    "within 2^6 of the highest scale that works. Worse in both: in skipped steps and unused bits, than one of 14 "
+    "settings of `DynamicLossScale`, starts 2^15 and 2^24, periods 100 to 10,000.",
 )
 _DETAIL_NOTE = "Skipped steps / unused bits / steps to arrive."
 

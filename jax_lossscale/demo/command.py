@@ -95,7 +95,8 @@ def _make_parser() -> _Parser:
     parser = _Parser(
         prog="python -m jax_lossscale",
         description="The main job: a small neural network learns a photograph five times, in float32, and in float16 "
-        "without a loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how each of them ended.",
+        "without a loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how "
+        "each of them ended.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jax_lossscale {jls.__version__}")

@@ -200,4 +200,4 @@ def test_rows_and_picture():
     assert [row[:4] for row in details.rows] == [["still", 1000, 0.0, "1 / 1.0 / 0"], ["noisy", 1000, 1.5, "2 / - / 0"]]
     pytest.importorskip("matplotlib")
     (legend,) = draw([group, group]).legends
-    assert [text.get_text() for text in legend.get_texts()][0] == "auto"
+    assert legend.get_texts()[0].get_text() == "auto"
