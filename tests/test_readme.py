@@ -97,8 +97,8 @@ def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_readme_says
         )
     }
     said = re.search(
-        r"recorded from (\w+) small real trainings it skipped at most (\d+) steps of any, and left ([\d.]+) bits unused "
-        r"on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
+        r"recorded from (\w+) small real trainings it skipped at most (\d+) steps of any, and left ([\d.]+) bits "
+        r"unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
         " ".join(README.split()),
     )
     assert said is not None
