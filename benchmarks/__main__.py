@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Tables are wide. A file or a pipe has no width that they would have to fit. Brackets are text, not markup.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    tables, gpu, failed = _run(options.benchmarks, options.quick, options.special, console)
+    special = {"accuracy": options.for_accuracy, "policies": options.for_policies}
+    tables, gpu, failed = _run(options.benchmarks, options.quick, special, console)
     if any(table.marks for table in tables):
         print_summary(tables, console)
     command = shlex.join(["python", "-m", "benchmarks", *options.asked_for, *_given(options)])
@@ -125,22 +126,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
-    """Make ``options.special``: of each benchmark the options that only it has."""
-    if options.workload and "accuracy" not in options.benchmarks:
-        parser.error("--workload belongs to the benchmark accuracy: python -m benchmarks accuracy ...")
-    with_docs = {"accuracy", "policies"} & set(options.benchmarks)
-    if options.docs and not with_docs:
-        parser.error("--docs belongs to the benchmarks accuracy and policies: python -m benchmarks policies --docs")
+    """Make ``options.for_accuracy`` and ``options.for_policies`` of the options that only these have."""
+    asked = set(options.benchmarks)
+    if (options.workload and "accuracy" not in asked) or (options.docs and not asked & {"accuracy", "policies"}):
+        parser.error("--workload and --docs belong to the benchmark accuracy, and --docs to policies as well")
     if options.docs and (options.workload or options.quick):
-        parser.error("--docs needs everything in full: leave out --workload and --quick")
+        parser.error("--docs needs every workload in full: leave out --workload and --quick")
     if options.docs and importlib.util.find_spec("matplotlib") is None:
         parser.error("--docs needs matplotlib, of the extra `plot`: pip install -e '.[plot]'")
-    options.special = {name: {"docs": options.docs} for name in with_docs}
-    if "accuracy" in options.benchmarks:
-        _check_accuracy(parser, options)
+    options.for_policies = {"docs": options.docs} if "policies" in asked else {}
+    options.for_accuracy = _checked_accuracy(parser, options) if "accuracy" in asked else {}
 
 
-def _check_accuracy(parser: _Parser, options: argparse.Namespace) -> None:
+def _checked_accuracy(parser: _Parser, options: argparse.Namespace) -> dict[str, Any]:
     for module in ("sklearn", "PIL"):
         if importlib.util.find_spec(module) is None:
             parser.error(f"accuracy needs {module}, of the extra `demo`: pip install -e '.[demo]'")
@@ -149,7 +147,7 @@ def _check_accuracy(parser: _Parser, options: argparse.Namespace) -> None:
     for name in options.workload:
         if name not in WORKLOADS:
             parser.error(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
-    options.special["accuracy"]["workloads"] = tuple(dict.fromkeys(options.workload))
+    return {"workloads": tuple(dict.fromkeys(options.workload)), "docs": options.docs}
 
 
 def _given(options: argparse.Namespace) -> list[str]:

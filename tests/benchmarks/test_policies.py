@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jax_lossscale as jls
+from benchmarks import __main__
 from benchmarks import traces as recordings
 from benchmarks.policies import tables
 from benchmarks.policies.comparators import HistogramLossScale, LogMaxLossScale, ToleranceLossScale
@@ -120,7 +121,7 @@ def test_what_follows_the_end_of_a_trace_is_not_judged(make):
     together = judge(make(), of_one_length(traces))
     for number, trace in enumerate(traces):
         for both, alone in zip(together, judge(make(), [trace]), strict=True):
-            assert both[number] == alone[0]
+            assert both[number] == pytest.approx(alone[0], rel=1e-9)
 
 
 def test_each_trace_may_have_a_loss_scale_of_its_own():
@@ -201,3 +202,11 @@ def test_rows_and_picture():
     pytest.importorskip("matplotlib")
     (legend,) = draw([group, group]).legends
     assert legend.get_texts()[0].get_text() == "auto"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [("policies", {"docs": False}), ("finite policies --docs", {"docs": True}), ("finite", {})],
+)
+def test_it_is_told_whether_to_draw(arguments, given):
+    assert __main__._parse(arguments.split()).for_policies == given
