@@ -45,8 +45,8 @@ def scales_after(loss_scale, events):
         # 1 of 5, 2 of 6; since then 1 of 4.
         (100, 0.25, "TTTTFFTTTF", [8, 8, 8, 8, 8, 4, 4, 4, 4, 2]),
         (100, 0.0, "TTTTFF", [8, 8, 8, 8, 4, 2]),  # the classic rule
-        # An overflow that was borne counts on after growth, and growth is counted from it: 1 of 5, then 2 of 2.
-        (4, 0.25, "TTTTTTTFTTTTTF", [8, 8, 8, 16, 16, 16, 16, 8, 8, 8, 8, 16, 16, 8]),
+        # An overflow that was borne, 1 of 5, is still counted after growth: 2 of 6.
+        (8, 0.25, "TTTTF" + "TTTTTTTT" + "TTTTTF", [8] * 12 + [16] * 6 + [8]),
     ],
 )
 def test_tolerance(window, tolerance, flags, scales):
@@ -136,7 +136,7 @@ def test_the_histogram_looks_inside():
 
 def test_dominated_is_worse_in_both_than_one_and_the_same():
     one = Judgement(np.array([2, 2, 2, 0]), np.array([3.0, 3.0, 3.0, 3.0]), np.zeros(4))
-    fewer_skips = Judgement(np.array([1, 1, 2, 0]), np.array([4.0, 2.0, 1.0, 1.0]), np.zeros(4))
+    fewer_skips = Judgement(np.array([1, 1, 2, 0]), np.array([3.0, 2.0, 1.0, 1.0]), np.zeros(4))
     fewer_bits = Judgement(np.array([3, 3, 3, 3]), np.array([1.0, 1.0, 1.0, 1.0]), np.zeros(4))
     assert better_in_both(fewer_skips, one).tolist() == [False, True, False, False]
     assert dominated(one, [fewer_bits, fewer_skips]).tolist() == [False, True, False, False]
