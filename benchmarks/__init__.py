@@ -13,6 +13,7 @@ BENCHMARKS = {
     "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
+    "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits",
     "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
 }
 

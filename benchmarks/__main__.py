@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Tables are wide. A file or a pipe has no width that they would have to fit. Brackets are text, not markup.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    tables, gpu, failed = _run(options.benchmarks, options.quick, {"accuracy": options.for_accuracy}, console)
+    special = {"accuracy": options.for_accuracy, "policies": options.for_policies}
+    tables, gpu, failed = _run(options.benchmarks, options.quick, special, console)
     if any(table.marks for table in tables):
         print_summary(tables, console)
     command = shlex.join(["python", "-m", "benchmarks", *options.asked_for, *_given(options)])
@@ -107,13 +108,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workload", action="append", default=[], metavar="NAME", help="accuracy: only this one; may be repeated"
     )
-    parser.add_argument("--docs", action="store_true", help="accuracy: write table and figure of docs/accuracy.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="accuracy: write table and figure of docs/accuracy.md; policies: its figure"
+    )
     options = parser.parse_args(arguments)
     everything = BENCHMARKS | ON_REQUEST
     for name in options.benchmarks:
         if name not in everything:
             parser.error(f"there is no benchmark {name!r}; there are {', '.join(everything)}")
-    _check_accuracy(parser, options)
+    _check_special(parser, options)
     for option, path in (("--json", options.json), ("--results", options.results)):
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             parser.error(f"{option}: cannot write a file at {str(path)!r}")
@@ -122,24 +125,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _check_accuracy(parser: _Parser, options: argparse.Namespace) -> None:
-    """Make ``options.for_accuracy`` of the options that only `benchmarks.accuracy` has."""
-    if (options.workload or options.docs) and "accuracy" not in options.benchmarks:
-        parser.error("--workload and --docs belong to the benchmark accuracy: python -m benchmarks accuracy ...")
-    if "accuracy" not in options.benchmarks:
-        options.for_accuracy = {}
-        return
-    for module, extra in (("sklearn", "demo"), ("PIL", "demo"), *([("matplotlib", "plot")] if options.docs else [])):
+def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
+    """Make ``options.for_accuracy`` and ``options.for_policies`` of the options that only these have."""
+    asked = set(options.benchmarks)
+    if (options.workload and "accuracy" not in asked) or (options.docs and not asked & {"accuracy", "policies"}):
+        parser.error("--workload and --docs belong to the benchmark accuracy, and --docs to policies as well")
+    if options.docs and (options.workload or options.quick):
+        parser.error("--docs needs every workload in full: leave out --workload and --quick")
+    if options.docs and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--docs needs matplotlib, of the extra `plot`: pip install -e '.[plot]'")
+    options.for_policies = {"docs": options.docs} if "policies" in asked else {}
+    options.for_accuracy = _checked_accuracy(parser, options) if "accuracy" in asked else {}
+
+
+def _checked_accuracy(parser: _Parser, options: argparse.Namespace) -> dict[str, Any]:
+    for module in ("sklearn", "PIL"):
         if importlib.util.find_spec(module) is None:
-            parser.error(f"accuracy needs {module}, of the extra `{extra}`: pip install -e '.[{extra}]'")
+            parser.error(f"accuracy needs {module}, of the extra `demo`: pip install -e '.[demo]'")
     from benchmarks.workloads import WORKLOADS
 
     for name in options.workload:
         if name not in WORKLOADS:
             parser.error(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
-    if options.docs and (options.workload or options.quick):
-        parser.error("--docs needs every workload in full: leave out --workload and --quick")
-    options.for_accuracy = {"workloads": tuple(dict.fromkeys(options.workload)), "docs": options.docs}
+    return {"workloads": tuple(dict.fromkeys(options.workload)), "docs": options.docs}
 
 
 def _given(options: argparse.Namespace) -> list[str]:

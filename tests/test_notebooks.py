@@ -15,6 +15,7 @@ def test_there_are_notebooks():
         "coming_from",
         "debugging",
         "distributed",
+        "policies",
         "quickstart",
         "scaling",
         "underflow",

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import jax_lossscale as jls
+from benchmarks.policies.judge import judge
+from benchmarks.policies.traces import of_one_length, recorded
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,12 +46,17 @@ def test_the_notebook_recommends_the_loss_scales_of_the_table():
     notebook = json.loads((ROOT / "notebooks" / "scaling.ipynb").read_text())
     (to_copy,) = ["".join(c["source"]) for c in notebook["cells"] if "## To copy" in "".join(c["source"])]
     recommended = dict(
-        re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.(Dynamic.*)\n```", to_copy)
+        re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.((?:Auto|Dynamic).*)\n```", to_copy)
     )
     assert len(recommended) == 4
-    table = dict(re.findall(r"^\| float16 \| ([^|]*) \| `([^`]*)`", README, re.MULTILINE))
+    rows = re.findall(r"^\| float16 \| ([^|]*) \| `([^`]*)`(?:, that is `([^`]*)`)?", README, re.MULTILINE)
+    table = {condition: constructor or name for condition, name, constructor in rows}
     assert set(recommended.values()) <= set(table.values())
-    assert table["do not know the size of your gradients"] == recommended["You do not know your gradients"]
+    unknown = table["do not know the size of your gradients, or it changes"]
+    assert unknown == recommended["You do not know your gradients"] == "AutoLossScale()"
+    # The first example has what a person who knows nothing should have.
+    assert jls.get("auto") == jls.AutoLossScale()
+    assert 'optax.adamw(3e-4)), "auto")' in blocks("python")[0]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -77,6 +84,28 @@ def test_hysteresis_with_refill_costs_and_wins_what_the_table_says(seed):
         assert 0.035 < plain < 0.05
         assert least < skipped < most
         assert wins_more_than < plain_unused - unused < wins_less_than
+
+
+def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_readme_says():
+    traces = recorded()
+    same_length = of_one_length(traces)
+    judged = {
+        kind: judge(loss_scale, same_length)
+        for kind, loss_scale in (
+            ("auto", jls.AutoLossScale()),
+            ("dynamic", jls.DynamicLossScale()),
+        )
+    }
+    said = re.search(
+        r"recorded from (\w+) small real trainings it skipped at most (\d+) steps of any, and left ([\d.]+) bits "
+        r"unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
+        " ".join(README.split()),
+    )
+    assert said is not None
+    assert said[1] == {10: "ten"}[len(traces)]
+    assert int(said[2]) == judged["auto"].skipped.max()
+    assert float(said[3]) == pytest.approx(judged["auto"].unused_bits.mean(), abs=0.05)
+    assert float(said[4]) == pytest.approx(judged["dynamic"].unused_bits.mean(), abs=0.05)
 
 
 def test_links_and_pictures_exist():

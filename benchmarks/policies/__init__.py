@@ -1,1 +1,9 @@
-"""How loss scales do on traces of what gradients were: skipped steps, unused bits, steps to arrive."""
+"""How loss scales do on traces of what gradients were: skipped steps, unused bits, steps to arrive.
+
+Reading order: `traces` are what is replayed, `contenders` what is compared, of it `comparators` what other libraries
+have, `judge` replays and measures, `tables` is ``python -m benchmarks policies``, `figure` draws its picture.
+"""
+
+from benchmarks.policies.tables import run
+
+__all__ = ["run"]

@@ -26,7 +26,7 @@ class Judgement(NamedTuple):
     Attributes:
       skipped: ``int[traces]``: skipped steps.
       unused_bits: ``float[traces]``: ``log2(65504 / (first * scale))``, where ``first`` is what overflows first; the
-        mean over the applied steps whose gradients are not all zero.
+        mean over the applied steps whose gradients are not all zero; NaN if there are none.
       steps_to_arrive: ``int[traces]``: steps until one is applied within 2**6 of the highest scale that works, not
         counting those whose gradients are all zero; all steps, where that never happens.
     """
@@ -36,25 +36,31 @@ class Judgement(NamedTuple):
     steps_to_arrive: np.ndarray
 
 
-def judge(loss_scale: jls.LossScale, traces: Sequence[Trace], float16: bool = True) -> Judgement:
-    """Replay ``loss_scale`` over traces of one length.
+def judge(
+    loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace], float16: bool = True
+) -> Judgement:
+    """Replay ``loss_scale`` over traces.
 
     Args:
-      loss_scale: any kind, in the state to begin with.
-      traces: several, all of the same length.
+      loss_scale: any kind, in the state to begin with; or one for each trace, all of one kind and configuration.
+      traces: several, all of the same length (`of_one_length`).
       float16: whether gradients arrive rounded to float16; if not, in float32. Either way float16 is what overflows.
     """
     log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
     log2_first = np.stack([trace.log2_first for trace in traces], axis=1)
+    if isinstance(loss_scale, jls.LossScale):
+        loss_scale = [loss_scale] * len(traces)
     scales, finite = _replay(
-        loss_scale, np.exp2(log2_largest, dtype=np.float32), np.exp2(log2_first, dtype=np.float32), float16
+        _stacked(loss_scale), np.exp2(log2_largest, dtype=np.float32), np.exp2(log2_first, dtype=np.float32), float16
     )
     finite = np.asarray(finite)
-    unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
+    with np.errstate(invalid="ignore", divide="ignore"):  # comparators reach infinity, NaN, and in float32 zero
+        unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
     counts = finite & np.isfinite(unused)
+    applied = np.sum(counts, axis=0)
     return Judgement(
-        skipped=np.sum(~finite, axis=0),
-        unused_bits=np.mean(unused, axis=0, where=counts),
+        skipped=np.sum(~finite & ~np.isnan(log2_largest), axis=0),
+        unused_bits=np.where(applied, np.sum(unused, axis=0, where=counts) / np.maximum(applied, 1), np.nan),
         steps_to_arrive=_steps_to_arrive(counts & (unused < _LOG2_ARRIVED + 1), np.isfinite(log2_largest)),
     )
 
@@ -68,9 +74,18 @@ def dynamic_family() -> dict[str, jls.DynamicLossScale]:
     }
 
 
+def dominated(one: Judgement, others: Sequence[Judgement]) -> np.ndarray:
+    """On which traces some other has fewer skipped steps than ``one`` and fewer unused bits: ``bool[traces]``."""
+    return np.any([better_in_both(other, one) for other in others], axis=0)
+
+
 def better_in_both(one: Judgement, other: Judgement) -> np.ndarray:
     """On which traces ``one`` has fewer skipped steps than ``other`` and fewer unused bits: ``bool[traces]``."""
     return (one.skipped < other.skipped) & (one.unused_bits < other.unused_bits)
+
+
+def _stacked(loss_scales: Sequence[jls.LossScale]) -> jls.LossScale:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *loss_scales)
 
 
 def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
@@ -81,7 +96,7 @@ def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=3)
 def _replay(
-    loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array, float16: bool
+    loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array, float16: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The scale of each step and whether it was finite: ``float32[steps, traces]``, ``bool[steps, traces]``."""
 
@@ -91,7 +106,8 @@ def _replay(
         scale = loss_scale()
         largest, first = true
         finite = first * scale < _OVERFLOWS
-        scaled = largest * scale
+        # A comparator may be told of what overflows first in the place of the largest gradient.
+        scaled = first * scale if getattr(loss_scale, "sees_inside", False) else largest * scale
         seen = (scaled.astype(jnp.float16).astype(jnp.float32) if float16 else scaled) / scale
         if loss_scale.needs_largest:
             loss_scale = loss_scale.adjust(finite, largest=jnp.where(finite, seen, jnp.nan))  # type: ignore[call-arg]
@@ -99,7 +115,7 @@ def _replay(
             loss_scale = loss_scale.adjust(finite)
         return loss_scale, (scale, finite)
 
-    def over_one(largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def over_one(loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.lax.scan(step, loss_scale, (largest, first))[1]
 
-    return jax.vmap(over_one, in_axes=1, out_axes=1)(largest, first)
+    return jax.vmap(over_one, in_axes=(0, 1, 1), out_axes=1)(loss_scales, largest, first)

@@ -1,11 +1,13 @@
-"""Traces that nobody recorded: how large gradients could be, step by step, of every kind that a rule must bear."""
+"""Traces: recorded ones, and how large gradients could be, step by step, of every kind that a rule must bear."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from benchmarks import traces as recordings
 
 # The largest magnitude of a gradient lies between these on a trace, which the starts of all policies lie between too.
 _LOG2_LARGEST = (-29.0, 6.0)
@@ -16,9 +18,11 @@ class Trace(NamedTuple):
 
     Attributes:
       kind: the name of its kind.
-      log2_largest: ``float64[steps]``: log2 of the largest magnitude among the true gradients; -inf: all are zero.
+      log2_largest: ``float64[steps]``: log2 of the largest magnitude among the true gradients; -inf: all are zero;
+        NaN: the trace has ended.
       log2_inside: ``float64[steps]``: how many bits above it lies what overflows first, at least 0.
-      log2_noise: the standard deviation of its noise, for the mark that it is held to.
+      log2_noise: the standard deviation of its noise, for the mark that it is held to; of a recorded trace that from
+        step to step.
     """
 
     kind: str
@@ -130,3 +134,31 @@ def synthetic(steps: int, runs: int = 2, seed: int = 0) -> list[Trace]:
             place = maker.random.uniform(min(lowest, highest), highest)
             traces.append(Trace(kind, log2_largest + place, log2_inside, noise))
     return traces
+
+
+def recorded() -> list[Trace]:
+    """What was recorded of real trainings (`benchmarks.traces`), sorted by name."""
+    return [from_recording(name, recording) for name, recording in sorted(recordings.recorded().items())]
+
+
+def from_recording(name: str, recording: recordings.Trace) -> Trace:
+    """A recorded trace, its noise measured."""
+    largest = recording.log2_largest
+    is_zero = np.isneginf(largest)
+    inside = recording.log2_inside - np.where(is_zero, 0, largest)
+    known = largest[~is_zero]
+    noise = np.std(np.diff(known)) / np.sqrt(2) if len(known) > 1 else 0.0
+    return Trace(name, largest, np.where(is_zero, 0, np.maximum(inside, 0)), float(noise))
+
+
+def of_one_length(traces: Sequence[Trace]) -> list[Trace]:
+    """The traces, the shorter ones followed by NaN, which is not judged."""
+    steps = max(len(trace.log2_largest) for trace in traces)
+
+    def lengthened(values: np.ndarray) -> np.ndarray:
+        return np.append(values, np.full(steps - len(values), np.nan))
+
+    return [
+        trace._replace(log2_largest=lengthened(trace.log2_largest), log2_inside=lengthened(trace.log2_inside))
+        for trace in traces
+    ]

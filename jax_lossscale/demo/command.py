@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Train the four arms, one after the other, under one progress bar on stderr, if that is a terminal.
+    """Train the five arms, one after the other, under one progress bar on stderr, if that is a terminal.
 
     Args:
       steps: how many to train each arm.
@@ -94,8 +94,9 @@ class _Parser(argparse.ArgumentParser):
 def _make_parser() -> _Parser:
     parser = _Parser(
         prog="python -m jax_lossscale",
-        description="The main job: a small neural network learns a photograph four times, in float32, and in float16 "
-        "without a loss scale, with a fixed one and with a dynamic one. A table then says how each of them ended.",
+        description="The main job: a small neural network learns a photograph five times, in float32, and in float16 "
+        "without a loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how "
+        "each of them ended.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jax_lossscale {jls.__version__}")

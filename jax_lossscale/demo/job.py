@@ -83,7 +83,7 @@ class Result:
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """The four trainings.
+    """The five trainings.
 
     Returns:
       For each name, the dtype to compute in, and the loss scale, as `jax_lossscale.get` accepts it.
@@ -94,6 +94,8 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
         "float16_fixed": (jnp.float16, 2.0**15),
         # Far too high to begin with, and eager to grow: it must find its place.
         "float16_dynamic": (jnp.float16, jls.DynamicLossScale(2.0**32, increment_period=50)),
+        # Nothing to choose: it finds its place by itself.
+        "float16_auto": (jnp.float16, jls.AutoLossScale()),
     }
 
 

@@ -19,6 +19,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16": {"color": "#d55e00", "linewidth": 2.0},
     "float16_fixed": {"color": "#56b4e9", "linewidth": 3.2},
     "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
+    "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
 
 
@@ -72,11 +73,12 @@ def conclusion(results: dict[str, Result]) -> str:
     Returns:
       One sentence.
     """
-    alone, scaled = results["float16"], results["float16_dynamic"]
+    alone, dynamic, auto = (results[name] for name in ("float16", "float16_dynamic", "float16_auto"))
     return (
         f"Without loss scaling {_percent(alone.zero_gradient_fraction)} of the float16 gradient values were zero, and "
         f"training ended {_beside_float32(alone, results)}; with a dynamic loss scale "
-        f"{_percent(scaled.zero_gradient_fraction)} were, and it ended {_beside_float32(scaled, results)}."
+        f"{_percent(dynamic.zero_gradient_fraction)} were, and it ended {_beside_float32(dynamic, results)}; with an "
+        f"automatic one {_percent(auto.zero_gradient_fraction)} were, and it ended {_beside_float32(auto, results)}."
     )
 
 
@@ -117,7 +119,7 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
-    """Draw the losses, the gradients that vanished, and the dynamic loss scale with the steps it skipped.
+    """Draw the losses, the gradients that vanished, and the loss scales that move, with the steps they skipped.
 
     Args:
       results: by name, as `command.run` gives them.
@@ -157,14 +159,16 @@ def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
         zeros_axes.set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
         zeros_axes.yaxis.set_major_formatter(PercentFormatter(1))
 
-        trace = results["float16_dynamic"].trace
-        skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0))
-        scale_axes.step(steps, trace.loss_scale, where="mid", **_LINES["float16_dynamic"] | {"linestyle": "-"})
-        scale_axes.plot(steps[skipped], trace.loss_scale[skipped], "x", color="#d55e00", label="skipped step")
-        scale_axes.set(title="Loss scale of float16_dynamic")
+        for name in ("float16_dynamic", "float16_auto"):
+            trace = results[name].trace
+            skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0))
+            scale_axes.step(steps, trace.loss_scale, where="mid", label=name, **_LINES[name] | {"linestyle": "-"})
+            label = "skipped step" if name == "float16_dynamic" else None
+            scale_axes.plot(steps[skipped], trace.loss_scale[skipped], "x", color="#d55e00", label=label)
+        scale_axes.set(title="Loss scale")
         scale_axes.set_yscale("log", base=2)
         scale_axes.legend(loc="lower right")
         for axes in panels.values():
             axes.set(xlabel="step", xlim=(-0.015 * len(steps), 1.015 * len(steps)))
         zeros_axes.set(xlabel="")
-        figure.savefig(file, format=file_format, dpi=180)
+        figure.savefig(file, format=file_format, dpi=150)

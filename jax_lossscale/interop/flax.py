@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale import AutoLossScale, DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
 from jax_lossscale.interop import _carry
 
 try:
@@ -65,7 +65,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
     return kind
 
 
-for _kind in (FixedLossScale, NoOpLossScale, DynamicLossScale):
+for _kind in (FixedLossScale, NoOpLossScale, DynamicLossScale, AutoLossScale):
     register(_kind)
 
 

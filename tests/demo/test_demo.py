@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 
 ROOT = Path(__file__).parent.parent.parent
-ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic"]
+ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic", "float16_auto"]
 SHORT = ["--steps", "3"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -67,8 +67,9 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
     assert loss["float16"] >= 1.4 * loss["float32"]
     assert loss["float16_fixed"] == pytest.approx(loss["float32"], rel=0.02)
     assert loss["float16_dynamic"] == pytest.approx(loss["float32"], rel=0.02)
+    assert loss["float16_auto"] == pytest.approx(loss["float32"], rel=0.01)
     assert zeros["float16"] > 0.5
-    assert max(zeros["float32"], zeros["float16_fixed"], zeros["float16_dynamic"]) < 0.01
+    assert max(zeros[name] for name in ARMS if name != "float16") < 0.01
     assert arms["float16_dynamic"]["skipped_steps"] > 0
     assert [arms[name]["skipped_steps"] for name in ARMS[:3]] == [0, 0, 0]
     assert [arms[name]["final_loss_scale"] for name in ARMS[:3]] == [1, 1, 2**15]
@@ -138,7 +139,7 @@ def test_the_suffix_gives_the_format_of_the_picture(suffix, tmp_path, trains_in_
 def test_a_loss_that_is_not_finite_is_null_in_json_and_said_so_in_words(capsys):
     results = fake_results(float16=math.nan, float16_fixed=math.inf)
     arms = json.loads(report.as_json(results, steps=2, seed=0))["arms"]
-    assert [arms[name]["final_loss"] for name in ARMS] == [1e-4, None, None, 1e-4]
+    assert [arms[name]["final_loss"] for name in ARMS] == [1e-4, None, None, 1e-4, 1e-4]
     report.print_table(results)
     assert "nan" in capsys.readouterr().out
 
@@ -202,8 +203,8 @@ def test_help_and_readme_say_in_the_same_words_what_the_main_job_is(capsys, must
     with pytest.raises(SystemExit):
         main(["--help"])
     sentence = (
-        "a small neural network learns a photograph four times, in float32, and in float16 without a loss scale, with "
-        "a fixed one and with a dynamic one."
+        "a small neural network learns a photograph five times, in float32, and in float16 without a loss scale, with "
+        "a fixed one, with a dynamic one and with an automatic one."
     )
     for text in capsys.readouterr().out, (ROOT / "README.md").read_text():
         assert sentence in " ".join(text.split())

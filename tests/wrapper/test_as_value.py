@@ -97,7 +97,7 @@ def test_what_it_shows_of_itself():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("loss_scale", ["dynamic", None])
+@pytest.mark.parametrize("loss_scale", ["dynamic", "auto", None])
 def test_init_takes_abstract_parameters(dtype, loss_scale):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     params = {"kernel": jnp.ones((2, 3), dtype), "steps": jnp.int32(3)}

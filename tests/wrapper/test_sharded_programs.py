@@ -20,10 +20,12 @@ import jax_lossscale as jls
 COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 TX = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0))
+MEASURING = jls.loss_scaled(optax.sgd(0.1), jls.AutoLossScale(8.0))
 PROGRAMS = {
-    "all_finite": lambda grads, state, params: jls.all_finite(grads),
-    "update": TX.update,
-    "update_and_apply": TX.update_and_apply,
+    "all_finite": (TX, lambda grads, state, params: jls.all_finite(grads)),
+    "update": (TX, TX.update),
+    "update_and_apply": (TX, TX.update_and_apply),
+    "update_and_apply, measuring": (MEASURING, MEASURING.update_and_apply),
 }
 # (shape of the mesh, specs of the leaves, all-reduces with auto axes). There XLA for a CPU makes an all-reduce for each
 # dimension that is split; for a GPU it folds those of one leaf into one, as `python -m benchmarks cuda` reads.
@@ -57,7 +59,7 @@ def leaves_on(mesh, specs, number):
 
 
 CASES = [(split, "all_finite") for split in SPLITS]
-CASES += itertools.product(("one axis", "two axes, split in all ways"), ("update", "update_and_apply"))
+CASES += itertools.product(("one axis", "two axes, split in all ways"), tuple(PROGRAMS)[1:])
 
 
 @pytest.mark.parametrize("axis_type", MESH)
@@ -69,11 +71,12 @@ def test_the_verdict_costs_as_many_scalar_all_reduces_whatever_the_number_of_lea
     with jax.set_mesh(mesh):
         for number in len(specs), 16:
             params = leaves_on(mesh, specs, number)
-            lowered = jax.jit(PROGRAMS[program]).lower(params, TX.init(params), params)
+            tx, function = PROGRAMS[program]
+            lowered = jax.jit(function).lower(params, tx.init(params), params)
             text = lowered.compile().as_text()
             assert Counter(re.findall(COLLECTIVES, text)) == Counter({"all-reduce": expected} if expected else {})
             reduced = re.findall(r" = (.*) all-reduce(?:-start)?\(", text)
-            assert all(set(re.findall(r"\w+\[.*?\]", result)) <= {"pred[]", "s32[]"} for result in reduced)
+            assert all(set(re.findall(r"\w+\[.*?\]", result)) <= {"pred[]", "s32[]", "f32[]"} for result in reduced)
             assert "custom_call" not in lowered.as_text()  # a callback would be one
 
 

@@ -143,7 +143,7 @@ def test_a_skipped_step_is_one_to_the_last_bit_through_apply_updates_too(skip, c
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("loss_scale", [SCALE, 8.0, None], ids=["dynamic", "fixed", "none"])
+@pytest.mark.parametrize("loss_scale", [SCALE, "auto", 8.0, None], ids=["dynamic", "auto", "fixed", "none"])
 def test_strict_promotion_changes_nothing(dtype, loss_scale):
     params, grads = (jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (PARAMS, GRADS))
     results = []

@@ -447,8 +447,8 @@ def by_orbax(state, target, path):
 @pytest.mark.parametrize("save_and_restore", [by_pickle, by_flax, by_orbax])
 @pytest.mark.parametrize(
     "loss_scale",
-    [jls.DynamicLossScale(8.0, 3, hysteresis=2), jls.FixedLossScale(8.0), None],
-    ids=["dyn", "fix", "none"],
+    [jls.DynamicLossScale(8.0, 3, hysteresis=2), jls.AutoLossScale(8.0), jls.FixedLossScale(8.0), None],
+    ids=["dyn", "auto", "fix", "none"],
 )
 def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, loss_scale, tmp_path):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)

@@ -1,0 +1,70 @@
+"""The picture of ``python -m benchmarks policies --docs``: skipped steps against unused bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.policies.contenders import AUTO
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from benchmarks.policies.tables import Group
+
+_PATH = Path(__file__).parents[2] / "docs" / "policies.png"
+_DOTS_PER_INCH = 150
+
+# Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
+_STYLES = {
+    AUTO: ("#009e73", "D"),
+    "dynamic 2^15": ("#0072b2", "o"),
+    "dynamic 2^24": ("#56b4e9", "s"),
+    "fixed": ("#6e6e6e", "^"),
+    "fairseq": ("#cc79a7", "v"),
+    "OpenSeq2Seq": ("#d55e00", "X"),
+    "Graphcore": ("#e69f00", "P"),
+}
+
+
+def write(groups: Sequence[Group]) -> None:
+    """Draw ``docs/policies.png``."""
+    draw(groups).savefig(_PATH, dpi=_DOTS_PER_INCH)
+
+
+def draw(groups: Sequence[Group]) -> Figure:
+    """A panel for each group: a small dot for each trace, a large one for the mean of each loss scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(groups), sharey=True))
+    for ax, group in zip(panels, groups, strict=True):
+        _panel(ax, group)
+    panels[0].set_ylabel("unused bits, mean over applied steps")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _panel(ax: Axes, group: Group) -> None:
+    steps = np.array([len(trace.log2_largest) for trace in group.traces])
+    labelled = set()
+    for name, judged in group.judgements.items():
+        words = next(words for words in _STYLES if name.startswith(words))
+        colour, marker = _STYLES[words]
+        rate = 1000 * judged.skipped / steps
+        ax.plot(rate, judged.unused_bits, marker, color=colour, markersize=3, alpha=0.35, linewidth=0)
+        label = None if words in labelled else words
+        labelled.add(words)
+        edge = {"markeredgecolor": "black", "markersize": 9, "linewidth": 0, "zorder": 3}
+        ax.plot([rate.mean()], [np.nanmean(judged.unused_bits)], marker, color=colour, label=label, **edge)
+    ax.set_xscale("symlog", linthresh=1)
+    ax.set(title=group.title, xlabel="skipped of 1,000 steps", xlim=(-0.2, 1500), ylim=(0, 30))
+    ax.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(color="#e6e6e6")
+    ax.set_axisbelow(True)

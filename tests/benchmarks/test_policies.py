@@ -1,0 +1,212 @@
+"""`benchmarks.policies`: the rules of others step by step, what is judged, and which marks follow from it."""
+
+import jax
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+from benchmarks import __main__
+from benchmarks import traces as recordings
+from benchmarks.policies import tables
+from benchmarks.policies.comparators import HistogramLossScale, LogMaxLossScale, ToleranceLossScale
+from benchmarks.policies.contenders import contenders
+from benchmarks.policies.figure import draw
+from benchmarks.policies.judge import Judgement, better_in_both, dominated, judge
+from benchmarks.policies.traces import Trace, from_recording, of_one_length, synthetic
+
+
+def constant(log2_largest, steps=8, inside=0.0, kind="constant"):
+    return Trace(kind, np.full(steps, float(log2_largest)), np.full(steps, inside), 0.0)
+
+
+# --- The rules of others ---
+
+
+def scales_after(loss_scale, events):
+    """After each event: T, F, or the largest gradient of a finite step."""
+    adjust = jax.jit(type(loss_scale).adjust)
+    scales = []
+    for event in events:
+        finite = event != "F"
+        if loss_scale.needs_largest:
+            loss_scale = adjust(loss_scale, finite, largest=np.float32(event if finite else np.nan))
+        else:
+            loss_scale = adjust(loss_scale, finite)
+        scales.append(float(loss_scale()))
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("window", "tolerance", "flags", "scales"),
+    [
+        (3, 0.25, "TTTTTT", [8, 8, 16, 16, 16, 32]),
+        # One overflow of one step since it grew.
+        (3, 0.25, "TTTFTTT", [8, 8, 16, 8, 8, 8, 16]),
+        # 1 of 5, 2 of 6; since then 1 of 4.
+        (100, 0.25, "TTTTFFTTTF", [8, 8, 8, 8, 8, 4, 4, 4, 4, 2]),
+        (100, 0.0, "TTTTFF", [8, 8, 8, 8, 4, 2]),  # the classic rule
+        # An overflow that was borne, 1 of 5, is still counted after growth: 2 of 6.
+        (8, 0.25, "TTTTF" + "TTTTTTTT" + "TTTTTF", [8] * 12 + [16] * 6 + [8]),
+    ],
+)
+def test_tolerance(window, tolerance, flags, scales):
+    loss_scale = ToleranceLossScale(window, tolerance, current_loss_scale=np.float32(8.0))
+    assert scales_after(loss_scale, flags) == scales
+
+
+def test_tolerance_stays_at_its_floor_where_fairseq_ends_the_run():
+    loss_scale = ToleranceLossScale(100, 0.0, 1.0, current_loss_scale=np.float32(4.0))
+    assert scales_after(loss_scale, "FFF") == [2, 2, 2]
+
+
+def test_log_max_is_as_many_deviations_below_the_top():
+    assert scales_after(LogMaxLossScale(), [2.0**-4] * 3) == pytest.approx([2.0**20] * 3, rel=1e-3)
+    assert scales_after(LogMaxLossScale(2.0**14), [2.0**-4]) == [2.0**14]
+    # log2 is 0 and 2 in turn: its mean is 1 and its deviation 1.
+    scales = scales_after(LogMaxLossScale(), [1.0, 4.0] * 1500)
+    assert np.log2(scales[-2:]) == pytest.approx(16 - 1 - 3.09, abs=0.02)
+
+
+def test_log_max_has_the_faults_that_were_published():
+    after_one_overflow = scales_after(LogMaxLossScale(), [2.0**-4] * 10 + ["F"] + [2.0**-4] * 3000)
+    assert after_one_overflow[9] == pytest.approx(2.0**20, rel=1e-3)
+    assert set(after_one_overflow[10:]) == {1.0}
+    assert np.isnan(scales_after(LogMaxLossScale(), [1.0, 0.0, 1.0, 1.0])).tolist() == [False, True, True, True]
+
+
+def test_histogram_moves_at_every_step():
+    # An eighth of 65504 is 8188: 2**-3 * 2**16 is above.
+    assert scales_after(HistogramLossScale(), [2.0**-3] * 4 + ["F"]) == [2.0**16, 2.0**15, 2.0**16, 2.0**15, 2.0**14]
+    assert scales_after(HistogramLossScale(), [0.0] * 3) == [2.0**16, 2.0**17, 2.0**18]
+
+
+def test_comparators_are_kinds_like_ours():
+    for loss_scale in ToleranceLossScale(7), LogMaxLossScale(2.0**14), HistogramLossScale(0.25):
+        assert type(loss_scale).from_config(loss_scale.get_config()) == loss_scale
+
+
+# --- Judging ---
+
+
+def test_what_is_judged():
+    traces = [
+        constant(0),  # at 2**10 six powers of two are free, less than the bit that 65504 lacks of 2**16
+        constant(-2),  # one bit too far away to have arrived
+        constant(8),
+        constant(0, inside=7.0),
+    ]
+    judged = judge(jls.FixedLossScale(2.0**10), traces)
+    assert judged.skipped.tolist() == [0, 0, 8, 8]
+    assert judged.unused_bits[:2] == pytest.approx([np.log2(65504) - 10, np.log2(65504) - 8])
+    assert np.isnan(judged.unused_bits[2:]).all()
+    assert judged.steps_to_arrive.tolist() == [0, 8, 8, 8]
+
+
+def test_steps_whose_gradients_are_all_zero_are_skipped_by_none_and_not_counted():
+    zero_at_first = Trace("zero", np.array([-np.inf, -np.inf, 0.0, 0.0]), np.zeros(4), 0.0)
+    judged = judge(jls.DynamicLossScale(2.0**17), [zero_at_first])
+    assert (judged.skipped.item(), judged.steps_to_arrive.item()) == (2, 2)
+    judged = judge(jls.DynamicLossScale(2.0**15), [zero_at_first])
+    assert (judged.skipped.item(), judged.steps_to_arrive.item()) == (0, 0)
+    assert judged.unused_bits.item() == pytest.approx(np.log2(65504) - 15)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [jls.AutoLossScale, jls.DynamicLossScale, LogMaxLossScale, HistogramLossScale],
+    ids=lambda make: make.__name__,
+)
+def test_what_follows_the_end_of_a_trace_is_not_judged(make):
+    traces = [constant(-3, steps=20, inside=2.0), constant(4, steps=50)]
+    together = judge(make(), of_one_length(traces))
+    for number, trace in enumerate(traces):
+        for both, alone in zip(together, judge(make(), [trace]), strict=True):
+            assert both[number] == pytest.approx(alone[0], rel=1e-9)
+
+
+def test_each_trace_may_have_a_loss_scale_of_its_own():
+    scales = [jls.FixedLossScale(2.0**10), jls.FixedLossScale(2.0**5)]
+    assert judge(scales, [constant(8), constant(8)]).skipped.tolist() == [8, 0]
+
+
+def test_the_histogram_looks_inside():
+    # By the largest gradient alone it would double at every step until the next overflow.
+    assert judge(HistogramLossScale(), [constant(-10, steps=400, inside=10.0)]).skipped.item() == 0
+
+
+def test_dominated_is_worse_in_both_than_one_and_the_same():
+    one = Judgement(np.array([2, 2, 2, 0]), np.array([3.0, 3.0, 3.0, 3.0]), np.zeros(4))
+    fewer_skips = Judgement(np.array([1, 1, 2, 0]), np.array([3.0, 2.0, 1.0, 1.0]), np.zeros(4))
+    fewer_bits = Judgement(np.array([3, 3, 3, 3]), np.array([1.0, 1.0, 1.0, 1.0]), np.zeros(4))
+    assert better_in_both(fewer_skips, one).tolist() == [False, True, False, False]
+    assert dominated(one, [fewer_bits, fewer_skips]).tolist() == [False, True, False, False]
+
+
+def test_a_recording_becomes_a_trace():
+    recording = recordings.Trace(np.array([-np.inf, 0.0, 2.0, 0.0, 2.0]), np.array([-np.inf, -0.125, 5.0, 0.0, 2.0]))
+    trace = from_recording("name", recording)
+    assert trace.kind == "name"
+    assert trace.log2_largest.tolist() == recording.log2_largest.tolist()
+    assert trace.log2_inside.tolist() == [0, 0, 3, 0, 0]  # what overflows first is never below the largest gradient
+    assert trace.log2_noise == pytest.approx(np.std([2, -2, 2]) / np.sqrt(2))
+
+
+def test_every_contender_takes_a_step_on_every_synthetic_kind():
+    for trace in synthetic(50, 1):
+        for name, make in contenders().items():
+            assert make(trace)().shape == (), name
+
+
+def test_the_fixed_scale_is_what_the_first_step_suggests():
+    fixed = contenders()["fixed, suggested at step 0"](constant(-10))
+    assert fixed() == 2.0**22  # three bits free
+    assert fixed.skip_nonfinite
+
+
+# --- What is made of it ---
+
+
+def group_of(**auto):
+    """Two traces of 1,000 steps; everyone but Auto did perfectly."""
+    traces = [constant(0, 1000, kind="still"), Trace("noisy", np.zeros(1000), np.zeros(1000), 1.5)]
+    perfect = Judgement(np.zeros(2, int), np.zeros(2), np.zeros(2, int))
+    judgements = dict.fromkeys(contenders(), perfect)
+    judgements["auto"] = perfect._replace(**{name: np.array(values) for name, values in auto.items()})
+    is_dominated = {name: dominated(one, [perfect]) for name, one in judgements.items()}
+    return tables.Group("two traces", traces, judgements, is_dominated)
+
+
+@pytest.mark.parametrize(
+    ("auto", "met"),
+    [
+        ({}, [True, True, True, True]),
+        ({"skipped": [2, 0]}, [True, True, True, True]),  # one in 500
+        ({"skipped": [3, 0]}, [False, True, True, True]),
+        ({"unused_bits": [4.0, 6.0]}, [True, True, True, True]),
+        ({"unused_bits": [4.1, 0.0]}, [True, False, True, True]),
+        ({"unused_bits": [0.0, 6.1]}, [True, True, False, True]),
+        ({"skipped": [1, 0], "unused_bits": [1.0, 0.0]}, [True, True, True, False]),
+    ],
+    ids=str,
+)
+def test_marks(auto, met):
+    assert [mark.met for mark in tables.summary(group_of(**auto), quick=False).marks] == met
+
+
+def test_rows_and_picture():
+    group = group_of(skipped=[1, 2], unused_bits=[1.0, np.nan])
+    summary, details = tables.summary(group, quick=False), tables.details(group, quick=False)
+    assert [row[0] for row in summary.rows] == list(contenders())
+    assert summary.rows[0] == ("auto", 1.5, 2.0, 1.0, 1.0, 0.0, 0.0, 1)
+    assert [row[:4] for row in details.rows] == [["still", 1000, 0.0, "1 / 1.0 / 0"], ["noisy", 1000, 1.5, "2 / - / 0"]]
+    pytest.importorskip("matplotlib")
+    (legend,) = draw([group, group]).legends
+    assert legend.get_texts()[0].get_text() == "auto"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [("policies", {"docs": False}), ("finite policies --docs", {"docs": True}), ("finite", {})],
+)
+def test_it_is_told_whether_to_draw(arguments, given):
+    assert __main__._parse(arguments.split()).for_policies == given
