@@ -87,7 +87,9 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     return map_inexact(widen_leaves, tree)
 
 
-def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
+def cast_floating(
+    tree: chex.ArrayTree, dtype: DTypeLike, *, where: Callable[[tuple[Any, ...], Any], bool] | None = None
+) -> chex.ArrayTree:
     """Cast the floating leaves of a tree.
 
     For the compute copy of float32 master weights: differentiate through the cast, and the gradients of the
@@ -96,19 +98,29 @@ def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
     Args:
       tree: any pytree. Complex, integer, boolean, float0 and random-key leaves, and ``None``, stay as they are.
       dtype: a real floating dtype, such as ``jnp.float16``.
+      where: which floating leaves to cast: ``where(path, leaf) -> bool``, asked of each of them; by default all. Where
+        it is false the leaf stays the same object, as layers that normalize stay in float32. ``path`` is that of
+        `jax.tree_util.tree_map_with_path`: a tuple of keys from the root on, such as ``(DictKey(key='norm'),)``, of
+        which `jax.tree_util.keystr` makes a string.
 
     Returns:
       A tree of the same structure and shapes, its floating leaves of ``dtype``.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype.
+      ValueError: if ``dtype`` is not a real floating dtype; if ``where`` is no function, or returns no bool.
 
     Examples:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> compute = jls.cast_floating({"kernel": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)
-      >>> compute["kernel"].dtype, compute["step"].dtype
+      >>> params = {"dense": jnp.ones(2), "norm": jnp.ones(2), "step": jnp.int32(3)}
+      >>> compute = jls.cast_floating(params, jnp.float16)
+      >>> compute["norm"].dtype, compute["step"].dtype
       (dtype('float16'), dtype('int32'))
+      >>> def is_no_norm(path, leaf):
+      ...     return "norm" not in jax.tree_util.keystr(path)
+      >>> compute = jls.cast_floating(params, jnp.float16, where=is_no_norm)
+      >>> compute["dense"].dtype, compute["norm"].dtype
+      (dtype('float16'), dtype('float32'))
     """
     dtype = checked_dtype(dtype, "cast_floating(dtype=...)")
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -116,7 +128,19 @@ def cast_floating(tree: chex.ArrayTree, dtype: DTypeLike) -> chex.ArrayTree:
             f"`cast_floating(dtype=...)` must be a real floating dtype, got {dtype.name}. To cast other "
             "leaves, use `jax.tree.map`."
         )
-    return map_inexact(lambda leaves: _cast_floating(leaves, dtype), tree)
+    if where is None:
+        return map_inexact(lambda leaves: _cast_floating(leaves, dtype), tree)
+    if not callable(where):
+        raise ValueError(
+            f"`cast_floating(where=...)` must be a function of a leaf's path and the leaf, got {where!r}. To cast all "
+            "floating leaves, leave it out."
+        )
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in with_paths]
+    chosen = [n for n, (path, leaf) in enumerate(with_paths) if _is_floating(leaf) and _answer(where, path, leaf)]
+    for position, leaf in zip(chosen, _cast_floating([leaves[n] for n in chosen], dtype), strict=True):
+        leaves[position] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
@@ -194,6 +218,20 @@ def check_bool_scalar(value: Any, name: str) -> None:
         f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else repr(value)}. Reduce it with "
         "`jnp.all` or `jnp.any`."
     )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return is_inexact(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+
+
+def _answer(where: Callable[[tuple[Any, ...], Any], bool], path: tuple[Any, ...], leaf: Any) -> bool:
+    answer = where(path, leaf)
+    if not isinstance(answer, (bool, np.bool_)):
+        raise ValueError(
+            f"`cast_floating(where=...)` must return a bool, got {answer!r} for the leaf at "
+            f"{jax.tree_util.keystr(path)}. It decides by the path, or by the leaf's shape and dtype."
+        )
+    return bool(answer)
 
 
 def _is_selectable(leaf: Any) -> bool:

@@ -382,6 +382,55 @@ def test_the_gradient_of_a_cast_is_that_of_the_master_weights():
     np.testing.assert_array_equal(grads, np.ones(3, np.float32), strict=True)
 
 
+MIXED = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": np.ones(3, np.float16)},
+    "norm": [jnp.ones(3), 1.0],
+    "phase": jnp.ones(2, jnp.complex64),
+    "step": jnp.int32(3),
+    "frozen": None,
+    "activation": jnp.tanh,
+}
+FLOATING = {"['dense']['bias']", "['dense']['kernel']", "['norm'][0]", "['norm'][1]"}
+WHERE = {
+    "all": (lambda path, leaf: True, FLOATING),
+    "none": (lambda path, leaf: False, set()),
+    "by path": (lambda path, leaf: "norm" not in jax.tree_util.keystr(path), {p for p in FLOATING if "dense" in p}),
+    "by key": (lambda path, leaf: path[-1] == jax.tree_util.DictKey("bias"), {"['dense']['bias']"}),
+    "by leaf": (lambda path, leaf: jnp.ndim(leaf) == 2, {"['dense']['kernel']"}),
+    "numpy's bool": (lambda path, leaf: np.bool_(jnp.ndim(leaf) == 0), {"['norm'][1]"}),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", WHERE)
+def test_cast_floating_where(name, compiled):
+    where, expected = WHERE[name]
+    cast = jls.cast_floating(MIXED, jnp.bfloat16, where=where)
+    if compiled:
+        arrays = {key: value for key, value in MIXED.items() if key != "activation"}
+        cast = {**cast, **jax.jit(lambda tree: jls.cast_floating(tree, jnp.bfloat16, where=where))(arrays)}
+    assert jax.tree.structure(cast) == jax.tree.structure(MIXED)
+    found = set()
+    for (path, before), after in zip(jax.tree_util.tree_leaves_with_path(MIXED), jax.tree.leaves(cast), strict=True):
+        if getattr(after, "dtype", None) == jnp.bfloat16:
+            found.add(jax.tree_util.keystr(path))
+        elif not compiled:
+            assert after is before
+    assert found == expected
+
+
+def test_cast_floating_asks_of_floating_leaves_only():
+    asked = []
+    jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: asked.append(jax.tree_util.keystr(path)) or True)
+    assert sorted(asked) == sorted(FLOATING)
+
+
+@pytest.mark.parametrize("where", ["norm", True, lambda path, leaf: None, lambda path, leaf: jnp.array(True)])
+def test_cast_floating_refuses_a_where_that_does_not_answer(where):
+    with pytest.raises(ValueError, match=r"cast_floating\(where=...\)"):
+        jls.cast_floating({"leaf": 1.0}, jnp.float16, where=where)
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, complex, jnp.complex64, "nonsense", "key<fry>", 3, None])
 def test_cast_floating_refuses_what_is_no_floating_dtype(dtype):
     with pytest.raises(ValueError, match="cast_floating"):
