@@ -21,10 +21,11 @@ PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-CORE = {"_tree", "_measure", "_loss_scale"}
+CORE = {"_warn", "_tree", "_measure", "_loss_scale"}
 MIDDLE = CORE | {"_gradients", "_optax", "optax", "_version"}
 LAYERS = {
     "_version": set(),
+    "_warn": set(),
     "_tree": set(),
     "_measure": {"_tree"},
     "_loss_scale": {"_tree", "_measure"},
@@ -38,7 +39,7 @@ LAYERS = {
     "": (MIDDLE - {"optax"}) | {"diagnostics", "plotting"},  # the package's own __init__
 }
 # What every policy, each in a file of its own, may import of its siblings.
-POLICY_BASE = {"base", "_arguments"}
+POLICY_BASE = {"base", "_arguments", "_flax_serialization"}
 NO_POLICIES = POLICY_BASE | {"registry", "__init__"}
 
 

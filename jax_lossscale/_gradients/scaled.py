@@ -10,7 +10,7 @@ import jax
 
 from jax_lossscale._gradients.cotangent import seed_gradient
 from jax_lossscale._gradients.warn import warn_if_narrow
-from jax_lossscale._loss_scale import NoOpLossScale
+from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.registry import as_loss_scale
 
 
@@ -66,8 +66,13 @@ def value_and_scaled_grad(
         "holomorphic": holomorphic,
         "allow_int": allow_int,
     }
+    return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), **options)
+
+
+def with_scaled_gradient(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
+    """``fun`` itself, whose value starts the backward pass with the scale instead of 1."""
     if isinstance(loss_scale, NoOpLossScale):
-        return jax.value_and_grad(fun, **options)
+        return fun
     warned = False
 
     @functools.wraps(fun)
@@ -81,7 +86,7 @@ def value_and_scaled_grad(
         value = seed_gradient(value, loss_scale)
         return (value, aux) if has_aux else value
 
-    return jax.value_and_grad(seeded, **options)
+    return seeded
 
 
 def scaled_grad(

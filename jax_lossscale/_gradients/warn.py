@@ -1,13 +1,8 @@
-"""Warnings, at the line of the user's that they are about and not at one of this library."""
+"""The warning of a loss that is too narrow for the scale."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
-import warnings
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -15,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._loss_scale import LossScale
-
-# Frames of these are on the way from the user's line to the warning.
-_NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent.parent))
+from jax_lossscale._warn import warn_user
 
 
 def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
@@ -37,15 +30,3 @@ def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
         f"loss scale `max_loss_scale={largest_power}`."
     )
     return True
-
-
-def warn_user(message: str) -> None:
-    """Warn at the innermost frame that is neither ours nor JAX's.
-
-    Python shows a warning once for each line: at a line of this library, once for all that the user ever calls.
-    """
-    level = 1
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)

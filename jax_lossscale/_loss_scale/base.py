@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._loss_scale import _flax_serialization
 from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
@@ -40,6 +41,12 @@ class LossScale(abc.ABC):
       ``tf.compat.v1.mixed_precision.LossScale``, whose interface this is, with state returned instead of assigned.
       Micikevicius et al., Mixed Precision Training, ICLR 2018.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A loss scale that flax can save, where flax has been imported."""
+        del args, kwargs
+        _flax_serialization.register_if_flax_is_imported(cls)
+        return super().__new__(cls)
 
     checks_gradients: ClassVar[bool] = True
     """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._warn import warn_user
 
 _Result = TypeVar("_Result")
 
@@ -38,6 +39,19 @@ def check_holds_no_loss_scale(inner_state: optax.OptState) -> None:
         raise ValueError(
             "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
             "Wrap the whole chain once."
+        )
+
+
+def warn_of_float16(params: optax.Params, loss_scale: LossScale) -> None:
+    """Warn of float16 parameters, which nobody may have asked for: some layers make them where the input is float16."""
+    with_paths = jax.tree_util.tree_leaves_with_path(params) if loss_scale.checks_gradients else []
+    narrow = [path for path, leaf in with_paths if getattr(leaf, "dtype", None) == jnp.float16]
+    if narrow:
+        warn_user(
+            f"`init(params)` got {len(narrow)} float16 parameters, the first at {jax.tree_util.keystr(narrow[0])!r}: "
+            "updates below a 4096th of a parameter are lost in them. Keep them in float32, "
+            "`params = jls.cast_floating(params, jnp.float32)`, and cast to float16 inside the loss function. If they "
+            "were not meant to be float16, their layer took the dtype of its input: initialize it with a float32 one."
         )
 
 
@@ -129,6 +143,15 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
         return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
 
     return jax.tree.map(with_dtype, old, new)
+
+
+def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
+    """``params``, with ``None`` for what has ``None`` for a gradient: frozen layers, and numbers that are settings."""
+    if len(jax.tree.leaves(grads)) == len(jax.tree.leaves(params)):
+        return params
+    return jax.tree.map(
+        lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None
+    )
 
 
 def updates_of_others(grads: optax.Updates, params: optax.Params) -> optax.Updates:

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale._flax_serialization import register_if_flax_is_imported
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import choose
 from jax_lossscale._optax.verdict import Verdict
@@ -69,6 +70,7 @@ class LossScaledState(NamedTuple):
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
     """The state before the first step. No two of its leaves share a buffer, so that it can be donated."""
+    register_if_flax_is_imported(type(loss_scale))  # it may have been made before flax was imported
     return LossScaledState(
         loss_scale=loss_scale,
         inner_state=inner_state,

@@ -123,12 +123,15 @@ def loss_scaled(
 
       ``update_and_apply(scaled_grads, state, params, **the same)``
         returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster. Leaves of ``params``
-        that are not inexact, arrays or not, come back as the same objects.
+        that are not inexact, arrays or not, and all that have ``None`` for a gradient, come back as the same objects.
 
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
         ``axis_name`` or ``skip`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if
         ``value`` is no real scalar, or one of the flags no boolean scalar.
+
+    Warns:
+      UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -167,6 +170,7 @@ class _Wrapped:
 
     def init(self, params: optax.Params) -> LossScaledState:
         """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        _inner.warn_of_float16(params, self.initial_loss_scale)
         inner_state = self.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
         _inner.check_holds_no_loss_scale(inner_state)
         # A copy: a state may be donated, and `initial_loss_scale` must serve again.
@@ -211,7 +215,7 @@ class _Wrapped:
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
         told = Told(value, skip_if, parts_finite, grads_finite)
-        shown = self._checked(scaled_grads, state, params, told)
+        shown = self._checked(scaled_grads, state, _inner.with_gradients(scaled_grads, params), told)
         new_params, state = self._new_params(*shown, **extra_args)
         return _fill(new_params, params), state
 

@@ -1,4 +1,4 @@
-"""To and from other libraries: one peer a file, each imported only by whoever uses it.
+"""To and from other libraries, and at home in them: one peer a file, each imported only by whoever uses it.
 
 ``from_<peer>`` takes what the peer saves and gives a loss scale with its configuration and state, which goes on as it
 would have in the peer. ``to_<peer>`` gives it back in the same form: one thing, or a pair of configuration and state.
@@ -15,4 +15,7 @@ module                  what the peer saves                               needs 
 ``interop.flax``        a `DynamicScale`                                  yes
 ``interop.jmp``         a loss scale                                      yes
 ======================  ================================================  ============================
+
+Where a framework needs more than a line, it is here too: ``interop.flax`` has a `TrainState` for linen and an
+`Optimizer` for nnx, ``interop.equinox`` has `filter_value_and_scaled_grad`.
 """

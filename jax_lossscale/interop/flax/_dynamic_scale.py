@@ -1,72 +1,14 @@
-"""Flax's own serialization (``to_state_dict``, ``to_bytes``) of our loss scales; and ``DynamicScale``, to and from.
-
-Flax knows the types that were registered with it. Importing this module registers every kind in this library;
-`register` does it for a kind of your own.
-
-Examples:
-  >>> import flax.serialization, jax_lossscale as jls
-  >>> import jax_lossscale.interop.flax
-  >>> flax.serialization.to_state_dict(jls.FixedLossScale(8))
-  {'loss_scale_value': Array(8., dtype=float32)}
-"""
+"""flax's ``DynamicScale``, to and from."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
+from flax.training.dynamic_scale import DynamicScale
 
-from jax_lossscale._loss_scale import AutoLossScale, DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale import DynamicLossScale, LossScale
 from jax_lossscale.interop import _carry
-
-try:
-    from flax import serialization
-    from flax.training.dynamic_scale import DynamicScale
-except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.flax` needs flax: `pip install flax`.") from error
-
-
-def register(kind: type[LossScale]) -> type[LossScale]:
-    """Register a loss scale with flax: its leaves by name, its configuration from the target.
-
-    Args:
-      kind: a class whose children in the pytree are its attributes.
-
-    Returns:
-      The same class, so that this serves as a decorator.
-    """
-
-    def children(loss_scale: LossScale) -> tuple[list[Any], Any]:
-        def is_child(node: Any) -> bool:  # one level only, flax goes on from there; None is none
-            return node is not loss_scale and node is not None
-
-        return jax.tree_util.tree_flatten_with_path(loss_scale, is_leaf=is_child)
-
-    def to_state_dict(loss_scale: LossScale) -> dict[str, Any]:
-        with_paths, _ = children(loss_scale)
-        return {path[0].name: serialization.to_state_dict(leaf) for path, leaf in with_paths}
-
-    def from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
-        with_paths, structure = children(target)
-        names = [path[0].name for path, _ in with_paths]
-        if set(names) != set(state):
-            raise ValueError(
-                f"The state of a `{kind.__name__}` has {sorted(state)}, but the target holds {sorted(names)}. Restore "
-                "onto a loss scale of the same configuration."
-            )
-        leaves = [
-            serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)
-        ]
-        return jax.tree.unflatten(structure, leaves)
-
-    serialization.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)
-    return kind
-
-
-for _kind in (FixedLossScale, NoOpLossScale, DynamicLossScale, AutoLossScale):
-    register(_kind)
 
 
 def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:

@@ -1,0 +1,59 @@
+"""equinox: gradients of the scaled loss with respect to a module, functions and other settings in it included.
+
+Examples:
+  >>> import equinox as eqx, jax, jax.numpy as jnp, optax
+  >>> import jax_lossscale as jls
+  >>> from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
+  >>> model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+  >>> tx = jls.loss_scaled(optax.adam(1e-3))
+  >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+  >>> loss, grads = filter_value_and_scaled_grad(lambda m: jnp.mean(m(jnp.ones(2)) ** 2), state)(model)
+  >>> model, state = tx.update_and_apply(grads, state, model, value=loss)
+  >>> state.applied_steps
+  Array(1, dtype=int32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax_lossscale._gradients.scaled import with_scaled_gradient
+from jax_lossscale._loss_scale.registry import as_loss_scale
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise ImportError("`jax_lossscale.interop.equinox` needs equinox: `pip install equinox`.") from error
+
+
+def filter_value_and_scaled_grad(
+    fun: Callable[..., Any], loss_scale: Any, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """Like ``eqx.filter_value_and_grad``, with the gradients multiplied by a loss scale and the value left alone.
+
+    Args:
+      fun: a scalar-valued function of a module (any pytree), and of whatever else.
+      loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
+      has_aux: whether ``fun`` returns a pair ``(value, aux)``.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux), scaled_grads)``
+      with ``has_aux``. The gradients are those with respect to the floating-point arrays of the first argument, of the
+      same structure, and ``None`` in the place of everything else.
+
+    Raises:
+      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one.
+
+    Warns:
+      UserWarning: as `value_and_scaled_grad`, at a loss too narrow for the scale.
+
+    Examples:
+      >>> import jax
+      >>> from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
+      >>> model = {"weight": jax.numpy.float32(3.0), "activation": jax.numpy.square}
+      >>> filter_value_and_scaled_grad(lambda m: m["activation"](m["weight"]), 1024.0)(model)
+      (Array(9., dtype=float32), {'activation': None, 'weight': Array(6144., dtype=float32)})
+    """
+    loss_scale = as_loss_scale(loss_scale, "filter_value_and_scaled_grad(loss_scale=...)")
+    return eqx.filter_value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), has_aux=has_aux)

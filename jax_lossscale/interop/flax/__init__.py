@@ -1,0 +1,50 @@
+"""flax: a `TrainState` for linen, an `Optimizer` for nnx, its serialization, and ``DynamicScale`` to and from.
+
+Flax's own serialization (``to_state_dict``, ``to_bytes``, msgpack) knows the types that were registered with it. Every
+kind of loss scale is registered when one is made after flax was imported; importing this module registers every kind
+in this library, whatever came first, and `register` does it for a kind of your own.
+
+Examples:
+  >>> import flax.serialization, jax_lossscale as jls
+  >>> flax.serialization.to_state_dict(jls.FixedLossScale(8))
+  {'loss_scale_value': Array(8., dtype=float32)}
+"""
+
+from __future__ import annotations
+
+from jax_lossscale._loss_scale import (
+    AutoLossScale,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    NoOpLossScale,
+    _flax_serialization,
+)
+
+try:
+    from flax import serialization
+except ImportError as error:
+    raise ImportError("`jax_lossscale.interop.flax` needs flax: `pip install flax`.") from error
+
+from jax_lossscale.interop.flax._dynamic_scale import from_flax, to_flax
+from jax_lossscale.interop.flax._optimizer import Optimizer
+from jax_lossscale.interop.flax._train_state import TrainState
+
+__all__ = ["Optimizer", "TrainState", "from_flax", "register", "to_flax"]
+
+
+def register(kind: type[LossScale]) -> type[LossScale]:
+    """Register a kind of loss scale with flax: its leaves by name, its configuration from the target.
+
+    Args:
+      kind: a class whose children in the pytree are its attributes.
+
+    Returns:
+      The same class, so that this serves as a decorator.
+    """
+    _flax_serialization.register(kind, serialization)
+    return kind
+
+
+for _kind in (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale):
+    register(_kind)

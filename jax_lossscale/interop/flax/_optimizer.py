@@ -1,0 +1,78 @@
+"""flax nnx's ``Optimizer``, for optimizers made with `loss_scaled`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+from flax import nnx
+
+from jax_lossscale._optax import LossScaledTransformation
+
+
+class Optimizer(nnx.Optimizer):
+    """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
+
+    ``nnx.Optimizer`` itself takes an optimizer made with `loss_scaled` too, and gives the same result; it computes the
+    updates and adds them in two steps. Wherever this library takes an optimizer state, it takes ``opt.opt_state``.
+
+    Args:
+      model: as in flax, like ``wrt`` and whatever else flax takes.
+      tx: an optimizer made with `loss_scaled`. For a run without loss scaling, give that ``None``.
+      wrt: likewise.
+
+    Raises:
+      ValueError: if ``tx`` was not made with `loss_scaled`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> import jax_lossscale as jls
+      >>> from jax_lossscale.interop.flax import Optimizer
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.5)), wrt=nnx.Param)
+      >>> def loss_fn(model):
+      ...     return jls.scale_gradient(jnp.mean(model(jnp.ones((1, 2))) ** 2), opt.opt_state)
+      >>> loss, grads = nnx.value_and_grad(loss_fn)(model)
+      >>> opt.update(model, grads, value=loss)
+      >>> int(opt.opt_state.applied_steps[...])
+      1
+    """
+
+    def __init__(self, model: Any, tx: Any, *, wrt: Any, **options: Any) -> None:
+        if not isinstance(tx, LossScaledTransformation):
+            raise ValueError(
+                "`Optimizer(tx=...)` must be an optimizer made with `jls.loss_scaled`, around the whole chain, got "
+                f"{tx!r}. For a run without loss scaling, use `jls.loss_scaled(tx, None)`."
+            )
+        super().__init__(model, tx, wrt=wrt, **options)
+
+    def update(self, model: Any, grads: chex.ArrayTree, /, **told: Any) -> None:
+        """Update the model's parameters and the optimizer's state in place, or skip this step.
+
+        ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts those that were applied. What else
+        the forward pass has changed in the model (batch statistics, random counts) is not touched here.
+
+        Args:
+          model: the model.
+          grads: the gradients of the scaled loss, as ``nnx.grad`` gives them.
+          **told: whatever ``update`` of `loss_scaled` takes by name: ``value``, the true loss, ``skip_if``,
+            ``parts_finite``, ``grads_finite``, and what the chain takes.
+        """
+        # Flax 0.12.0 has no graph mode to choose.
+        options = {"graph": self.graph} if hasattr(self, "graph") else {}
+        params, grads = (_arrays(nnx.state(tree, self.wrt, **options)) for tree in (model, grads))
+        params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(told))
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state, **options))
+        self.step[...] += 1
+
+
+def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """The same tree with the value of each ``nnx.Variable`` in its place."""
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)
