@@ -1,7 +1,8 @@
 """The pages in `docs` run: every python block, top to bottom, in one namespace.
 
 A block below ``<!-- needs: torch -->`` runs where that package is installed, after the blocks above it; one below
-``<!-- not run: why -->`` is only compiled.
+``<!-- not run: why -->`` is only compiled. A page that begins with ``<!-- this page needs: flax -->`` runs where all of
+these packages are installed.
 """
 
 import os
@@ -13,7 +14,8 @@ import pytest
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
+PAGE_NEEDS = re.compile(r"\A<!-- this page needs: ([^\n]+) -->\n")
 BLOCK = re.compile(r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -23,8 +25,14 @@ def blocks(page):
     for match in BLOCK.finditer(text):
         kind, argument, source = match.groups()
         first_line = text.count("\n", 0, match.start(3))
-        code = compile("\n" * first_line + source, f"docs/{page.name}", "exec")  # errors give the page's line
+        code = compile("\n" * first_line + source, str(page.relative_to(DOCS.parent)), "exec")  # errors give the page's line
         yield code, argument if kind == "needs" else None, kind != "not run"
+
+
+def import_or_skip(package):
+    with warnings.catch_warnings():  # what a peer's own import warns of
+        warnings.simplefilter("ignore")
+        pytest.importorskip(package)
 
 
 def packages(page):
@@ -40,10 +48,9 @@ def packages(page):
     ],
 )
 def test_the_blocks_of_a_page_run(page, package):
-    if package:
-        with warnings.catch_warnings():  # what a peer's own import warns of
-            warnings.simplefilter("ignore")
-            pytest.importorskip(package)
+    needs = PAGE_NEEDS.match(page.read_text())
+    for needed in [*(needs[1].split(", ") if needs else []), *([package] if package else [])]:
+        import_or_skip(needed)
     namespace = {"__name__": page.stem}
     for code, needed, runs in blocks(page):
         if runs and needed in (None, package):

@@ -95,6 +95,7 @@ def test_05_float16_gradients_with_float32_parameters_under_adam__apply_if_finit
         assert {leaf.dtype for leaf in jax.tree.leaves(state.inner_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 def test_06_the_first_step_with_a_float16_loss_is_not_skipped__flax():
     tx = jls.loss_scaled(optax.sgd(1.0))
     params = jnp.float16(1.0)
@@ -180,6 +181,7 @@ def test_11_growth_comes_exactly_at_n__flax_and_deepspeed_take_one_more(period):
         assert loss_scale() == 2.0 ** (step // period)
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0, None], ids=str)
 @pytest.mark.parametrize("optimizer", [optax.adam, optax.adamw, optax.rmsprop, optax.adafactor])
 def test_12_zero_float16_gradients_never_become_nan__apply_if_finite(optimizer, loss_scale):

@@ -147,7 +147,7 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
 
 def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     """``params``, with ``None`` for what has ``None`` for a gradient: frozen layers, and numbers that are settings."""
-    if len(jax.tree.leaves(grads)) == len(jax.tree.leaves(params)):
+    if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
     return jax.tree.map(
         lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None

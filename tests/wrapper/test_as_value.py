@@ -96,6 +96,7 @@ def test_what_it_shows_of_itself():
 # --- Abstract parameters ---
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("loss_scale", ["dynamic", "auto", None])
 def test_init_takes_abstract_parameters(dtype, loss_scale):

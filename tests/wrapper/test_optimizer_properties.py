@@ -115,6 +115,7 @@ def bare_step_or_skip(module, name, arguments, params):
         pytest.skip(f"fails bare: {error}".partition("\n")[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @each_alias
 @pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
 def test_a_step_changes_no_type(module, name, arguments, dtype):

@@ -247,6 +247,7 @@ def test_skipped_updates_have_the_dtypes_of_applied_ones(skip):
     chex.assert_trees_all_equal(bad, jax.tree.map(jnp.zeros_like, good))
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")])
 def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes):
     params = {name: PARAMS[name].astype(dtype) for name, dtype in zip(("bias", "kernel"), dtypes, strict=True)}
@@ -281,6 +282,7 @@ def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
         assert step._cache_size() == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_chain_is_shown_a_float32_view_of_narrow_parameters(dtype):
     shown = set()
