@@ -168,6 +168,10 @@ class _Wrapped:
     def __repr__(self) -> str:
         return f"loss_scaled({self.initial_loss_scale!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Wrapped:
+        """Itself, as a function's copy is: what was compiled with it, in a train state, say, serves its copy too."""
+        return self
+
     def init(self, params: optax.Params) -> LossScaledState:
         """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
         _inner.warn_of_float16(params, self.initial_loss_scale)

@@ -62,6 +62,12 @@ def test_it_is_the_tuple_of_its_two_functions():
     assert hash(tx) == hash(tx._replace())
 
 
+def test_a_deep_copy_is_equal_as_optaxs_is():
+    """So a train state that holds one is not compiled for again."""
+    for tx in optax.adam(0.1), make():
+        assert copy.deepcopy(tx) == tx
+
+
 def test_an_argument_of_filter_jit():
     @eqx.filter_jit
     def step(tx, state, params):

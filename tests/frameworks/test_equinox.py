@@ -1,0 +1,195 @@
+"""equinox: the page's program, `filter_value_and_scaled_grad` beside equinox's own, and whole modules as parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+eqx = pytest.importorskip("equinox")
+
+from pages import assert_same_bits, bad, copied  # noqa: E402
+
+import jax_lossscale as jls  # noqa: E402
+from jax_lossscale.interop.equinox import filter_value_and_scaled_grad  # noqa: E402
+
+SCALE = 2.0**10
+
+
+@pytest.fixture(scope="module")
+def page():
+    return copied("equinox")
+
+
+class Small(eqx.Module):
+    """With all that a module may hold beside its parameters."""
+
+    weight: jax.Array
+    dropout: eqx.nn.Dropout
+    activation: object
+    steps: jax.Array
+    name: str
+    flag: bool
+    frozen: object
+
+    def __init__(self):
+        self.weight = jnp.array([1.0, -2.0, 3.0])
+        self.dropout = eqx.nn.Dropout(0.5, inference=True)
+        self.activation = jax.nn.softplus
+        self.steps = jnp.int32(7)
+        self.name, self.flag, self.frozen = "small", True, None
+
+    def __call__(self, x):
+        return jnp.sum(self.dropout(self.activation(self.weight * x)))
+
+
+def loss_fn(model, x, power=2):
+    return model(x) ** power
+
+
+def test_it_is_equinoxs_own_gradient_times_the_scale():
+    model, x = Small(), jnp.ones(3)
+    value, grads = eqx.filter_value_and_grad(loss_fn)(model, x, power=3)
+    scaled_value, scaled_grads = filter_value_and_scaled_grad(loss_fn, SCALE)(model, x, power=3)
+    assert scaled_value == value
+    assert_same_bits(scaled_grads, jax.tree.map(lambda leaf: SCALE * leaf, grads))
+    assert scaled_grads.dropout.p is None and scaled_grads.activation is None
+
+
+def test_auxiliary_values_and_functions_among_the_arguments():
+    def with_aux(model, function, x):
+        return function(model(x)), {"model": model, "function": function}
+
+    arguments = (Small(), jnp.square, jnp.ones(3))
+    (value, aux), grads = eqx.filter_value_and_grad(with_aux, has_aux=True)(*arguments)
+    (scaled_value, scaled_aux), scaled_grads = filter_value_and_scaled_grad(with_aux, SCALE, has_aux=True)(*arguments)
+    assert scaled_value == value
+    assert scaled_aux["function"] is jnp.square
+    assert eqx.tree_equal(scaled_aux["model"], arguments[0])
+    assert_same_bits(scaled_grads, jax.tree.map(lambda leaf: SCALE * leaf, grads))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
+@pytest.mark.parametrize("kind", ["number", "loss scale", "state", "none"])
+def test_the_scale_comes_from_whatever_holds_one(kind, jit):
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    model = Small()
+    params = eqx.filter(model, eqx.is_inexact_array)
+    scales = {
+        "number": SCALE,
+        "loss scale": jls.DynamicLossScale(SCALE),
+        "state": tx.init(params),
+        "none": jls.NoOpLossScale(),
+    }
+    expected = eqx.filter_grad(loss_fn)(model, jnp.ones(3)).weight * (1.0 if kind == "none" else SCALE)
+    grads = jit(lambda model, scale: filter_value_and_scaled_grad(loss_fn, scale)(model, jnp.ones(3))[1])(
+        model, scales[kind]
+    )
+    np.testing.assert_allclose(grads.weight, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="filter_value_and_scaled_grad"):
+        filter_value_and_scaled_grad(loss_fn, tx)
+
+
+def test_a_loss_too_narrow_for_the_scale_warns():
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        filter_value_and_scaled_grad(lambda model: model(jnp.ones(3)).astype(jnp.float16), jls.DynamicLossScale())(
+            Small()
+        )
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
+@pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_update_and_apply_takes_a_whole_module_and_gives_what_apply_updates_gives(inner, jit):
+    model, tx = Small(), jls.loss_scaled(inner, SCALE)
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    _, grads = filter_value_and_scaled_grad(loss_fn, state)(model, jnp.ones(3))
+
+    params = eqx.filter(model, eqx.is_inexact_array)
+    true_grads = eqx.filter_grad(loss_fn)(model, jnp.ones(3))
+    updates, _ = inner.update(true_grads, inner.init(params), params)
+    expected = eqx.apply_updates(model, updates)
+
+    fused, fused_state = jit(tx.update_and_apply)(grads, state, model)
+    updates, _ = jit(tx.update)(grads, state, model)
+    for found in fused, eqx.apply_updates(model, updates):
+        np.testing.assert_allclose(found.weight, expected.weight, rtol=1e-5)
+        assert (found.dropout.p, found.name, found.flag, found.frozen) == (0.5, "small", True, None)
+        assert (found.activation, found.steps) == (model.activation, 7)
+    assert fused_state.applied_steps == 1
+
+
+def test_what_has_no_gradient_comes_back_as_the_same_object():
+    model, tx = Small(), jls.loss_scaled(optax.adamw(0.1), jls.FixedLossScale(SCALE, skip_nonfinite=True))
+    frozen = eqx.tree_at(lambda m: m.frozen, model, jnp.ones(2), is_leaf=lambda leaf: leaf is None)
+    trainable = eqx.tree_at(lambda m: m.frozen, eqx.filter(frozen, eqx.is_inexact_array), None)
+    grads = jax.tree.map(jnp.ones_like, trainable)
+    after, _ = tx.update_and_apply(grads, tx.init(trainable), frozen)
+    assert after.frozen is frozen.frozen
+    assert after.activation is frozen.activation
+    assert (after.weight != frozen.weight).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_batch_leaves_model_and_statistics_as_they_were(page, value):
+    model, model_state, opt_state, loss = page.train_step(
+        page.model, page.model_state, page.opt_state, bad(page.batch, value), jax.random.key(0)
+    )
+    assert not jnp.isfinite(loss)
+    assert eqx.tree_equal((model, model_state), (page.model, page.model_state))
+    assert opt_state.applied_steps == page.opt_state.applied_steps
+    assert opt_state.consecutive_skips == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_the_norm_layer_needs_float32(dtype):
+    """Why the page casts its input: what equinox's own layer makes of float16."""
+
+    def apply(mode):
+        norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, axis_name="batch", mode=mode)
+        run = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        return run(jnp.array([[0.0], [900.0]], dtype), state)
+
+    output, state = apply("batch")
+    assert jls.all_finite(output)
+    assert jls.all_finite(state) == (dtype == jnp.float32)
+    if dtype == jnp.float16:
+        with pytest.raises(TypeError, match="same dtypes"):
+            apply("ema")
+
+
+def test_serialised_leaves_go_on_bit_for_bit(page, tmp_path):
+    run = page.model, page.model_state, page.opt_state
+    eqx.tree_serialise_leaves(tmp_path / "run.eqx", run)
+    like = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf, run)
+    restored = eqx.tree_deserialise_leaves(tmp_path / "run.eqx", like)
+    assert eqx.tree_equal(restored, run)
+    steps = [page.train_step(*state, page.batch, jax.random.key(5)) for state in (restored, run)]
+    assert eqx.tree_equal(*steps)
+
+
+def test_an_optimizer_held_in_a_module():
+    class Trainer(eqx.Module):
+        model: eqx.Module
+        opt_state: jls.LossScaledState
+        tx: optax.GradientTransformation
+
+    model, tx = Small(), jls.loss_scaled(optax.adam(0.1), SCALE)
+    trainer = Trainer(model, tx.init(eqx.filter(model, eqx.is_inexact_array)), tx)
+
+    @eqx.filter_jit
+    def step(trainer):
+        loss, grads = filter_value_and_scaled_grad(loss_fn, trainer.opt_state)(trainer.model, jnp.ones(3))
+        model, opt_state = trainer.tx.update_and_apply(grads, trainer.opt_state, trainer.model, value=loss)
+        return Trainer(model, opt_state, trainer.tx)
+
+    after = step(step(trainer))
+    assert after.opt_state.applied_steps == 2
+    assert (after.model.weight < model.weight).all()

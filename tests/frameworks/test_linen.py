@@ -1,0 +1,263 @@
+"""flax linen: the page's program, against the step written out, over skips, copies and checkpoints."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+flax = pytest.importorskip("flax")
+
+from flax import serialization  # noqa: E402
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT  # noqa: E402
+from flax.training import checkpoints, train_state  # noqa: E402
+from pages import assert_same_bits, bad, copied  # noqa: E402
+
+import jax_lossscale as jls  # noqa: E402
+from jax_lossscale.interop.flax import TrainState  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def page():
+    return copied("linen")
+
+
+def batches(page, number=6):
+    """The third makes the loss NaN."""
+    return [bad(page.batch) if step == 2 else page.batch for step in range(number)]
+
+
+def trained(step, state, batches):
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+def test_it_is_flaxs_own_step_written_out(page):
+    """With flax's own state: `update`, `apply_updates`, and a selection of what has to roll back."""
+
+    class TheirState(train_state.TrainState):
+        batch_stats: dict
+
+    @jax.jit
+    def their_step(state, batch):
+        grad_fn = jls.value_and_scaled_grad(page.loss_fn, state.opt_state, has_aux=True)
+        (loss, batch_stats), grads = grad_fn(state.params, state.batch_stats, batch)
+        updates, opt_state = page.tx.update(grads, state.opt_state, state.params, value=loss)
+        new = {"params": optax.apply_updates(state.params, updates), "batch_stats": batch_stats}
+        old = {"params": state.params, "batch_stats": state.batch_stats}
+        kept = jax.tree.map(lambda a, b: jnp.where(opt_state.consecutive_skips == 0, a, b), new, old)
+        return state.replace(step=state.step + 1, opt_state=opt_state, **kept), loss
+
+    begin = {"apply_fn": None, "params": page.variables["params"], "batch_stats": page.variables["batch_stats"]}
+    ours = trained(page.train_step, page.TrainState.create(**begin, tx=page.tx), batches(page))
+    theirs = trained(their_step, TheirState.create(**begin, tx=page.tx), batches(page))
+    assert jax.tree.structure(ours.opt_state) == jax.tree.structure(theirs.opt_state)
+    for tree, expected in zip(
+        (ours.params, ours.batch_stats, ours.opt_state, ours.step),
+        (theirs.params, theirs.batch_stats, theirs.opt_state, theirs.step),
+        strict=True,
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), tree, expected)
+    assert jls.all_finite((ours.params, ours.batch_stats))
+    assert ours.opt_state.skipped_steps >= 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_skipped_step_changes_nothing_but_its_counters(page, value):
+    after, loss = page.train_step(page.state, bad(page.batch, value))
+    assert not jnp.isfinite(loss)
+    assert_same_bits((after.params, after.batch_stats), (page.state.params, page.state.batch_stats))
+    assert_same_bits(after.opt_state.inner_state, page.state.opt_state.inner_state)
+    assert after.step == page.state.step + 1
+    assert after.opt_state.applied_steps == page.state.opt_state.applied_steps
+    assert after.opt_state.loss_scale() == page.state.opt_state.loss_scale()  # a loss that is NaN is not its fault
+
+
+def simple(**fields):
+    class WithFields(TrainState):
+        count: jax.Array = None
+        average: dict = None
+
+    tx = jls.loss_scaled(optax.sgd(0.5), 8.0)
+    return WithFields.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=tx, **fields)
+
+
+GRADS = {"x": jnp.full(2, 8.0)}
+SKIPPED = {
+    "value": {"value": jnp.float32(jnp.nan)},
+    "skip_if": {"skip_if": True},
+    "grads_finite": {"grads_finite": False},
+}
+
+
+@pytest.mark.parametrize("told", [{}, {"value": 1.0, "skip_if": False, "grads_finite": True}, *SKIPPED.values()])
+def test_what_the_optimizer_is_told_decides_about_further_fields(told):
+    tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
+    state = simple(count=jnp.int32(3), average={"x": jnp.zeros(2)}).replace(tx=tx)
+    state = state.replace(opt_state=tx.init(state.params))
+    after = jax.jit(
+        lambda state: state.apply_gradients(grads=GRADS, count=state.count + 1, average=state.params, **told)
+    )(state)
+    applied = told not in SKIPPED.values()
+    np.testing.assert_array_equal(after.params["x"], 0.5 if applied else 1.0)
+    np.testing.assert_array_equal(after.average["x"], 1.0 if applied else 0.0)
+    assert (after.count, after.step) == (4 if applied else 3, 1)
+
+
+def test_parts_finite_lowers_the_scale_though_the_step_is_applied():
+    tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
+    state = TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=tx)
+    after = state.apply_gradients(grads=GRADS, parts_finite=False)
+    np.testing.assert_array_equal(after.params["x"], 0.5)
+    assert jls.get_loss_scale(after)() == 4.0
+
+
+def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
+    """Flax hands over the new statistics of its float8 layers as if they were gradients."""
+    name = OVERWRITE_WITH_GRADIENT
+    params = {"params": {"x": jnp.ones(2)}, name: {"amax": jnp.zeros(2)}}
+    tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    for factor, x, amax in (1.0, 0.5, 7.0), (jnp.inf, 1.0, 0.0):
+        after = state.apply_gradients(grads={"params": {"x": factor * GRADS["x"]}, name: {"amax": jnp.full(2, 7.0)}})
+        np.testing.assert_array_equal(after.params["params"]["x"], x)
+        np.testing.assert_array_equal(after.params[name]["amax"], amax)
+
+
+def test_an_optimizer_without_a_loss_scale_is_refused():
+    with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
+        TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=optax.sgd(0.5))
+    with pytest.raises(ValueError, match="around the whole chain"):
+        simple().replace(tx=optax.sgd(0.5)).apply_gradients(grads=GRADS)
+
+
+def test_a_field_that_is_none_or_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="same structure"):
+        simple().apply_gradients(grads=GRADS, average={"x": jnp.ones(2)})
+    with pytest.raises(ValueError, match="equal shapes and dtypes"):
+        simple(count=jnp.int32(3)).apply_gradients(grads=GRADS, count=jnp.float32(3))
+    with pytest.raises(AttributeError, match="no_such_field"):
+        simple().apply_gradients(grads=GRADS, no_such_field=1)
+
+
+def test_one_trace_for_all_steps(page):
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(state)
+        return state.apply_gradients(grads=GRADS, value=1.0)
+
+    state = simple()
+    for _ in range(3):
+        state = step(state)
+    assert len(traces) == 1
+
+
+def test_a_deep_copy_goes_on_alike_and_is_not_compiled_for_again(page):
+    traced = page.train_step._cache_size()
+    copied_state = trained(page.train_step, copy.deepcopy(page.state), [page.batch])
+    assert_same_bits(copied_state, trained(page.train_step, page.state, [page.batch]))
+    assert page.train_step._cache_size() == traced
+
+
+def through_bytes(state, target, folder):
+    return serialization.from_bytes(target, serialization.to_bytes(state))
+
+
+def through_msgpack(state, target, folder):
+    saved = serialization.msgpack_serialize(serialization.to_state_dict(state))
+    return serialization.from_state_dict(target, serialization.msgpack_restore(saved))
+
+
+def through_checkpoints(state, target, folder):
+    checkpoints.save_checkpoint(folder, state, step=7)
+    return checkpoints.restore_checkpoint(folder, target)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("through", [through_bytes, through_msgpack, through_checkpoints])
+def test_a_restored_state_goes_on_bit_for_bit(page, through, tmp_path):
+    state = trained(page.train_step, page.state, batches(page))
+    target = page.TrainState.create(
+        apply_fn=page.network.apply,
+        params=jax.tree.map(jnp.zeros_like, state.params),
+        batch_stats=jax.tree.map(jnp.zeros_like, state.batch_stats),
+        tx=page.tx,
+    )
+    restored = through(state, target, tmp_path)
+    assert isinstance(restored.opt_state, jls.LossScaledState)
+    assert_same_bits(restored.opt_state, state.opt_state)
+    assert_same_bits(
+        trained(page.train_step, restored, batches(page)).params, trained(page.train_step, state, batches(page)).params
+    )
+
+
+# Flax knows a loss scale without `jax_lossscale.interop.flax`. In an interpreter of its own, since it is imported here.
+
+KNOWN_OR_NOT = """
+import sys
+import jax, jax.numpy as jnp, optax
+import jax_lossscale as jls
+
+made_before = jls.loss_scaled(optax.adam(1e-3), jls.DynamicLossScale(2.0**10, hysteresis=2))
+state_before = made_before.init(jnp.ones(2))
+assert "flax" not in sys.modules
+from flax import serialization
+
+try:
+    serialization.to_bytes(state_before)
+except TypeError as error:
+    print(error)
+
+state = made_before.init(jnp.ones(2))  # the loss scale is of before, but the state is not
+assert serialization.from_bytes(state, serialization.to_bytes(state)).loss_scale == state.loss_scale
+assert serialization.from_bytes(state, serialization.to_bytes(state_before)).loss_scale == state.loss_scale
+
+for loss_scale in jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.AutoLossScale():
+    saved = serialization.to_bytes({"loss_scale": loss_scale})
+    assert serialization.from_bytes({"loss_scale": loss_scale}, saved) == {"loss_scale": loss_scale}
+
+
+@jax.tree_util.register_dataclass
+@__import__("dataclasses").dataclass(frozen=True)
+class Own(jls.LossScale):
+    current: jax.Array
+    def __call__(self): return self.current
+    def adjust(self, grads_finite): return self
+    def get_config(self): return {}
+
+
+own = Own(jnp.float32(3.0))
+assert serialization.from_bytes(Own(jnp.float32(1.0)), serialization.to_bytes(own))() == 3.0
+assert not any(name.startswith("jax_lossscale.interop") for name in sys.modules)
+"""
+
+
+def test_flax_knows_a_loss_scale_that_was_made_after_flax_was_imported():
+    root = str(Path(jls.__file__).parents[1])
+    completed = subprocess.run(
+        [sys.executable, "-c", KNOWN_OR_NOT],
+        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"  # as `docs/frameworks/linen.md` says
+
+
+def test_a_registration_of_the_users_own_is_left_alone():
+    class Own(jls.FixedLossScale):
+        pass
+
+    serialization.register_serialization_state(Own, lambda own: {"mine": 1}, lambda own, state: own)
+    assert serialization.to_state_dict(Own(8.0)) == {"mine": 1}

@@ -1,0 +1,164 @@
+"""flax nnx: the page's program, and the same with flax's own optimizer; what rolls back, and what does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+flax = pytest.importorskip("flax")
+
+from flax import nnx  # noqa: E402
+from pages import assert_same_bits, bad, copied  # noqa: E402
+
+import jax_lossscale as jls  # noqa: E402
+from jax_lossscale.interop.flax import Optimizer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def page():
+    return copied("nnx")
+
+
+def pure(node, *filters):
+    return nnx.to_pure_dict(nnx.state(node, *filters))
+
+
+def copied_leaves(tree):
+    return jax.tree.map(lambda leaf: leaf, tree)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_batch_leaves_the_model_as_it_was_random_counts_and_statistics_included(page, value):
+    before, inner = copied_leaves(pure(page.model)), copied_leaves(pure(page.opt)["opt_state"]["inner_state"])
+    counts = {name: int(count) for name, count in jls.metrics(page.opt.opt_state).items()}
+    step = int(page.opt.step[...])
+    assert not jnp.isfinite(page.train_step(page.model, page.opt, bad(page.batch, value)))
+    assert_same_bits(pure(page.model), before)
+    assert_same_bits(pure(page.opt)["opt_state"]["inner_state"], inner)
+    after = jls.metrics(page.opt.opt_state)
+    assert after["skipped_steps"] == counts["skipped_steps"] + 1
+    assert after["applied_steps"] == counts["applied_steps"]
+    assert page.opt.step[...] == step + 1
+    assert jnp.isfinite(page.train_step(page.model, page.opt, page.batch))
+    assert int(pure(page.model)["dropout"]["rngs"]["count"]) == int(before["dropout"]["rngs"]["count"]) + 1
+
+
+class Line(nnx.Module):
+    def __init__(self):
+        self.slope = nnx.Param(jnp.ones(2))
+        self.seen = nnx.BatchStat(jnp.zeros(2))
+
+    def __call__(self, x):
+        self.seen[...] = self.seen[...] + x.astype(jnp.float32)
+        return x * self.slope[...].astype(x.dtype)
+
+
+def loss_fn(model, x):
+    return jnp.mean(jnp.square(model(x).astype(jnp.float32)))
+
+
+LOSS_SCALE = jls.DynamicLossScale(2.0**8, 2)
+XS = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2)), jnp.float16).at[3, 0].set(jnp.inf).at[5, 1].set(1e4)
+
+
+def step(model, opt, x):
+    loss, grads = nnx.value_and_grad(lambda model: jls.scale_gradient(loss_fn(model, x), opt.opt_state))(model)
+    opt.update(model, grads, value=loss)
+    return loss
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_our_optimizer_and_flaxs_own_give_what_optax_gives(compiled):
+    tx = jls.loss_scaled(optax.adam(0.1), LOSS_SCALE)
+    runs = {}
+    for kind in Optimizer, nnx.Optimizer:
+        model = Line()
+        opt = kind(model, tx, wrt=nnx.Param)
+        one_step = nnx.jit(step) if compiled else step
+        losses = [float(one_step(model, opt, x)) for x in XS]
+        runs[kind] = losses, model.slope[...], pure(opt)
+    params, state, losses = jnp.ones(2), tx.init(jnp.ones(2)), []
+    for x in XS:
+        loss, grads = jls.value_and_scaled_grad(
+            lambda slope, x: jnp.mean(jnp.square((x * slope.astype(x.dtype)).astype(jnp.float32))), state
+        )(params, x)
+        params, state = tx.update_and_apply(grads, state, params, value=loss)
+        losses.append(float(loss))
+    assert state.skipped_steps == 2
+    for found_losses, slope, opt in runs.values():
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-3)
+        np.testing.assert_allclose(slope, params, rtol=1e-5)
+        assert (opt["step"], opt["opt_state"]["skipped_steps"]) == (8, 2)
+        assert opt["opt_state"]["loss_scale"]["current_loss_scale"] == state.loss_scale()
+
+
+def test_a_scan_takes_the_steps_that_a_loop_takes():
+    def fresh():
+        model = Line()
+        return model, Optimizer(model, jls.loss_scaled(optax.adam(0.1), LOSS_SCALE), wrt=nnx.Param)
+
+    @nnx.jit
+    def scanned(model, opt, xs):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def body(carry, x):
+            return carry, step(*carry, x)
+
+        return body((model, opt), xs)[1]
+
+    looped, by_scan = fresh(), fresh()
+    one_step = nnx.jit(step)
+    losses = [one_step(*looped, x) for x in XS]
+    np.testing.assert_allclose(scanned(*by_scan, XS), jnp.stack(losses), rtol=1e-3)
+    np.testing.assert_allclose(by_scan[0].slope[...], looped[0].slope[...], rtol=1e-5)
+    assert pure(by_scan[1])["opt_state"]["applied_steps"] == pure(looped[1])["opt_state"]["applied_steps"] == 6
+
+
+@pytest.mark.parametrize(
+    "told", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
+)
+def test_the_optimizer_is_told_what_loss_scaled_is_told(told):
+    model = Line()
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
+    opt.update(model, grads, **told)
+    assert (opt.opt_state.skipped_steps[...], opt.step[...]) == (1, 1)
+    np.testing.assert_array_equal(model.slope[...], 1.0)
+
+
+def test_a_loss_that_is_a_variable_is_a_loss():
+    model = Line()
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
+    opt.update(model, grads, value=nnx.Variable(jnp.float32(jnp.nan)))
+    assert opt.opt_state.skipped_steps[...] == 1
+
+
+def test_only_what_wrt_names_is_updated():
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.LoRA(2, 1, 2, rngs=nnx.Rngs(1)))
+    before = copied_leaves(pure(model))
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.LoRAParam)
+    assert len(jax.tree.leaves(jls.loss_scaled(optax.sgd(0.1, 0.9)).init(pure(model, nnx.LoRAParam)).inner_state)) == 2
+
+    def loss_fn(model):
+        return jls.scale_gradient(jnp.mean(jnp.square(model(jnp.ones((1, 2))) - 1.0)), opt.opt_state)
+
+    grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    opt.update(model, grads)
+    after = pure(model)
+    assert_same_bits(after["layers"][0], before["layers"][0])
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True))
+
+
+def test_an_optimizer_without_a_loss_scale_is_refused():
+    with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
+        Optimizer(Line(), optax.sgd(0.1), wrt=nnx.Param)
+
+
+def test_what_takes_an_optimizer_state_takes_that_of_nnx(page):
+    state = page.opt.opt_state
+    assert jls.get_loss_scale(state)() == jls.metrics(state)["loss_scale"]
+    jls.raise_if_stuck(state)
+    assert "applied" in str(jls.diagnostics.explain(state))
+    for gradient in jls.scaled_grad, lambda fun, scale: jls.value_and_scaled_grad(fun, scale):
+        gradient(jnp.square, state)(1.0)
