@@ -1,0 +1,22 @@
+"""Bare JAX: the page's program as a file, which is short, and ends where float32 ends."""
+
+import jax.numpy as jnp
+import numpy as np
+from pages import copied, first_block
+
+import jax_lossscale as jls
+
+
+def test_it_is_a_file_of_sixty_lines():
+    assert len(first_block("bare").splitlines()) <= 60
+
+
+def test_float16_ends_within_the_noise_of_float32():
+    page = copied("bare")
+    ends = {dtype: page.train(dtype) for dtype in (jnp.float32, jnp.float16)}
+    (full, full_state), (half, half_state) = ends[jnp.float32], ends[jnp.float16]
+    np.testing.assert_allclose(half, full, rtol=0.15)
+    assert full < 0.2  # of 0.5, the variance of a sine
+    assert isinstance(full_state.loss_scale, jls.NoOpLossScale)
+    assert isinstance(half_state.loss_scale, jls.DynamicLossScale)
+    assert half_state.applied_steps >= 190

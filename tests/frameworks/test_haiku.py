@@ -1,0 +1,79 @@
+"""haiku, its modules cast by jmp's policies: the page's program, and float16 master weights that nobody asked for."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    hk = pytest.importorskip("haiku")
+    jmp = pytest.importorskip("jmp")
+
+from pages import assert_same_bits, bad, copied  # noqa: E402
+
+import jax_lossscale as jls  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def page():
+    yield copied("haiku")
+    hk.mixed_precision.clear_policy(hk.Linear)
+    hk.mixed_precision.clear_policy(hk.BatchNorm)
+
+
+def test_master_weights_are_float32_and_the_arithmetic_is_float16(page):
+    assert {leaf.dtype for leaf in jax.tree.leaves(page.params)} == {jnp.dtype(jnp.float32)}
+    output, model_state = page.model.apply(page.params, page.model_state, None, page.batch["x"])
+    assert output.dtype == jnp.float16
+    assert {leaf.dtype for leaf in jax.tree.leaves(model_state) if leaf.ndim} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_batch_leaves_parameters_and_statistics_as_they_were(page, value):
+    params, model_state, opt_state, loss = page.train_step(
+        page.params, page.model_state, page.opt_state, bad(page.batch, value)
+    )
+    assert not jnp.isfinite(loss)
+    assert_same_bits((params, model_state), (page.params, page.model_state))
+    assert opt_state.consecutive_skips == 1
+    params, model_state, opt_state, loss = page.train_step(params, model_state, opt_state, page.batch)
+    assert jls.all_finite((params, model_state, loss))
+    assert opt_state.applied_steps == page.opt_state.applied_steps + 1
+
+
+PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([3, 1])(x)))
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, jls.FixedLossScale(8.0, skip_nonfinite=True)])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_a_float16_input_makes_float16_parameters_of_which_init_warns(dtype, loss_scale):
+    tx = jls.loss_scaled(optax.adam(1e-3), loss_scale)
+    params = PLAIN.init(jax.random.key(0), jnp.ones((1, 2), dtype))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tx.init(params)
+    messages = [str(warning.message) for warning in caught]
+    if dtype == jnp.float16 and tx.init(jnp.ones(1)).loss_scale.checks_gradients:
+        (message,) = messages
+        assert re.search(r"got 4 float16 parameters, the first at \"\['mlp/~/linear_0'\]\['b'\]\"", message)
+        assert "params = jls.cast_floating(params, jnp.float32)" in message
+        assert caught[0].filename == __file__
+    else:
+        assert messages == []
+
+
+def test_without_a_loss_scale_float16_parameters_are_the_users_affair():
+    jls.loss_scaled(optax.adam(1e-3), None).init({"x": jnp.ones(2, jnp.float16)})
+
+
+def test_shapes_are_warned_of_like_arrays():
+    with pytest.warns(UserWarning, match=r"1 float16 parameters, the first at \"\['half'\]\""):
+        jls.loss_scaled(optax.adam(1e-3)).init(
+            {"half": jax.ShapeDtypeStruct((2,), jnp.float16), "full": jax.ShapeDtypeStruct((2,), jnp.float32)}
+        )
