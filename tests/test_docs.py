@@ -25,7 +25,9 @@ def blocks(page):
     for match in BLOCK.finditer(text):
         kind, argument, source = match.groups()
         first_line = text.count("\n", 0, match.start(3))
-        code = compile("\n" * first_line + source, str(page.relative_to(DOCS.parent)), "exec")  # errors give the page's line
+        code = compile(
+            "\n" * first_line + source, str(page.relative_to(DOCS.parent)), "exec"
+        )  # errors give the page's line
         yield code, argument if kind == "needs" else None, kind != "not run"
 
 

@@ -46,14 +46,14 @@ def test_a_bad_batch_leaves_parameters_and_statistics_as_they_were(page, value):
     assert opt_state.applied_steps == page.opt_state.applied_steps + 1
 
 
-PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([3, 1])(x)))
+PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.Conv1D(3, 1)(x)))  # the page sets no policy for this one
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, jls.FixedLossScale(8.0, skip_nonfinite=True)])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_a_float16_input_makes_float16_parameters_of_which_init_warns(dtype, loss_scale):
     tx = jls.loss_scaled(optax.adam(1e-3), loss_scale)
-    params = PLAIN.init(jax.random.key(0), jnp.ones((1, 2), dtype))
+    params = PLAIN.init(jax.random.key(0), jnp.ones((1, 4, 2), dtype))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -61,7 +61,7 @@ def test_a_float16_input_makes_float16_parameters_of_which_init_warns(dtype, los
     messages = [str(warning.message) for warning in caught]
     if dtype == jnp.float16 and tx.init(jnp.ones(1)).loss_scale.checks_gradients:
         (message,) = messages
-        assert re.search(r"got 4 float16 parameters, the first at \"\['mlp/~/linear_0'\]\['b'\]\"", message)
+        assert re.search(r"got 2 float16 parameters, the first at \"\['conv1_d'\]\['b'\]\"", message)
         assert "params = jls.cast_floating(params, jnp.float32)" in message
         assert caught[0].filename == __file__
     else:
