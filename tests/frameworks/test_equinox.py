@@ -53,7 +53,8 @@ def test_it_is_equinoxs_own_gradient_times_the_scale():
     scaled_value, scaled_grads = filter_value_and_scaled_grad(loss_fn, SCALE)(model, x, power=3)
     assert scaled_value == value
     assert_same_bits(scaled_grads, jax.tree.map(lambda leaf: SCALE * leaf, grads))
-    assert scaled_grads.dropout.p is None and scaled_grads.activation is None
+    assert scaled_grads.dropout.p is None
+    assert scaled_grads.activation is None
 
 
 def test_auxiliary_values_and_functions_among_the_arguments():
@@ -61,7 +62,7 @@ def test_auxiliary_values_and_functions_among_the_arguments():
         return function(model(x)), {"model": model, "function": function}
 
     arguments = (Small(), jnp.square, jnp.ones(3))
-    (value, aux), grads = eqx.filter_value_and_grad(with_aux, has_aux=True)(*arguments)
+    (value, _), grads = eqx.filter_value_and_grad(with_aux, has_aux=True)(*arguments)
     (scaled_value, scaled_aux), scaled_grads = filter_value_and_scaled_grad(with_aux, SCALE, has_aux=True)(*arguments)
     assert scaled_value == value
     assert scaled_aux["function"] is jnp.square

@@ -14,9 +14,9 @@ with warnings.catch_warnings():
     hk = pytest.importorskip("haiku")
     jmp = pytest.importorskip("jmp")
 
-from pages import assert_same_bits, bad, copied  # noqa: E402
+from pages import assert_same_bits, bad, copied
 
-import jax_lossscale as jls  # noqa: E402
+import jax_lossscale as jls
 
 
 @pytest.fixture(scope="module")

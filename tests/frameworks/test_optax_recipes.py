@@ -1,4 +1,4 @@
-"""The recipes of `docs/frameworks/optax.md`, each beside the same in float32 without a loss scale, over skipped steps."""
+"""The recipes of `docs/frameworks/optax.md`, each beside the bare optimizer in float32, over skipped steps."""
 
 import functools
 
@@ -112,7 +112,7 @@ def with_one_scale(loss_scale, states):
 
 
 def torch_grad_scaler(verdicts, scale, growth_interval):
-    """torch's rule, step by step: who skips, and the scale after it. An overflow anywhere lowers the one scale."""
+    """The rule of torch: who skips, and the scale after it. An overflow anywhere lowers the one scale."""
     good = 0
     for finite in verdicts:
         good = good + 1 if all(finite.values()) else 0

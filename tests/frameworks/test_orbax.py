@@ -11,9 +11,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ocp = pytest.importorskip("orbax.checkpoint")
 
-from pages import assert_same_bits  # noqa: E402
+from pages import assert_same_bits
 
-import jax_lossscale as jls  # noqa: E402
+import jax_lossscale as jls
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within orbax
