@@ -122,7 +122,7 @@ def test_deepspeed_says_what_its_state_does_not():
 
 
 def test_flax():
-    flax = ours("flax")
+    flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
     theirs = DynamicScale(2.0, 0.25, 9, fin_steps=3, scale=4.0, minimum_scale=0.5)
@@ -140,7 +140,7 @@ def test_flax():
 
 @pytest.mark.parametrize("steps_late", [0, 1])
 def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
-    flax = ours("flax")
+    flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
     monkeypatch.setattr(flax, "_steps_late", lambda: steps_late)
@@ -152,7 +152,7 @@ def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
 
 
 def test_flax_grows_one_step_late_if_the_conversion_says_so():
-    flax = ours("flax")
+    flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
     scale, scales = DynamicScale(growth_interval=3, scale=1.0), []

@@ -142,6 +142,7 @@ def test_a_skipped_step_is_one_to_the_last_bit_through_apply_updates_too(skip, c
     assert after["count"] == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("loss_scale", [SCALE, "auto", 8.0, None], ids=["dynamic", "auto", "fixed", "none"])
 def test_strict_promotion_changes_nothing(dtype, loss_scale):
