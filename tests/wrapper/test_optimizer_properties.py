@@ -19,6 +19,8 @@ from test_optimizers import CASES
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.slow  # every optimizer of optax, one property after another
+
 SCALE = 2.0**10
 ALIASES = [case for case in CASES if case.values[2].get("learning_rate") or case.values[0] is optax.contrib]
 each_optimizer = pytest.mark.parametrize(("module", "name", "arguments"), CASES)
