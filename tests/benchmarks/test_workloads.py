@@ -13,6 +13,8 @@ from benchmarks.isolation import Progress
 from benchmarks.traces import record
 from benchmarks.workloads import WORKLOADS, training
 
+pytestmark = pytest.mark.slow  # ten trainings, compiled
+
 pytest.importorskip("sklearn")
 
 # Sizes that compile and train fast, and steps that suffice to learn something.
