@@ -174,6 +174,7 @@ def test_a_stored_verdict_is_the_verdict(loss_scale, call):
         loss_scale = expected[0] if isinstance(expected, tuple) else loss_scale
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])
 @pytest.mark.parametrize("method", ["update", "update_and_apply"])
 def test_a_stored_step_is_the_step(method, skip):
