@@ -84,8 +84,7 @@ class AutoLossScale(LossScale):
     Args:
       initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry. Need not be
         a power of two; every later scale is one, unless the floor or the ceiling cuts it.
-      min_loss_scale: the floor, positive. Below 1, gradients are checked after unscaling, since that can overflow.
-        Where it is no power of two, it is itself a scale.
+      min_loss_scale: the floor, positive. Where it is no power of two, it is itself a scale.
       max_loss_scale: the ceiling, likewise; by default 2**127.
       log2_headroom: how many bits are kept free besides, at least 0; a fraction is welcome.
       current_loss_scale: the state to start with instead of a fresh one. Not configuration: use it with

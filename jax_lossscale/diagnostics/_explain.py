@@ -245,8 +245,8 @@ def _why(cause: _Cause, loss_scale: LossScale, params: chex.ArrayTree | None) ->
     if cause.grads is False or not loss_scale.skip_nonfinite:
         return "its loss was not finite, or `skip_if` was true"
     return (
-        "there was a NaN or an infinity in its gradients, or in a micro-batch that was left out of them; whether its "
-        "loss was finite, only `record_bad_steps=True` keeps"
+        "there was a NaN or an infinity in its gradients; or in a micro-batch that was left out of them, and `skip_if` "
+        "was true or the loss not finite. Which it was, only `record_bad_steps=True` keeps"
     )
 
 

@@ -208,11 +208,17 @@ SENTENCES = {
     "a part": (["In the last step a micro-batch overflowed, and was left out."], ["gradients", *OF_GRADIENTS]),
     "the condition and a part": (["`skip_if` was true, and a micro-batch", "reacts as to any"], ["scale stays", "NaN"]),
     "perhaps": (
-        ["its gradients, or in a micro-batch", "whether its loss was finite", "If that came of"],
+        ["its gradients; or in a micro-batch", "true or the loss not finite", "If that came of"],
         ["['kernel']"],
     ),
     "perhaps, at the floor": (
-        ["its gradients, or in a micro-batch", "whether its loss", "cannot go", "nonfinite_report", "it was the loss"],
+        [
+            "its gradients; or in a micro-batch",
+            "true or the loss not finite",
+            "cannot go",
+            "nonfinite_report",
+            "it was the loss",
+        ],
         ["nothing to do"],
     ),
     "not the gradients": (
@@ -380,3 +386,11 @@ def test_what_the_caller_said_of_finite_gradients_is_told():
     _, state = tx.update_and_apply(jnp.ones(3), tx.init(params), params, grads_finite=False)
     assert state.skipped_steps == 1
     assert "`grads_finite` said that the gradients were not finite, though every leaf was" in explain(state, params)
+
+
+def test_without_a_record_a_step_that_the_user_skipped_is_not_blamed_on_gradients_alone():
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    _, state = tx.update_and_apply(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), skip_if=True, parts_finite=False)
+    told = explain(state)
+    assert "a micro-batch that was left out of them, and `skip_if` was true" in told
+    assert "only `record_bad_steps=True` keeps" in told
