@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers import ours
+from originals import ours
 
 import jax_lossscale as jls
 from jax_lossscale.interop.deepspeed import from_deepspeed, to_deepspeed

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from peers import PEERS, needs
+from originals import PEERS, needs
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import warnings
 
 import jax
 import pytest
-from peers import PEERS, ours
+from originals import PEERS, ours
 
 import jax_lossscale as jls
 
