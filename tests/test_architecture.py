@@ -40,7 +40,7 @@ LAYERS = {
 }
 # What every policy, each in a file of its own, may import of its siblings.
 POLICY_BASE = {"base", "_arguments", "_flax_serialization"}
-NO_POLICIES = POLICY_BASE | {"registry", "__init__"}
+NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
 
 
 def layer_of(module):

@@ -24,7 +24,7 @@ from jax_lossscale._gradients.microbatches import (
 from jax_lossscale._gradients.scaled import value_and_scaled_grad
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import positive_integer
-from jax_lossscale._loss_scale.registry import as_loss_scale
+from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import AxisName, agree, all_finite, vary
 from jax_lossscale._warn import warn_user
 

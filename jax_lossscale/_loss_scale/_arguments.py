@@ -120,6 +120,16 @@ def count_leaf(value: Any, name: str) -> ArrayLike:
     return np.int32(count)
 
 
+def is_number(value: Any) -> bool:
+    """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    if isinstance(value, (np.ndarray, jax.Array)):
+        is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+        return value.shape == () and bool(is_real)
+    return isinstance(value, numbers.Real)
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, jax.Array))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.base import adjust
-from jax_lossscale._loss_scale.registry import find_one
+from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._optax.state import LossScaledState
 
 # MindSpore's manager gives up after as many skipped steps in a row.

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.base import adjust
-from jax_lossscale._loss_scale.registry import is_number
 from jax_lossscale._measure import (
     AxisName,
     agree,

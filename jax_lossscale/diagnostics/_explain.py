@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
-from jax_lossscale._loss_scale.registry import find_one
+from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import BadStep, LossScaledState
 from jax_lossscale._optax.readers import cannot_go_lower, check_is_concrete

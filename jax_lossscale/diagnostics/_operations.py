@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._gradients import value_and_scaled_grad
-from jax_lossscale._loss_scale.registry import as_loss_scale, is_number
+from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale.diagnostics import _cures, _table
 from jax_lossscale.diagnostics._jaxpr import Traced
 from jax_lossscale.diagnostics._measured import Limits, MeasuringEvaluator, Site, Statistics, limits_of, sites

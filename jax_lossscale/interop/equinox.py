@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_lossscale._gradients.scaled import with_scaled_gradient
-from jax_lossscale._loss_scale.registry import as_loss_scale
+from jax_lossscale._loss_scale.finding import as_loss_scale
 
 try:
     import equinox as eqx

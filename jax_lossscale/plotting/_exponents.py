@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.registry import is_number
+from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._tree import checked_dtype, widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
 from jax_lossscale.plotting._axes import BLUE, GRAY, PALE, PALER, VERMILLION, new_axes, remove_box, require_matplotlib
