@@ -10,6 +10,13 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """What one module compiled, another seldom needs; kept for the whole run it takes gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def compilations():
     """A list that grows by one entry with every program compiled."""

@@ -320,7 +320,7 @@ either_order = pytest.mark.parametrize(
 
 
 @either_order
-@pytest.mark.parametrize("name", ["convolutions", "attention", "recurrent"])
+@pytest.mark.parametrize("name", ["convolutions", pytest.param("attention", marks=pytest.mark.slow), "recurrent"])
 def test_linen(name, order):
     assert_a_network_equals_itself_in_float32(functools.partial(linen_model, name), order)
 

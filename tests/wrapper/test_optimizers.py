@@ -92,8 +92,17 @@ EXCLUDED = {
 }
 # L-BFGS divides by differences of gradients, which magnifies rounding.
 LOOSER = {"scale_by_lbfgs": 1e-3}
+# One of each sort of state. The others are run by ``-m slow``.
+REPRESENTATIVE = {
+    *("adafactor", "adam", "adamw", "lamb", "lion", "noisy_sgd", "polyak_sgd", "scale_by_lbfgs", "sgd"),
+    *("galore", "muon", "reduce_on_plateau", "schedule_free_adamw"),
+}
 CASES = [
-    pytest.param(module, name, arguments, id=f"{module.__name__}.{name}")
+    pytest.param(
+        *(module, name, arguments),
+        id=f"{module.__name__}.{name}",
+        marks=() if name in REPRESENTATIVE else pytest.mark.slow,
+    )
     for module, table in OPTIMIZERS.items()
     for name, arguments in table.items()
     if hasattr(module, name)  # some came after the oldest optax that is supported

@@ -83,7 +83,7 @@ def is_taken(port):
         return False
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_process_has_bad_data_and_all_do_what_a_single_process_does(number, tmp_path):
     bad_shard = DEVICES // number  # the first one of process 1
     in_processes(number, bad_shard, tmp_path)

@@ -98,6 +98,7 @@ def test_a_gan_in_equinox_trains_as_with_no_scaling_at_all():
     assert history[0] != history[-1]
 
 
+@pytest.mark.slow
 def test_a_gan_in_equinox_finds_its_scales():
     _, (generator_state, critic_state) = train_gan(
         lambda: jls.loss_scaled(optax.adam(1e-2), jls.DynamicLossScale(2.0**127))
@@ -125,7 +126,7 @@ def learn(log_rate, samples, skip):
     return loss_fn(slope, *samples[-1]), state
 
 
-@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("skip", ["cond", pytest.param("select", marks=pytest.mark.slow)])
 def test_meta_learning_through_twenty_steps_some_of_them_skipped(skip):
     x = jax.random.uniform(jax.random.key(0), (21,), maxval=10.0)
     samples = list(zip(x, 10 * x + jax.random.normal(jax.random.key(1), (21,)), strict=True))

@@ -60,7 +60,9 @@ def go_on_to_the_end(kind, folder):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "kind", ["orbax", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS if kind != "orbax")]
+)
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(kind, tmp_path):
     seed = random.randrange(2**32)
     print("seed", seed)  # shown if the test fails
