@@ -1,0 +1,137 @@
+"""An equinox GAN, trained in float16: two networks, two losses, two optimizers, each with a loss scale of its own.
+
+A generator learns to draw scikit-learn's handwritten digits, a critic to tell them from the true ones. The gradients of the two
+losses differ in size and change at their own pace, so each optimizer is wrapped for itself: one may skip a step while the other
+takes it. Parameters are float32, the arithmetic is ``--dtype``. What comes of it is measured by the sliced Wasserstein
+distance between drawn and true digits.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from sklearn.datasets import load_digits
+
+import jax_lossscale as jls
+from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
+
+BATCH_SIZE, NOISE_SIZE, PIXELS = 128, 32, 64
+
+
+def make_networks(key: jax.Array) -> tuple[eqx.nn.MLP, eqx.nn.MLP]:
+    """Generator and critic."""
+    generator_key, critic_key = jax.random.split(key)
+    generator = eqx.nn.MLP(NOISE_SIZE, PIXELS, 128, 2, final_activation=jnp.tanh, key=generator_key)
+    critic = eqx.nn.MLP(PIXELS, "scalar", 128, 2, activation=jax.nn.leaky_relu, key=critic_key)
+    return generator, critic
+
+
+def draw(generator: eqx.nn.MLP, noise: jax.Array, dtype: Any) -> jax.Array:
+    """Digits ``[batch, pixels]`` from -1 to 1, in ``dtype``."""
+    return jax.vmap(jls.cast_floating(generator, dtype))(noise.astype(dtype))
+
+
+def logits(critic: eqx.nn.MLP, digits: jax.Array, dtype: Any) -> jax.Array:
+    """How much each of the digits looks like a true one: ``float32[batch]``, computed in ``dtype``."""
+    return jax.vmap(jls.cast_floating(critic, dtype))(digits.astype(dtype)).astype(jnp.float32)
+
+
+def generator_loss(generator: eqx.nn.MLP, critic: eqx.nn.MLP, noise: jax.Array, dtype: Any) -> jax.Array:
+    """Low where the critic takes what is drawn for true."""
+    return jax.nn.softplus(-logits(critic, draw(generator, noise, dtype), dtype)).mean()
+
+
+def critic_loss(
+    critic: eqx.nn.MLP, generator: eqx.nn.MLP, digits: jax.Array, noise: jax.Array, dtype: Any
+) -> jax.Array:
+    """Low where the critic tells them apart."""
+    drawn = logits(critic, draw(generator, noise, dtype), dtype)
+    return jnp.mean(jax.nn.softplus(drawn) + jax.nn.softplus(-logits(critic, digits, dtype)))
+
+
+def sliced_wasserstein(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Mean distance of two sets of points, as many in each, seen along 256 random lines."""
+    lines = jax.random.normal(jax.random.key(0), (PIXELS, 256))
+    lines = lines / jnp.linalg.norm(lines, axis=0, keepdims=True)
+    return jnp.mean(jnp.abs(jnp.sort(one @ lines, axis=0) - jnp.sort(other @ lines, axis=0)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--figure", type=Path, help="draw the loss scales, and some of the digits, into this file")
+    options = parser.parse_args(arguments)
+
+    dtype = jnp.dtype(options.dtype)
+    loss_scale = "auto" if dtype == jnp.float16 else None  # the others need no loss scale
+    generator_tx = jls.loss_scaled(optax.adam(5e-4, b1=0.5), loss_scale)
+    critic_tx = jls.loss_scaled(optax.adam(5e-4, b1=0.5), loss_scale)
+
+    @eqx.filter_jit
+    def train_step(networks: Any, opt_states: Any, digits: jax.Array, key: jax.Array) -> tuple[Any, Any, Any]:
+        (generator, critic), (generator_state, critic_state) = networks, opt_states
+        noise = jax.random.normal(key, (2, len(digits), NOISE_SIZE))
+
+        grad_fn = filter_value_and_scaled_grad(critic_loss, critic_state)
+        loss, grads = grad_fn(critic, generator, digits, noise[0], dtype)  # the true loss; gradients of S * loss
+        critic, critic_state = critic_tx.update_and_apply(grads, critic_state, critic, value=loss)
+
+        grad_fn = filter_value_and_scaled_grad(generator_loss, generator_state)
+        loss, grads = grad_fn(generator, critic, noise[1], dtype)
+        generator, generator_state = generator_tx.update_and_apply(grads, generator_state, generator, value=loss)
+
+        metrics = {"generator": jls.metrics(generator_state), "critic": jls.metrics(critic_state)}
+        return (generator, critic), (generator_state, critic_state), metrics
+
+    networks = make_networks(jax.random.key(options.seed))
+    transformations = generator_tx, critic_tx
+    opt_states = tuple(
+        tx.init(eqx.filter(network, eqx.is_inexact_array))
+        for tx, network in zip(transformations, networks, strict=True)
+    )
+    digits = load_digits().data.astype(np.float32) / 8 - 1
+    random = np.random.default_rng(options.seed)
+    keys = jax.random.split(jax.random.key(options.seed + 1), options.steps)
+    history = []
+    for key in track(keys, options.dtype, console=Console(stderr=True)):
+        batch = digits[random.integers(len(digits), size=BATCH_SIZE)]
+        networks, opt_states, metrics = train_step(networks, opt_states, batch, key)
+        history.append(metrics)
+
+    drawn = draw(networks[0], jax.random.normal(jax.random.key(0), (len(digits), NOISE_SIZE)), jnp.float32)
+    if options.figure:
+        save_figure(options.figure, drawn, history)
+    print(f"distance of drawn and true digits: {sliced_wasserstein(drawn, digits):.4f}")
+    for name, metrics in history[-1].items():
+        print(f"loss scale of the {name}: {metrics['loss_scale']:.0f}")
+        print(f"skipped steps of the {name}: {metrics['skipped_steps']} of {options.steps}")
+
+
+def save_figure(path: Path, drawn: jax.Array, history: list[dict[str, Any]]) -> None:
+    """Digits above, the two loss scales below."""
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    axes = figure.subplot_mosaic([["digits"], ["generator"], ["critic"]], height_ratios=[3, 1, 1])
+    picture = drawn[:128].reshape(8, 16, 8, 8).swapaxes(1, 2).reshape(64, 128)
+    axes["digits"].imshow(picture, cmap="gray")
+    axes["digits"].axis("off")
+    for name in "generator", "critic":
+        loss_scales = [metrics[name]["loss_scale"] for metrics in history]
+        skipped = [metrics[name]["consecutive_skips"] > 0 for metrics in history]
+        jls.plotting.plot_loss_scale(jax.device_get(loss_scales), jax.device_get(skipped), ax=axes[name])
+        axes[name].set_title(f"loss scale of the {name}", loc="left")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

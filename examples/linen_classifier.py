@@ -1,0 +1,134 @@
+"""A flax linen classifier with batch statistics, trained in float16, which may be killed at any time and goes on to the bit.
+
+A convolutional network learns scikit-learn's handwritten digits. Parameters and batch statistics are float32, the
+arithmetic is ``--dtype``; a step whose gradients overflow changes neither of them. With ``--checkpoints FOLDER`` the train
+state, loss scale included, is saved by orbax now and then, and the same command goes on from there after it was killed.
+Batches follow from the seed and the number of the step, so it ends with the same bits as a run that was never killed:
+the last line prints a checksum of them.
+"""
+
+import argparse
+import os
+import signal
+import zlib
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from rich.console import Console
+from rich.progress import track
+from sklearn.datasets import load_digits
+
+import jax_lossscale as jls
+from jax_lossscale.interop import flax as jls_flax
+
+BATCH_SIZE, TRAIN_EXAMPLES = 64, 1400
+
+
+class Network(nn.Module):
+    """Two convolutions and a readout. ``dtype`` is what is computed in; parameters and batch statistics are float32."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Logits ``[batch, 10]`` of images ``[batch, 8, 8, 1]``."""
+        for features in (16, 32):
+            x = nn.Conv(features, (3, 3), strides=2, dtype=self.dtype)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x)
+            x = nn.relu(x)
+        return nn.Dense(10, dtype=self.dtype)(x.reshape(len(x), -1))
+
+
+class TrainState(jls_flax.TrainState):
+    """Flax's train state, whose steps may be skipped, with the batch statistics."""
+
+    batch_stats: Any
+
+
+def make_train_state(dtype: Any, steps: int, seed: int) -> TrainState:
+    """The beginning of a run."""
+    network = Network(dtype)
+    variables = network.init(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)), train=False)
+    optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
+    tx = jls.loss_scaled(optimizer, "auto" if dtype == jnp.float16 else None)  # the others need no loss scale
+    return TrainState.create(apply_fn=network.apply, tx=tx, **variables)
+
+
+@jax.jit
+def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, jax.Array]:
+    """One step, and the loss before it."""
+
+    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, changed = state.apply_fn(variables, images, train=True, mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+        return losses.mean(), changed["batch_stats"]
+
+    (loss, batch_stats), grads = jls.value_and_scaled_grad(loss_fn, state, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats), loss
+
+
+@jax.jit
+def evaluate(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Loss and accuracy, with the running statistics."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    logits = state.apply_fn(variables, images, train=False).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), jnp.mean(logits.argmax(axis=1) == labels)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, from the beginning or from the last checkpoint, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--figure", type=Path, help="draw loss and loss scale into this file")
+    parser.add_argument("--checkpoints", type=Path, help="save into this folder, and go on from what is there")
+    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="end before this step, as suddenly as by kill -9")
+    options = parser.parse_args(arguments)
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).reshape(-1, 8, 8, 1).astype(np.float32)
+    state = make_train_state(jnp.dtype(options.dtype), options.steps, options.seed)
+    manager = None
+    if options.checkpoints:
+        every = ocp.CheckpointManagerOptions(save_interval_steps=options.checkpoint_every, max_to_keep=2)
+        manager = ocp.CheckpointManager(options.checkpoints.absolute(), options=every)
+        if manager.latest_step() is not None:
+            state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
+            print(f"resumed at step: {int(state.step)}")
+
+    history = []
+    for step in track(range(int(state.step), options.steps), options.dtype, console=Console(stderr=True)):
+        if step == options.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        batch = np.random.default_rng([options.seed, step]).choice(TRAIN_EXAMPLES, BATCH_SIZE, replace=False)
+        state, loss = train_step(state, images[batch], labels[batch])
+        history.append({"step": step + 1, "loss": loss, **jls.metrics(state)})
+        if manager:
+            manager.save(step + 1, args=ocp.args.StandardSave(state))
+    if manager:
+        manager.close()  # once what is being written has been
+
+    if options.figure and history:
+        jls.plotting.plot_run(history)[0].figure.savefig(options.figure)
+    loss, accuracy = evaluate(state, images[TRAIN_EXAMPLES:], labels[TRAIN_EXAMPLES:])
+    metrics = jls.metrics(state)
+    print(f"test loss: {loss:.4f}")
+    print(f"test accuracy: {accuracy:.4f}")
+    print(f"loss scale: {metrics['loss_scale']:.0f}")
+    print(f"skipped steps: {metrics['skipped_steps']} of {options.steps}")
+    leaves = jax.tree.leaves(jax.device_get(state))
+    print(f"checksum: {zlib.crc32(b''.join(np.asarray(leaf).tobytes() for leaf in leaves)):08x}")
+
+
+if __name__ == "__main__":
+    main()
