@@ -1,0 +1,195 @@
+"""Reinforcement learning as of language models (GRPO), in float16, and why it is float16 again.
+
+A small transformer is shown digits and is to write them sorted; its reward is the share of places that are right. As in the
+training of language models, two programs compute the same policy. The sampler writes one token at a time, with the keys
+and values of the earlier ones in a cache; its attention divides by the sum of the softmax at the end, as fast kernels do. The
+trainer sees whole sequences, and divides first. Rounding makes them two policies: the trainer improves one that is not
+quite the one which acted. Each sample is trained on once, so without rounding the probabilities of its tokens would
+agree. How far their logarithms are apart is measured at every step, and drawn by ``--figure``.
+
+References:
+  Shao et al., DeepSeekMath, 2024, arXiv 2402.03300 (GRPO).
+  Qi et al., Defeating the Training-Inference Mismatch via FP16, 2025, arXiv 2510.26788.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+
+import jax_lossscale as jls
+
+DIGITS, PROMPT = 8, 4  # digits from 0 to 7, four of them in, four of them out
+LENGTH = 2 * PROMPT
+GROUPS, GROUP_SIZE = 16, 16  # prompts in a step, and answers to each
+WIDTH, HEADS, LAYERS = 64, 4, 2
+
+
+def init_params(key: jax.Array) -> Any:
+    """The policy's float32 parameters."""
+    head = WIDTH // HEADS
+    shapes = {"query": (WIDTH, HEADS, head), "key": (WIDTH, HEADS, head), "value": (WIDTH, HEADS, head)}
+    shapes |= {"output": (HEADS, head, WIDTH), "expand": (WIDTH, 4 * WIDTH), "contract": (4 * WIDTH, WIDTH)}
+    tree = {
+        "tokens": (DIGITS, WIDTH),
+        "places": (LENGTH, WIDTH),
+        "readout": (WIDTH, DIGITS),
+        "layers": [shapes] * LAYERS,
+    }
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, tuple))
+    keys = jax.random.split(key, len(leaves))
+    draws = [jax.random.normal(key, shape) / WIDTH**0.5 for key, shape in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, draws)
+
+
+def empty_cache(batch: int, dtype: DTypeLike) -> list[tuple[jax.Array, jax.Array]]:
+    """Of each layer keys and values, of no token yet."""
+    nothing = jnp.zeros((batch, LENGTH, HEADS, WIDTH // HEADS), dtype)
+    return [(nothing, nothing)] * LAYERS
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """Divide by the root of the mean square, in float32."""
+    exact = x.astype(jnp.float32)
+    return (exact * jax.lax.rsqrt(jnp.mean(exact**2, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def attend_as_trainer(scores: jax.Array, values: jax.Array) -> jax.Array:
+    """The means of values with the softmax of scores as weights: weights are divided by their sum, then rounded."""
+    return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores).astype(values.dtype), values)
+
+
+def attend_as_sampler(scores: jax.Array, values: jax.Array) -> jax.Array:
+    """The same: weights are rounded, and what they sum up is divided."""
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
+    sums = jnp.einsum("bhnm,bmhd->bnhd", weights.astype(values.dtype), values)
+    return (sums / total).astype(values.dtype)
+
+
+def policy(params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Any) -> tuple[jax.Array, Any]:
+    """Log-probabilities ``float32[batch, n, digits]`` of what follows each of the tokens; and the cache, with these in it.
+
+    ``tokens``: ``int32[batch, n]``, at the places from ``start`` on; ``cache`` holds those before, in the dtype to compute
+    in. Norms, softmax and log-probabilities are float32.
+    """
+    dtype = cache[0][0].dtype
+    params = jls.cast_floating(params, dtype)  # float32 master weights, arithmetic in dtype
+    places = start + jnp.arange(tokens.shape[1])
+    is_visible = jnp.arange(LENGTH)[None, :] <= places[:, None]
+    x = params["tokens"][tokens] + params["places"][places][None]
+    new_cache = []
+    for layer, (keys, values) in zip(params["layers"], cache, strict=True):
+        query, key, value = (jnp.einsum("bnw,whd->bnhd", norm(x), layer[name]) for name in ("query", "key", "value"))
+        keys = jax.lax.dynamic_update_slice(keys, key, (0, start, 0, 0))
+        values = jax.lax.dynamic_update_slice(values, value, (0, start, 0, 0))
+        scores = jnp.einsum("bnhd,bmhd->bhnm", query / query.shape[-1] ** 0.5, keys).astype(jnp.float32)
+        attended = attend(jnp.where(is_visible[None, None], scores, -jnp.inf), values)
+        x = x + jnp.einsum("bnhd,hdw->bnw", attended, layer["output"])
+        x = x + jax.nn.silu(norm(x) @ layer["expand"]) @ layer["contract"]
+        new_cache.append((keys, values))
+    return jax.nn.log_softmax((norm(x) @ params["readout"]).astype(jnp.float32)), new_cache
+
+
+def of_tokens(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The log-probabilities of these tokens: ``float32[batch, n]``."""
+    return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
+
+
+def sample(params: Any, prompts: jax.Array, key: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Answers ``int32[batch, PROMPT]``, written one token at a time, and their log-probabilities."""
+
+    def write(carry: Any, key: jax.Array) -> tuple[Any, Any]:
+        log_probs, cache, place = carry
+        tokens = jax.random.categorical(key, log_probs)
+        next_log_probs, cache = policy(params, tokens[:, None], cache, place, attend_as_sampler)
+        return (next_log_probs[:, -1], cache, place + 1), (tokens, of_tokens(log_probs, tokens))
+
+    log_probs, cache = policy(params, prompts, empty_cache(len(prompts), dtype), 0, attend_as_sampler)
+    _, written = jax.lax.scan(write, (log_probs[:, -1], cache, PROMPT), jax.random.split(key, PROMPT))
+    return written[0].T, written[1].T
+
+
+def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array, dtype: DTypeLike) -> Any:
+    """PPO's clipped objective with GRPO's advantages, and the log-probabilities as the trainer has them."""
+    answers, sampler_log_probs = sampled
+    tokens = jnp.concatenate([prompts, answers], axis=1)
+    log_probs, _ = policy(params, tokens, empty_cache(len(tokens), dtype), 0, attend_as_trainer)
+    trainer_log_probs = of_tokens(log_probs[:, PROMPT - 1 : -1], answers)
+    ratio = jnp.exp(trainer_log_probs - sampler_log_probs)
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+    return -jnp.mean(gain), trainer_log_probs
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--figure", type=Path, help="draw reward, mismatch and loss scale into this file")
+    options = parser.parse_args(arguments)
+
+    dtype = jnp.dtype(options.dtype)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(2e-3, 0.0, options.steps)))
+    tx = jls.loss_scaled(optimizer, "auto" if dtype == jnp.float16 else None)  # the others need no loss scale
+
+    @jax.jit
+    def sample_step(params: Any, key: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        prompt_key, answer_key = jax.random.split(key)
+        prompts = jax.random.randint(prompt_key, (GROUPS, PROMPT), 0, DIGITS).repeat(GROUP_SIZE, axis=0)
+        sampled = sample(params, prompts, answer_key, dtype)
+        return prompts, sampled, jnp.mean(sampled[0] == jnp.sort(prompts), axis=1)
+
+    @jax.jit
+    def train_step(params: Any, opt_state: Any, prompts: jax.Array, sampled: Any, rewards: jax.Array) -> Any:
+        grouped = rewards.reshape(GROUPS, GROUP_SIZE)
+        advantages = grouped - grouped.mean(axis=1, keepdims=True)
+        advantages = (advantages / (grouped.std(axis=1, keepdims=True) + 1e-3)).reshape(-1, 1)
+        grad_fn = jls.value_and_scaled_grad(loss_fn, opt_state, has_aux=True)
+        (loss, log_probs), grads = grad_fn(params, prompts, sampled, advantages, dtype)
+        params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
+        mismatch = jnp.mean(jnp.abs(log_probs - sampled[1]))
+        return params, opt_state, {"reward": rewards.mean(), "mismatch": mismatch, **jls.metrics(opt_state)}
+
+    params = init_params(jax.random.key(options.seed))
+    opt_state = tx.init(params)
+    keys = jax.random.split(jax.random.key(options.seed + 1), options.steps)
+    history = []
+    for key in track(keys, options.dtype, console=Console(stderr=True)):
+        prompts, sampled, rewards = sample_step(params, key)
+        params, opt_state, metrics = train_step(params, opt_state, prompts, sampled, rewards)
+        history.append(metrics)
+
+    history = jax.device_get(history)
+    if options.figure:
+        save_figure(options.figure, history)
+    last = history[-len(history) // 10 :]
+    print(f"reward: {sum(step['reward'] for step in last) / len(last):.4f}")
+    print(f"mismatch of log-probabilities: {sum(step['mismatch'] for step in history) / len(history):.2e}")
+    print(f"loss scale: {history[-1]['loss_scale']:.0f}")
+    print(f"skipped steps: {history[-1]['skipped_steps']} of {options.steps}")
+
+
+def save_figure(path: Path, history: list[dict[str, Any]]) -> None:
+    """Reward, mismatch and loss scale over the steps."""
+    figure = Figure(figsize=(6.4, 5), layout="constrained")
+    reward, mismatch, loss_scale = figure.subplots(3, sharex=True)
+    reward.plot([step["reward"] for step in history])
+    reward.set_title("reward", loc="left")
+    mismatch.semilogy([step["mismatch"] for step in history])
+    mismatch.set_title("mismatch of log-probabilities", loc="left")
+    skipped = [step["consecutive_skips"] > 0 for step in history]
+    jls.plotting.plot_loss_scale([step["loss_scale"] for step in history], skipped, ax=loss_scale)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
