@@ -1,9 +1,9 @@
 """An equinox GAN, trained in float16: two networks, two losses, two optimizers, each with a loss scale of its own.
 
-A generator learns to draw scikit-learn's handwritten digits, a critic to tell them from the true ones. The gradients of the two
-losses differ in size and change at their own pace, so each optimizer is wrapped for itself: one may skip a step while the other
-takes it. Parameters are float32, the arithmetic is ``--dtype``. What comes of it is measured by the sliced Wasserstein
-distance between drawn and true digits.
+A generator learns to draw scikit-learn's handwritten digits, a critic to tell them from the true ones. The gradients
+of the two losses differ in size and change at their own pace, so each optimizer is wrapped for itself: one may skip a
+step while the other takes it. Parameters are float32, the arithmetic is ``--dtype``. What comes of it is measured by
+the sliced Wasserstein distance between drawn and true digits.
 """
 
 import argparse
@@ -68,15 +68,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, help="draw the loss scales, and some of the digits, into this file")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     loss_scale = "auto" if dtype == jnp.float16 else None  # the others need no loss scale
-    generator_tx = jls.loss_scaled(optax.adam(5e-4, b1=0.5), loss_scale)
-    critic_tx = jls.loss_scaled(optax.adam(5e-4, b1=0.5), loss_scale)
+    rate = optax.cosine_decay_schedule(1e-3, options.steps)
+    generator_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
+    critic_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
 
     @eqx.filter_jit
     def train_step(networks: Any, opt_states: Any, digits: jax.Array, key: jax.Array) -> tuple[Any, Any, Any]:
@@ -94,11 +95,10 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = {"generator": jls.metrics(generator_state), "critic": jls.metrics(critic_state)}
         return (generator, critic), (generator_state, critic_state), metrics
 
-    networks = make_networks(jax.random.key(options.seed))
-    transformations = generator_tx, critic_tx
-    opt_states = tuple(
-        tx.init(eqx.filter(network, eqx.is_inexact_array))
-        for tx, network in zip(transformations, networks, strict=True)
+    generator, critic = networks = make_networks(jax.random.key(options.seed))
+    opt_states = (
+        generator_tx.init(eqx.filter(generator, eqx.is_inexact_array)),
+        critic_tx.init(eqx.filter(critic, eqx.is_inexact_array)),
     )
     digits = load_digits().data.astype(np.float32) / 8 - 1
     random = np.random.default_rng(options.seed)
@@ -120,9 +120,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def save_figure(path: Path, drawn: jax.Array, history: list[dict[str, Any]]) -> None:
     """Digits above, the two loss scales below."""
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure = Figure(figsize=(8, 8), layout="constrained")
     axes = figure.subplot_mosaic([["digits"], ["generator"], ["critic"]], height_ratios=[3, 1, 1])
-    picture = drawn[:128].reshape(8, 16, 8, 8).swapaxes(1, 2).reshape(64, 128)
+    separate = np.pad(drawn[:128].reshape(8, 16, 8, 8), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    picture = separate.swapaxes(1, 2).reshape(80, 160)
     axes["digits"].imshow(picture, cmap="gray")
     axes["digits"].axis("off")
     for name in "generator", "critic":

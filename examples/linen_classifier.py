@@ -1,10 +1,10 @@
-"""A flax linen classifier with batch statistics, trained in float16, which may be killed at any time and goes on to the bit.
+"""A flax linen classifier with batch statistics, trained in float16. It may be killed, and goes on to the bit.
 
 A convolutional network learns scikit-learn's handwritten digits. Parameters and batch statistics are float32, the
-arithmetic is ``--dtype``; a step whose gradients overflow changes neither of them. With ``--checkpoints FOLDER`` the train
-state, loss scale included, is saved by orbax now and then, and the same command goes on from there after it was killed.
-Batches follow from the seed and the number of the step, so it ends with the same bits as a run that was never killed:
-the last line prints a checksum of them.
+arithmetic is ``--dtype``; a step whose gradients overflow changes neither of them. With ``--checkpoints FOLDER`` the
+train state, loss scale included, is saved by orbax now and then, and the same command goes on from there after it was
+killed. Batches follow from the seed and the number of the step, so it ends with the same bits as a run that was never
+killed: the last line is a checksum of them.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, from the beginning or from the last checkpoint, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, help="draw loss and loss scale into this file")
     parser.add_argument("--checkpoints", type=Path, help="save into this folder, and go on from what is there")

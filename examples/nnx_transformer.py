@@ -1,8 +1,8 @@
 """A flax nnx transformer, trained in float16 on text: the sources of Python's own standard library.
 
-It predicts the next character. Parameters are float32, the arithmetic is ``--dtype``; the statistics of norms (nnx does that
-by itself), softmax and the loss are float32. The loss goes through `jls.scale_gradient` inside `nnx.value_and_grad`, and
-`jls.interop.flax.Optimizer` takes the step, or skips it.
+It predicts the next character. Parameters are float32, the arithmetic is ``--dtype``; the statistics of norms (nnx
+does that by itself), softmax and the loss are float32. The loss goes through `jls.scale_gradient` inside
+`nnx.value_and_grad`, and `jls.interop.flax.Optimizer` takes the step, or skips it.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Reinforcement learning as of language models (GRPO), in float16, and why it is float16 again.
 
-A small transformer is shown digits and is to write them sorted; its reward is the share of places that are right. As in the
-training of language models, two programs compute the same policy. The sampler writes one token at a time, with the keys
-and values of the earlier ones in a cache; its attention divides by the sum of the softmax at the end, as fast kernels do. The
-trainer sees whole sequences, and divides first. Rounding makes them two policies: the trainer improves one that is not
-quite the one which acted. Each sample is trained on once, so without rounding the probabilities of its tokens would
-agree. How far their logarithms are apart is measured at every step, and drawn by ``--figure``.
+A small transformer is shown digits and is to write them sorted; its reward is the share of places that are right. As
+in the training of language models, two programs compute the same policy. The sampler writes one token at a time, with
+the keys and values of the earlier ones in a cache; its attention divides by the sum of the softmax at the end, as fast
+kernels do. The trainer sees whole sequences, and divides first. Rounding makes them two policies: the trainer improves
+one that is not quite the one which acted. Each sample is trained on once, so without rounding the probabilities of its
+tokens would agree. How far their logarithms are apart is measured at every step.
 
 References:
   Shao et al., DeepSeekMath, 2024, arXiv 2402.03300 (GRPO).
@@ -75,10 +75,10 @@ def attend_as_sampler(scores: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def policy(params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Any) -> tuple[jax.Array, Any]:
-    """Log-probabilities ``float32[batch, n, digits]`` of what follows each of the tokens; and the cache, with these in it.
+    """Log-probabilities ``float32[batch, n, digits]`` of what follows each token; and the cache, with these in it.
 
-    ``tokens``: ``int32[batch, n]``, at the places from ``start`` on; ``cache`` holds those before, in the dtype to compute
-    in. Norms, softmax and log-probabilities are float32.
+    ``tokens``: ``int32[batch, n]``, at the places from ``start`` on; ``cache`` holds those before, in the dtype to
+    compute in. Norms, softmax and log-probabilities are float32.
     """
     dtype = cache[0][0].dtype
     params = jls.cast_floating(params, dtype)  # float32 master weights, arithmetic in dtype
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, help="draw reward, mismatch and loss scale into this file")
     options = parser.parse_args(arguments)
