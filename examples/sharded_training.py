@@ -129,8 +129,8 @@ def run_process(process: int, port: int, options: argparse.Namespace) -> None:
     jax.distributed.shutdown()  # when all have come so far
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Start the processes, and wait for them."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
     parser.add_argument("--steps", type=int, default=200)
@@ -138,8 +138,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--figure", type=Path, help="draw the photograph, what was learned, and the run, into this file"
     )
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
 
+
+def main(arguments: list[str] | None = None) -> None:
+    """Start the second process, be the first, and wait until both have trained."""
+    options = parse(arguments)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,0 +1,129 @@
+"""The programs of `examples` run, and say what came of it.
+
+The quick tests take two steps in this process; the slow ones run the commands of ``examples/README.md``.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "compare")
+PACKAGES = ["equinox", "flax", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def load(name):
+    """An example as a module."""
+    for package in PACKAGES:
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_here(name, *arguments):
+    """Run an example in this process; that of two processes does one's part, on the eight devices of this one."""
+    module = load(name)
+    if name == "sharded_training":
+        module.train(module.parse(list(map(str, arguments))))
+    else:
+        module.main(list(map(str, arguments)))
+
+
+def numbers(text):
+    """What the last lines say, by name."""
+    printed = re.findall(r"^([a-z][\w -]*): (\S+)(?: of (\d+))?$", text, re.MULTILINE)
+    return {name: float(number) for name, number, _ in printed if name != "checksum"}
+
+
+def run_command(*command, code=0):
+    """Run a command in a process of its own, with the devices of an ordinary one; what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=EXAMPLES.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
+    run_here(name, "--steps", 2, "--figure", tmp_path / "figure.png")
+    printed = numbers(capsys.readouterr().out)
+    measures = load("compare").MEASURES[name]
+    assert set(measures) < set(printed)
+    assert all(number == number and abs(number) < 100 for number in map(printed.get, measures))
+    assert any(key.startswith("loss scale") for key in printed)
+    assert any(key.startswith("skipped steps") for key in printed)
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_the_readme_and_the_comparison_know_every_example():
+    page = (EXAMPLES / "README.md").read_text()
+    assert set(re.findall(r"^python examples/(\w+)\.py", page, re.MULTILINE)) == {*NAMES, "compare"}
+    assert sorted(load("compare").MEASURES) == NAMES
+
+
+def test_the_comparison_reads_what_examples_print(monkeypatch):
+    compare = load("compare")
+    output = "resumed at step: 3\ntest loss: 0.1500\nmismatch: 1.5e-07\nskipped steps of the critic: 2 of 9\n"
+    output += "skipped steps of the generator: 1 of 9\nchecksum: 00ab12\n"
+    done = argparse.Namespace(returncode=0, stdout=output)
+    monkeypatch.setattr(compare.subprocess, "run", lambda *_, **__: done)
+    result = compare.run("equinox_gan", "float16", 0, None)
+    assert (result["test loss"], result["mismatch"], result["skipped steps"]) == (0.15, 1.5e-07, 3.0)
+
+
+# In processes of their own.
+
+# What each must reach in float16, by its own number of steps. All are far from what an untrained network gives.
+REACHED = {
+    "linen_classifier": ("test accuracy", 0.93, 1.0),
+    "nnx_transformer": ("test loss", 1.5, 2.3),
+    "equinox_gan": ("distance of drawn and true digits", 0.0, 0.2),
+    "reinforcement_learning": ("reward", 0.9, 1.0),
+    "sharded_training": ("mean squared error", 0.0, 0.02),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_learns(name, tmp_path):
+    printed = numbers(run_command(EXAMPLES / f"{name}.py", "--figure", tmp_path / "figure.png"))
+    measure, lowest, highest = REACHED[name]
+    assert lowest <= printed[measure] <= highest
+
+
+@pytest.mark.slow
+def test_the_classifier_goes_on_to_the_bit_after_it_was_killed(tmp_path):
+    program = (EXAMPLES / "linen_classifier.py", "--steps", 40, "--checkpoint-every", 10)
+    never_killed = run_command(*program)
+    run_command(*program, "--checkpoints", tmp_path, "--kill-at", 35, code=-9)
+    resumed = run_command(*program, "--checkpoints", tmp_path)
+    assert re.match(r"resumed at step: [23]0\n", resumed)
+    assert resumed.partition("\n")[2] == never_killed
+
+
+@pytest.mark.slow
+def test_bfloat16_makes_two_policies_of_one_and_float16_nearly_does_not(capsys):
+    mismatch = {}
+    for dtype in DTYPES:
+        run_here("reinforcement_learning", "--steps", 3, "--dtype", dtype)
+        mismatch[dtype] = numbers(capsys.readouterr().out)["mismatch of log-probabilities"]
+    assert 4 < mismatch["bfloat16"] / mismatch["float16"] < 16  # three bits: 8
+    assert mismatch["float16"] > 100 * mismatch["float32"]
