@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 
-import jax_lossscale as jls
-from jax_lossscale import diagnostics, plotting
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
+
+import jax_lossscale as jls
+from jax_lossscale import diagnostics, plotting
 
 METHODS = {
     "LossScale": ["scale", "unscale", "adjust", "get_config", "from_config"],

@@ -36,7 +36,7 @@ def as_markdown(source: str, name: str) -> tuple[str, dict[str, bytes]]:
 
 def _as_printed(text: str) -> list[str]:
     text = ESCAPES.sub("", text).rstrip("\n")
-    return [f'```{{ .text .output }}\n{text}\n```'] if text else []
+    return [f"```{{ .text .output }}\n{text}\n```"] if text else []
 
 
 def _shown(data: dict[str, Any], name: str, pictures: dict[str, bytes]) -> str:

@@ -21,7 +21,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 import notebook  # noqa: E402
 
-DOCUMENTS = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "benchmarks/RESULTS.md": "results.md"}
+DOCUMENTS = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/RESULTS.md": "results.md",
+}
 FRONT_PAGE = {"README.md": "index.md"}
 EXAMPLES = "examples/README.md"
 EXAMPLES_PAGE = "examples.md"
