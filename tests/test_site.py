@@ -3,6 +3,7 @@
 Needs the extra ``docs``: ``pip install -e ".[docs]"``, then ``python -m pytest tests/test_site.py``.
 """
 
+import html
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from questions import ASKED_ELSEWHERE, OUR_OWN, QUESTIONS
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
-lunr = pytest.importorskip("lunr")
+pytest.importorskip("lunr")
 
 ROOT = Path(__file__).parent.parent
 FIRST_RESULTS = 3  # what is seen without scrolling
@@ -95,21 +96,49 @@ def test_names_in_backticks_lead_to_the_reference(site):
 
 @pytest.fixture(scope="module")
 def search(site):
-    """What the theme's search does: titles count a thousand times, pages and complete matches more than the rest."""
-    documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    by_location = {document["location"]: document for document in documents}
-    index = lunr.lunr(ref="location", fields=[{"field_name": "title", "boost": 1000}, "text"], documents=documents)
+    """What mkdocs-material's worker does in the browser, with lunr in Python.
+
+    Words are split as the index says, there is no stemming, each word that is typed may be the beginning of one, long
+    texts are at no disadvantage, titles count a thousand times, and whole pages and complete matches count more.
+    """
+    from lunr.builder import Builder
+    from lunr.pipeline import Pipeline
+    from lunr.stop_word_filter import stop_word_filter
+    from lunr.token import Token
+
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+
+    def words(text):
+        return [word.lower() for word in separator.split(html.unescape(re.sub(r"<[^>]+>", " ", text))) if word]
+
+    def tokenizer(text, metadata=None):
+        return [Token(word, dict(metadata or {})) for word in words(str(text))]
+
+    assert index["config"]["pipeline"] == ["stopWordFilter"]
+    builder = Builder()
+    builder.tokenizer, builder.pipeline, builder.search_pipeline = tokenizer, Pipeline(), Pipeline()
+    builder.pipeline.add(stop_word_filter)
+    builder.ref("location")
+    builder.b(0)
+    for name, options in index["config"]["fields"].items():
+        if name != "tags":  # of which there are none
+            builder.field(name, boost=options["boost"])
+    for document in index["docs"]:
+        builder.add(document, {"boost": document.get("boost", 1)})
+    built = builder.build()
 
     def pages(typed):
+        asked = words(typed)
+        counted = {word for word in asked if stop_word_filter(Token(word)) is not None}
         found = []
-        for result in index.search(typed):
-            location = result["ref"]
-            is_page = "#" not in location
-            has_all = len(result["match_data"].metadata) >= len(typed.split())
-            found.append((result["score"] * (1 + (is_page + has_all) ** 2), location.partition("#")[0]))
+        for result in built.search(" ".join(f"{word}*" for word in asked)):
+            matched = list(result["match_data"].metadata)
+            shares = {word: any(term.startswith(word) for term in matched) for word in counted}
+            complete = (result["ref"].find("#") < 0) + sum(shares.values()) / max(len(shares), 1)
+            found.append((result["score"] * (1 + complete**2), result["ref"].partition("#")[0]))
         return list(dict.fromkeys(page for _, page in sorted(found, reverse=True)))
 
-    assert by_location
     return pages
 
 

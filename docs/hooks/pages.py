@@ -29,6 +29,8 @@ DOCUMENTS = {
 FRONT_PAGE = {"README.md": "index.md"}
 EXAMPLES = "examples/README.md"
 EXAMPLES_PAGE = "examples.md"
+# What a reader who searches should see first: pages that explain, then the reference, then what is long and old.
+SEARCH_BOOSTS = {"choosing.md": 3, "guide/": 2, "wrong.md": 2, "migrating.md": 2, "notebooks/": 0.5, "results.md": 0.2, "contributing.md": 0.2}
 LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(\))")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -59,9 +61,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page that lies in `docs`, and put the examples' own text on their page."""
+    """Rewrite the links of a page that lies in `docs`, weigh it for the search, and put the examples' own text on their page."""
     del config, files
     uri = page.file.src_uri
+    for beginning, boost in SEARCH_BOOSTS.items():
+        if uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     if page.file.generated_by is not None:
         return markdown  # rewritten when it was made
     markdown = with_links_to_pages(markdown, f"docs/{uri}", uri)
