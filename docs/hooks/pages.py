@@ -30,7 +30,15 @@ FRONT_PAGE = {"README.md": "index.md"}
 EXAMPLES = "examples/README.md"
 EXAMPLES_PAGE = "examples.md"
 # What a reader who searches should see first: pages that explain, then the reference, then what is long and old.
-SEARCH_BOOSTS = {"choosing.md": 3, "guide/": 2, "wrong.md": 2, "migrating.md": 2, "notebooks/": 0.5, "results.md": 0.2, "contributing.md": 0.2}
+SEARCH_BOOSTS = {
+    "choosing.md": 3,
+    "guide/": 2,
+    "wrong.md": 2,
+    "migrating.md": 2,
+    "notebooks/": 0.5,
+    "results.md": 0.2,
+    "contributing.md": 0.2,
+}
 LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(\))")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
