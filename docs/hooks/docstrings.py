@@ -37,6 +37,15 @@ class HouseStyle(griffe.Extension):
                     _as_plain_fields(cls)
 
 
+class _Field(griffe.ExprName):
+    """`dataclasses.field`, in a module that need not import it."""
+
+    @property
+    def canonical_path(self) -> str:
+        """What the name stands for."""
+        return "dataclasses.field"
+
+
 def _modules(module: griffe.Module) -> list[griffe.Module]:
     below = [child for child in module.modules.values() if not child.is_alias]
     return [module, *(found for child in below for found in _modules(child))]
@@ -46,7 +55,6 @@ def _as_plain_fields(cls: griffe.Class) -> None:
     for name, attribute in list(cls.attributes.items()):
         value = attribute.value
         if isinstance(value, griffe.ExprCall) and str(value.function) == "static_field":
-            names = [griffe.ExprName("dataclasses", parent=cls.module), griffe.ExprName("field")]
-            value.function = griffe.ExprAttribute(names)
+            value.function = _Field("field", parent=cls.module)
             if name.startswith("_"):
                 del cls.members[name]

@@ -69,7 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page that lies in `docs`, weigh it for the search, and put the examples' own text on their page."""
+    """Weigh a page for the search, rewrite the links of one in `docs`, and put the examples' own text on their page."""
     del config, files
     uri = page.file.src_uri
     for beginning, boost in SEARCH_BOOSTS.items():
