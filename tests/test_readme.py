@@ -119,8 +119,8 @@ def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_page_says()
         )
     }
     said = re.search(
-        r"recorded from (\w+) small real trainings, the automatic scale skipped at most (\d+) steps of any, and left ([\d.]+) bits "
-        r"unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
+        r"recorded from (\w+) small real trainings, the automatic scale skipped at most (\d+) steps of any, and left "
+        r"([\d.]+) bits unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
         " ".join(CHOOSING.split()),
     )
     assert said is not None
