@@ -132,7 +132,10 @@ def search(site):
         asked = words(typed)
         counted = {word for word in asked if stop_word_filter(Token(word)) is not None}
         found = []
-        for result in built.search(" ".join(f"{word}*" for word in asked)):
+        query = built.create_query()
+        for term in {term for word in asked for term in built.inverted_index if term.startswith(word)}:
+            query.term(term, use_pipeline=False)
+        for result in built.query(query) if query.clauses else []:
             matched = list(result["match_data"].metadata)
             shares = {word: any(term.startswith(word) for term in matched) for word in counted}
             complete = (result["ref"].find("#") < 0) + sum(shares.values()) / max(len(shares), 1)
