@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +57,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made of files elsewhere."""
     for source, page in pages_elsewhere().items():
         path = ROOT / source
-        content, pictures = path.read_text(), {}
+        content, pictures, inclusion = path.read_text(), {}, InclusionLevel.INCLUDED
         if path.suffix == ".ipynb":
             content, pictures = notebook.as_markdown(content, path.stem)
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
-        files.append(File.generated(config, page, content=with_links_to_pages(content, source, page)))
+            inclusion = InclusionLevel.NOT_IN_NAV  # the page of the examples leads to it
+        content = with_links_to_pages(content, source, page)
+        files.append(File.generated(config, page, content=content, inclusion=inclusion))
         for name, picture in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))
     return files
