@@ -33,7 +33,7 @@ def write(summary: Table, details: Table) -> None:
         raise ValueError(f"{path} must hold the lines {_BEGIN!r} and {_END!r}, between which the tables go.")
     tables = "\n".join(tables_as_markdown([summary, details]))
     path.write_text(f"{before}{_BEGIN}\n\n{tables}\n{_END}{after}")
-    draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=130)
+    draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=150)
 
 
 def draw(summary: Table, details: Table) -> Figure:

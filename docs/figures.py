@@ -1,4 +1,7 @@
-"""Draw the figures of README.md but the main job's: ``python docs/figures.py``. Needs the extras demo and plot."""
+"""Draw two figures of the pages: ``python docs/figures.py``. Needs the extras demo and plot.
+
+The main job and the benchmarks draw the others.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The pages in `docs` run: every python block, top to bottom, in one namespace.
+"""The pages in `docs` run: every python block, top to bottom, in one namespace, and print what stands below them.
 
 A block below ``<!-- needs: torch -->`` runs where that package is installed, after the blocks above it; one below
 ``<!-- not run: why -->`` is only compiled. A page that begins with ``<!-- this page needs: flax -->`` runs where all of
 these packages are installed.
 """
 
+import ast
 import os
 import re
 import warnings
@@ -12,23 +13,28 @@ from pathlib import Path
 
 import pytest
 
+import jax_lossscale as jls
+
 os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PAGE_NEEDS = re.compile(r"\A<!-- this page needs: ([^\n]+) -->\n")
-BLOCK = re.compile(r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
+API = DOCS / "api"
 
 
 def blocks(page):
-    """Each python block's code, the package that it needs (or ``None``), and whether it runs at all."""
+    """Each python block's code, the package that it needs (or ``None``), whether it runs at all, and what it prints."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
-        kind, argument, source = match.groups()
+        kind, argument, source, printed = match.groups()
         first_line = text.count("\n", 0, match.start(3))
         code = compile(
             "\n" * first_line + source, str(page.relative_to(DOCS.parent)), "exec"
         )  # errors give the page's line
-        yield code, argument if kind == "needs" else None, kind != "not run"
+        yield code, argument if kind == "needs" else None, kind != "not run", printed
 
 
 def import_or_skip(package):
@@ -38,43 +44,98 @@ def import_or_skip(package):
 
 
 def packages(page):
-    return [None, *dict.fromkeys(package for _, package, _ in blocks(page) if package)]
+    return [None, *dict.fromkeys(package for _, package, _, _ in blocks(page) if package)]
 
 
 @pytest.mark.parametrize(
     ("page", "package"),
     [
-        pytest.param(page, package, id=f"{page.stem}-{package or 'ours'}")
+        pytest.param(page, package, id=f"{page.relative_to(DOCS).with_suffix('')}-{package or 'ours'}")
         for page in PAGES
         for package in packages(page)
     ],
 )
-def test_the_blocks_of_a_page_run(page, package):
+def test_the_blocks_of_a_page_run(page, package, capsys):
     needs = PAGE_NEEDS.match(page.read_text())
     for needed in [*(needs[1].split(", ") if needs else []), *([package] if package else [])]:
         import_or_skip(needed)
     namespace = {"__name__": page.stem}
-    for code, needed, runs in blocks(page):
+    for code, needed, runs, printed in blocks(page):
         if runs and needed in (None, package):
+            capsys.readouterr()
             exec(code, namespace)
+            if printed is not None:
+                assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def name_of(page):
+    return str(page.relative_to(DOCS.parent))
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"], ids=name_of)
 def test_links_lead_somewhere(page):
-    text = page.read_text()
-    anchors = {
-        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    }
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         path, _, anchor = target.partition("#")
-        assert (page.parent / path).exists()
-        assert path or anchor in anchors
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tests_that_a_page_names_exist(page):
     """``tests/file.py::test_name``, in backticks."""
     for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         source = (DOCS.parent / path).read_text()
         assert not name or f"def {name}(" in source, (path, name)
+
+
+def listed_in_the_reference():
+    return [
+        path for page in sorted(API.glob("*.md")) for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+
+
+def public_names():
+    """What a user may import: of the package, of its public modules, and of those in `interop`."""
+    folder = Path(jls.__file__).parent / "interop"
+    for name in jls.__all__:
+        if name not in ("__version__", "diagnostics", "plotting"):
+            yield f"jax_lossscale.{name}"
+    for module in jls.diagnostics, jls.plotting:
+        yield from (f"{module.__name__}.{name}" for name in module.__all__)
+    for path in [*folder.glob("[!_]*.py"), *folder.glob("[!_]*/__init__.py")]:
+        module = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts).removesuffix(".__init__")
+        # Read, not imported: the other library need not be there.
+        top = ast.parse(path.read_text()).body
+        listed = [
+            node.value for node in top if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        defined = [node.name for node in top if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        constants = [node.target.id for node in top if isinstance(node, ast.AnnAssign)]
+        names = ast.literal_eval(listed[0]) if listed else defined + constants
+        yield from (f"{module}.{name}" for name in names if not name.startswith("_"))
+
+
+def test_the_reference_lists_every_public_name_once():
+    assert sorted(listed_in_the_reference()) == sorted(public_names())
+
+
+def test_the_overview_of_the_reference_names_what_a_user_calls():
+    overview = (API / "index.md").read_text()
+    functions = {
+        name.removeprefix("jax_lossscale.")
+        for name in public_names()
+        if ".interop." not in name and not name.rpartition(".")[2][0].isupper()
+    }
+    assert {name for name in functions if f"`jls.{name}`" not in overview} == set()
+
+
+def test_the_first_lines_are_those_of_the_readme():
+    first = BLOCK.search((DOCS / "index.md").read_text())[3]
+    assert first == BLOCK.search((DOCS.parent / "README.md").read_text())[3]

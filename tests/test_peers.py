@@ -1,4 +1,4 @@
-"""The table "How it differs" of the README: what every cell says is what the library in its column does when it is run.
+"""The table of `docs/differences.md`: what every cell says is what the library in its column does when it is run.
 
 `peers` has a module a library with a function a question, each of which returns what came of it in the table's words.
 What needs a package that is not installed here is skipped, and says so. To run all of it:
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "differences.md").read_text()
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -119,15 +119,15 @@ def require(package, version):
     if package != "jax_lossscale":
         installed = importlib.metadata.version("tensorflow_cpu" if package == "tensorflow" else package)
         if not installed.startswith(version):
-            pytest.skip(f"the README speaks of {package} {version}; installed is {installed}")
+            pytest.skip(f"the table speaks of {package} {version}; installed is {installed}")
 
 
 def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_table_of_the_readme_is_this_one():
-    section = re.search(r"^## How it differs\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
+def test_the_table_of_the_page_is_this_one():
+    section = re.search(r"^# How it differs\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
     head, _, *rows = [cells(line) for line in section.splitlines() if line.startswith("|")]
     assert head == ["", *LIBRARIES]
     assert {row[0]: row[1:] for row in rows} == {question: answers for question, (_, answers) in TABLE.items()}

@@ -1,4 +1,7 @@
-"""The README's snippets run, top to bottom, in one namespace, as a reader would try them."""
+"""The README's snippets run, top to bottom, in one namespace, as a reader would try them.
+
+And what `docs/choosing.md`, the page to choose a loss scale by, says is so.
+"""
 
 import json
 import re
@@ -13,6 +16,8 @@ from benchmarks.policies.traces import of_one_length, recorded
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
+MOST_WORDS = 1_500
 
 
 def blocks(language):
@@ -42,6 +47,23 @@ def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
     assert tests.splitlines()[-1].startswith("python -m pytest")
 
 
+def test_it_is_short_enough_to_be_read_and_its_first_screen_leads_on():
+    assert len(README.split()) <= MOST_WORDS
+    first_screen = README.partition("```python")[0]
+    assert "(docs/migrating.md)" in first_screen
+    for page in (ROOT / "docs" / "frameworks").glob("[!i]*.md"):
+        assert f"(docs/frameworks/{page.name})" in first_screen
+    contents = re.findall(r"\]\(#([\w-]+)\)", README)
+    headings = re.findall(r"^## (.+)$", README, re.MULTILINE)
+    assert contents == [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_its_table_is_part_of_the_table_to_choose_by():
+    rows = re.findall(r"^\| float16 \| ([^|]*) \|", README, re.MULTILINE)
+    assert rows
+    assert set(rows) <= set(re.findall(r"^\| float16 \| ([^|]*) \|", CHOOSING, re.MULTILINE))
+
+
 def test_the_notebook_recommends_the_loss_scales_of_the_table():
     notebook = json.loads((ROOT / "notebooks" / "scaling.ipynb").read_text())
     (to_copy,) = ["".join(c["source"]) for c in notebook["cells"] if "## To copy" in "".join(c["source"])]
@@ -49,7 +71,7 @@ def test_the_notebook_recommends_the_loss_scales_of_the_table():
         re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.((?:Auto|Dynamic).*)\n```", to_copy)
     )
     assert len(recommended) == 4
-    rows = re.findall(r"^\| float16 \| ([^|]*) \| `([^`]*)`(?:, that is `([^`]*)`)?", README, re.MULTILINE)
+    rows = re.findall(r"^\| float16 \| ([^|]*) \| `([^`]*)`(?:, that is `([^`]*)`)?", CHOOSING, re.MULTILINE)
     table = {condition: constructor or name for condition, name, constructor in rows}
     assert set(recommended.values()) <= set(table.values())
     unknown = table["do not know the size of your gradients, or it changes"]
@@ -86,7 +108,7 @@ def test_hysteresis_with_refill_costs_and_wins_what_the_table_says(seed):
         assert wins_more_than < plain_unused - unused < wins_less_than
 
 
-def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_readme_says():
+def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_page_says():
     traces = recorded()
     same_length = of_one_length(traces)
     judged = {
@@ -97,9 +119,9 @@ def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_readme_says
         )
     }
     said = re.search(
-        r"recorded from (\w+) small real trainings it skipped at most (\d+) steps of any, and left ([\d.]+) bits "
-        r"unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
-        " ".join(README.split()),
+        r"recorded from (\w+) small real trainings, the automatic scale skipped at most (\d+) steps of any, and left "
+        r"([\d.]+) bits unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
+        " ".join(CHOOSING.split()),
     )
     assert said is not None
     assert said[1] == {10: "ten"}[len(traces)]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
+_LABEL_WIDTH, _LABEL_HEIGHT = 110, 9  # in points, of a name in the panel
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
 _STYLES = {
@@ -47,11 +48,14 @@ def draw(groups: Sequence[Group]) -> Figure:
     panels[0].set_ylabel("unused bits, mean over applied steps")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.draw_without_rendering()  # only then it is known where a point is
+    for ax, group in zip(panels, groups, strict=True):
+        _name_points(ax, _means(group))
     return figure
 
 
 def _panel(ax: Axes, group: Group) -> None:
-    steps = np.array([len(trace.log2_largest) for trace in group.traces])
+    steps, means = _steps(group), _means(group)
     labelled = set()
     for name, judged in group.judgements.items():
         words = next(words for words in _STYLES if name.startswith(words))
@@ -61,10 +65,39 @@ def _panel(ax: Axes, group: Group) -> None:
         label = None if words in labelled else words
         labelled.add(words)
         edge = {"markeredgecolor": "black", "markersize": 9, "linewidth": 0, "zorder": 3}
-        ax.plot([rate.mean()], [np.nanmean(judged.unused_bits)], marker, color=colour, label=label, **edge)
+        ax.plot(*means[name], marker, color=colour, label=label, **edge)
     ax.set_xscale("symlog", linthresh=1)
     ax.set(title=group.title, xlabel="skipped of 1,000 steps", xlim=(-0.2, 1500), ylim=(0, 30))
     ax.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)
+
+
+def _steps(group: Group) -> np.ndarray:
+    return np.array([len(trace.log2_largest) for trace in group.traces])
+
+
+def _means(group: Group) -> dict[str, tuple[float, float]]:
+    """Where the large mark of each loss scale is: skipped of 1,000 steps, and unused bits."""
+    steps = _steps(group)
+    return {
+        name: (float((1000 * judged.skipped / steps).mean()), float(np.nanmean(judged.unused_bits)))
+        for name, judged in group.judgements.items()
+    }
+
+
+def _name_points(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """Write each name to the right of its point, or left at the end of the axis, none of them over another."""
+    points_per_pixel = 72 / ax.figure.dpi
+    places = {name: ax.transData.transform(point) * points_per_pixel for name, point in points.items()}
+    end = ax.transAxes.transform((0.65, 0))[0] * points_per_pixel
+    written: list[tuple[float, float]] = []
+    for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][1]):
+        near = [height for across, height in written if abs(across - x) < _LABEL_WIDTH]
+        height = min([y, *(other - _LABEL_HEIGHT for other in near if other - _LABEL_HEIGHT < y)])
+        written.append((x, height))
+        aside = {"xytext": (-7, height - y), "ha": "right"} if x > end else {"xytext": (7, height - y), "ha": "left"}
+        text = ax.annotate(name, points[name], textcoords="offset points", va="center", fontsize=7, zorder=2.5, **aside)
+        text.set_in_layout(False)
+        text.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8})

@@ -72,10 +72,12 @@ class LossScale(abc.ABC):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after a step, from what is already known of its gradients.
 
+        A kind with ``needs_largest`` has one argument more, by keyword, ``largest``: ``float32[]``, the largest finite
+        magnitude among the *unscaled* gradients, agreed over devices; 0 where it is not known, as where they are not
+        finite.
+
         Args:
           grads_finite: ``bool[]``, such as `all_finite` gives, agreed over devices.
-          largest: of a kind with ``needs_largest`` only, by keyword: ``float32[]``, the largest finite magnitude among
-            the *unscaled* gradients, agreed over devices; 0 where it is not known, as where they are not finite.
 
         Returns:
           The new loss scale, of the same tree structure, shapes and dtypes.

@@ -69,14 +69,12 @@ def loss_scaled(
     A step is skipped if the gradients are not finite (and the loss scale skips such steps), if ``value`` is not finite,
     or if ``skip_if`` is true. The loss scale reacts to the gradients alone:
 
-    ================  ===============  ==================  =======================
-    gradients         ``value``        ``skip_if``         the loss scale
-    ================  ===============  ==================  =======================
-    finite            finite           false               counts a good step
-    finite            finite           true                stays as it is
-    not finite        finite           either              backs off
-    either            not finite       either              stays as it is
-    ================  ===============  ==================  =======================
+    | gradients  | ``value``  | ``skip_if`` | the loss scale      |
+    |------------|------------|-------------|---------------------|
+    | finite     | finite     | false       | counts a good step  |
+    | finite     | finite     | true        | stays as it is      |
+    | not finite | finite     | either      | backs off           |
+    | either     | not finite | either      | stays as it is      |
 
     A loss that is not finite comes from the forward pass, which no loss scale touches. An overflow counts also where
     ``skip_if`` is true, since conditions such as "the gradient norm is above a threshold" are true on every overflow,
@@ -102,7 +100,7 @@ def loss_scaled(
         ``update`` follows the state. On a good step that costs a branch; to compile, a reduction a leaf.
 
     Returns:
-      A `LossScaledTransformation`. Its functions, beside ``init(params)``:
+      A `LossScaledTransformation`. These are its functions, beside ``init(params)``.
 
       ``update(scaled_grads, state, params=None, *, value, skip_if, parts_finite, grads_finite, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`

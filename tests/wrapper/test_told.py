@@ -172,7 +172,7 @@ def test_python_floats_become_strong_either_way():
 
 
 def test_apply_if_finite_around_the_wrapper_never_lets_the_scale_down():
-    """Why README says to leave it out: it goes back to the state before the overflow."""
+    """Why `docs/guide/accumulation.md` says to leave it out: it goes back to the state before the overflow."""
     tx = optax.apply_if_finite(jls.loss_scaled(optax.sgd(0.1), SCALE), max_consecutive_errors=100)
     state = tx.init(PARAMS)
     for _ in range(5):

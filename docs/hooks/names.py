@@ -1,0 +1,54 @@
+"""Public names in backticks are links to the API reference.
+
+On every page these are names as a user's program has them: `jls.metrics`, `jls.metrics(opt_state)`. In the reference
+itself, which is made of docstrings, also names by themselves: `metrics`. (Elsewhere a name by itself may be that of
+another library.) What is public is what the pages of the reference list.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+REFERENCE = Path(__file__).parents[1] / "api"
+METHODS = {
+    "LossScale": ["scale", "unscale", "adjust", "get_config", "from_config"],
+    "LossScaledTransformation": ["update_and_apply"],
+}
+CODE = re.compile(r"<code>([^<]+)</code>")
+LEFT_ALONE = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<autoref\b.*?</autoref>|<h[1-6]\b.*?</h[1-6]>)", re.DOTALL)
+
+
+def targets() -> tuple[dict[str, str], dict[str, str]]:
+    """Names as written, and what they stand for: those of any page, and those of the reference only."""
+    listed = [
+        path
+        for page in sorted(REFERENCE.glob("*.md"))
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    listed += [f"jax_lossscale.{kind}.{method}" for kind, methods in METHODS.items() for method in methods]
+    everywhere = {path.replace("jax_lossscale", "jls", 1): path for path in listed}
+    everywhere["tx.update_and_apply"] = "jax_lossscale.LossScaledTransformation.update_and_apply"
+    by_themselves = {path.rpartition(".")[2]: path for path in listed}
+    dotted = {path.removeprefix("jax_lossscale."): path for path in listed}
+    return everywhere, {**everywhere, **dotted, **by_themselves}
+
+
+EVERYWHERE, IN_REFERENCE = targets()
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make links of the names in a page."""
+    del config, files
+    known = IN_REFERENCE if page.file.src_uri.startswith("api/") else EVERYWHERE
+
+    def linked(match: re.Match[str]) -> str:
+        target = known.get(match[1].partition("(")[0])
+        return match[0] if target is None else f'<autoref identifier="{target}">{match[0]}</autoref>'
+
+    parts = LEFT_ALONE.split(html)
+    return "".join(part if index % 2 else CODE.sub(linked, part) for index, part in enumerate(parts))

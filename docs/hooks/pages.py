@@ -1,0 +1,111 @@
+"""Pages of the site that live elsewhere in the repository, and links to them.
+
+The changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are written for the repository. Each
+is a page of the site, too. In all pages links are written as the repository has them, so that they work there as well;
+here a link to one of these files becomes a link to its page. A link to a file that is no page is left as it is, and
+mkdocs, which finds no such page, fails the build.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+import notebook  # noqa: E402
+
+DOCUMENTS = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/RESULTS.md": "results.md",
+}
+FRONT_PAGE = {"README.md": "index.md"}
+EXAMPLES = "examples/README.md"
+EXAMPLES_PAGE = "examples.md"
+# What a reader who searches should see first: pages that explain, then the reference, then what is long and old.
+SEARCH_BOOSTS = {
+    "choosing.md": 3,
+    "guide/": 2,
+    "wrong.md": 2,
+    "migrating.md": 2,
+    "notebooks/": 0.5,
+    "results.md": 0.2,
+    "contributing.md": 0.2,
+}
+LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(\))")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def pages_elsewhere() -> dict[str, str]:
+    """The files of the repository outside `docs` that are pages: where each is, and where its page."""
+    pages = dict(DOCUMENTS)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        pages[f"notebooks/{path.name}"] = f"notebooks/{path.stem}.md"
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
+    return pages
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of files elsewhere."""
+    for source, page in pages_elsewhere().items():
+        path = ROOT / source
+        content, pictures, inclusion = path.read_text(), {}, InclusionLevel.INCLUDED
+        if path.suffix == ".ipynb":
+            content, pictures = notebook.as_markdown(content, path.stem)
+        elif path.suffix == ".py":
+            content = f"# {path.name}\n\n```python\n{content}```\n"
+            inclusion = InclusionLevel.NOT_IN_NAV  # the page of the examples leads to it
+        content = with_links_to_pages(content, source, page)
+        files.append(File.generated(config, page, content=content, inclusion=inclusion))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Weigh a page for the search, rewrite the links of one in `docs`, and put the examples' own text on their page."""
+    del config, files
+    uri = page.file.src_uri
+    for beginning, boost in SEARCH_BOOSTS.items():
+        if uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
+    if page.file.generated_by is not None:
+        return markdown  # rewritten when it was made
+    markdown = with_links_to_pages(markdown, f"docs/{uri}", uri)
+    if uri == EXAMPLES_PAGE and (ROOT / EXAMPLES).exists():
+        told = (ROOT / EXAMPLES).read_text().partition("\n")[2]  # without its title
+        markdown += "\n" + with_links_to_pages(told, EXAMPLES, uri)
+    return markdown
+
+
+def with_links_to_pages(markdown: str, source: str, page: str) -> str:
+    """The same text, in which links between files of the repository are links between pages.
+
+    Args:
+      markdown: the text of a file.
+      source: where that file is in the repository.
+      page: where its page is in the site.
+    """
+    pages = {**pages_elsewhere(), **FRONT_PAGE, EXAMPLES: EXAMPLES_PAGE, "examples": EXAMPLES_PAGE}
+    pages["notebooks"] = "notebooks/index.md"
+
+    def rewritten(match: re.Match[str]) -> str:
+        before, target, anchor, after = match.groups()
+        linked = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        linked_page = pages.get(linked, linked.removeprefix("docs/") if linked.startswith("docs/") else None)
+        if linked_page is None:
+            return match[0]
+        return f"{before}{posixpath.relpath(linked_page, posixpath.dirname(page) or '.')}{anchor or ''}{after}"
+
+    blocks = FENCED.findall(markdown)
+    parts = FENCED.split(markdown)
+    text = [LINK.sub(rewritten, part) for part in parts]
+    return "".join(part + block for part, block in zip(text, [*blocks, ""], strict=True))

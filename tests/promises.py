@@ -1,0 +1,207 @@
+"""How each promise of `docs/numerics.md` is broken on purpose, to see its tests fail.
+
+Of each promise, by its heading: for each test that the page names, in order, a file of the package, a piece of it that
+stands there once, and what is put in its place.
+"""
+
+TREE, TRANSFORM, READING = "_tree.py", "_optax/transform.py", "_measure/reading.py"
+DYNAMIC, AUTO = "_loss_scale/dynamic.py", "_loss_scale/auto.py"
+LEAVES_A_CHANGED_STATE = (
+    TRANSFORM,
+    "return params, state.inner_state\n",
+    "return params, jax.tree.map(lambda leaf: leaf + 1, state.inner_state)\n",
+)
+NEVER_SKIPS = ("_optax/verdict.py", "if loss_scale.skip_nonfinite and", "if False and")
+
+BREAKS = {
+    "Unscaling is exact": [(TREE, "is_large = divisor > _LARGE_SCALE", "is_large = divisor > jnp.inf")],
+    "Unscaling happens in float32": [
+        (TREE, "wides = [array.astype(_wide_dtype(array.dtype)) for array in arrays]", "wides = arrays")
+    ],
+    "Gradients are divided by the scale that they were made with": [
+        (
+            TRANSFORM,
+            "            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
+            "            _inner.widened(state.loss_scale.adjust(True).unscale(scaled_grads), state.loss_scale),",
+        )
+    ],
+    "The loss is the true loss": [
+        (
+            "_gradients/scaled.py",
+            "value = seed_gradient(value, loss_scale)",
+            "value = value * loss_scale() / loss_scale()",
+        )
+    ],
+    "Scaled gradients are the scale times the gradients": [
+        (
+            "_gradients/cotangent.py",
+            "return _tree.scale(cotangent, scale)",
+            "return _tree.scale(cotangent, scale * 1.001)",
+        )
+    ],
+    "A NaN or an infinity is found wherever it is": [
+        (READING, "return jnp.isfinite(functools.reduce(jnp.add, group).sum())", "return jnp.bool_(True)"),
+        (
+            READING,
+            "return jax.lax.cond(finite, lambda: finite, lambda: measure_anywhere(leaves, scale))",
+            "return finite",
+        ),
+    ],
+    "The largest gradient is the largest gradient": [
+        (
+            "_measure/largest.py",
+            "_largest_of(map(_magnitudes, unscaled(by_dtype, scale)))",
+            "_largest_of(map(_magnitudes, by_dtype))",
+        )
+    ],
+    "Accumulated gradients are added up in float32": [
+        (
+            "_gradients/accumulation.py",
+            "value, grads = _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads))))",
+            "grads = _tree.cast_floating(loss_scale.unscale(_tree.inexact_only(scaled_grads)), jnp.float16)",
+        )
+    ],
+    "A part with a scale of its own has its true derivatives": [
+        (
+            "_gradients/cotangent.py",
+            "return jnp.asarray(_tree.unscale(cotangent, scale)).astype(cotangent.dtype)",
+            "return cotangent",
+        )
+    ],
+    "A skipped step changes nothing but what it must": [
+        ("_optax/inner.py", "lambda leaf: -jnp.zeros_like(leaf) if", "lambda leaf: jnp.zeros_like(leaf) if"),
+        LEAVES_A_CHANGED_STATE,
+    ],
+    "Gradients that are not finite never reach the parameters": [NEVER_SKIPS],
+    "Only gradients move the scale": [
+        (
+            "_optax/verdict.py",
+            "scale = adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)",
+            "scale = adjusted",
+        )
+    ],
+    "Schedules stand still": [
+        (
+            TRANSFORM,
+            "return _inner.no_updates(updates), state.inner_state",
+            "return _inner.no_updates(updates), jax.tree.map(lambda leaf: leaf + 1, state.inner_state)",
+        )
+    ],
+    "The counters add up": [
+        (
+            "_optax/state.py",
+            "jnp.where(count == jnp.iinfo(jnp.int32).max, count, count + increment)",
+            "count + increment",
+        ),
+        (
+            "_optax/state.py",
+            "_saturating_add(state.consecutive_skips, 1) * skipped",
+            "_saturating_add(state.consecutive_skips, skipped)",
+        ),
+    ],
+    "The fast way is the plain way": [
+        (
+            "_optax/inner.py",
+            "        return optax.apply_updates(params, updates)",
+            "        return optax.apply_updates(params, jax.tree.map(lambda u: u * 1.001, updates))",
+        ),
+        (
+            "_optax/branch.py",
+            "jax.lax.select(should_apply, applied, left)",
+            "jax.lax.select(should_apply, applied, applied)",
+        ),
+    ],
+    "The dynamic scale is TensorFlow's, step for step": [
+        (DYNAMIC, "num_good_steps >= self.increment_period - 1", "num_good_steps >= self.increment_period"),
+        (DYNAMIC, "num_good_steps >= self.increment_period - 1", "num_good_steps >= self.increment_period"),
+    ],
+    "The scale stays a positive finite number": [
+        (DYNAMIC, "grown = jnp.where(jnp.isfinite(grown), grown, scale)", "pass"),
+        (DYNAMIC, "lowered = jnp.maximum(scale * self._backoff(), floor)", "lowered = scale * self._backoff()"),
+    ],
+    "The automatic scale is a power of two within its bounds": [
+        (
+            AUTO,
+            "return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, ceiling)",
+            "return jnp.exp2(log2_scale)",
+        )
+    ],
+    "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_SEARCH_DOWN = 32", "_LOG2_SEARCH_DOWN = 1")],
+    "Optimizers": [
+        (
+            TRANSFORM,
+            "_inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
+            "_inner.widened(scaled_grads, state.loss_scale),",
+        )
+    ],
+    "Narrow parameters have float32 moments": [
+        ("_optax/inner.py", "return _tree.widen(tree, keep=keep)", "return tree")
+    ],
+    "Without a loss scale it is the bare optimizer": [
+        (
+            "_loss_scale/fixed.py",
+            "    checks_gradients: ClassVar[bool] = False",
+            "    checks_gradients: ClassVar[bool] = True",
+        )
+    ],
+    "What is no gradient passes through": [
+        (
+            TREE,
+            "positions = [position for position, leaf in enumerate(leaves) if is_inexact(leaf)]",
+            "positions = [position for position, leaf in enumerate(leaves) if hasattr(leaf, 'dtype')]",
+        )
+    ],
+    "All devices skip together": [
+        (
+            "_measure/devices.py",
+            "        return flags\n    return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)",
+            "        return flags\n    return flags",
+        ),
+        (
+            "_measure/shards.py",
+            "names = tuple(name for name in mesh.axis_names if name in split_over)",
+            "names = ()",
+        ),
+    ],
+    "The verdict costs scalar all-reduces only": [
+        (
+            "_measure/devices.py",
+            "return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)",
+            "return jax.lax.psum(jax.lax.pmin(flags.astype(jnp.int32), axis_name), axis_name) > 0",
+        )
+    ],
+    "A resumed run ends with the same bits": [
+        (
+            "_loss_scale/base.py",
+            # Which checkpointers ask, and compiled programs do not.
+            "return tuple(zip(keys, leaves, strict=True)), config",
+            "return tuple((key, leaf * (leaf.dtype != np.int32)) for key, leaf in zip(keys, leaves)), config",
+        ),
+        (
+            "_loss_scale/base.py",
+            "def __hash__(self)",
+            "def __copy__(self): return type(self)(8)\n\n    def __hash__(self)",
+        ),
+    ],
+    "One compilation serves all steps": [(DYNAMIC, "num_good_steps + 1, 0)", "num_good_steps + 1.0, 0)")],
+    "A fresh state can be donated": [
+        (
+            "_loss_scale/base.py",
+            "return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf",
+            "return vars(_as_array).setdefault(repr(leaf), jnp.asarray(leaf)) if np.ndim(leaf) == 0 else leaf",
+        )
+    ],
+    "A bad argument is an error at once": [("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")],
+    "A configuration builds loss scales and nothing else": [
+        (
+            "_loss_scale/registry.py",
+            'raise ValueError(f"Could not make a loss scale of {identifier!r}. Accepted: {_ACCEPTED}.")',
+            "return NoOpLossScale()",
+        ),
+        (
+            "_loss_scale/registry.py",
+            "if not isinstance(class_name, str) or class_name not in kinds:",
+            "if False:",
+        ),
+    ],
+}

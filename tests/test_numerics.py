@@ -1,0 +1,71 @@
+"""The page of promises, `docs/numerics.md`: each names its tests, and these fail when the promise is broken."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from promises import BREAKS
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "numerics.md").read_text()
+
+
+def promises():
+    """The tests that the page names, by the heading that they stand below."""
+    sections = re.split(r"^### (.+)$", PAGE, flags=re.MULTILINE)
+    texts = dict(zip(sections[1::2], sections[2::2], strict=True))
+    return {heading: re.findall(r"`(tests/[\w/]+\.py::\w+)`", text) for heading, text in texts.items()}
+
+
+PROMISES = promises()
+
+
+def test_every_promise_has_limits_and_a_test_that_exists():
+    assert len(PROMISES) > 20
+    for text in re.split(r"^### .+$", PAGE, flags=re.MULTILINE)[1:]:
+        assert text.count("**Limits.** ") == text.count("**Test.** ") == 1
+    for heading, tests in PROMISES.items():
+        assert tests, heading
+        for path, _, name in (test.partition("::") for test in tests):
+            assert f"def {name}(" in (ROOT / path).read_text(), heading
+
+
+def test_there_is_a_way_to_break_each_promise_for_each_of_its_tests():
+    assert {heading: len(breaks) for heading, breaks in BREAKS.items()} == {
+        heading: len(tests) for heading, tests in PROMISES.items()
+    }
+
+
+CASES = [
+    pytest.param(test, *broken, id=f"{heading} ({test.partition('::')[2]})")
+    for heading, tests in PROMISES.items()
+    for test, broken in zip(tests, BREAKS[heading], strict=True)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("test", "file", "piece", "broken"), CASES)
+def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piece, broken, tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", ".*")
+    for folder in "jax_lossscale", "tests", "benchmarks":
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "jax_lossscale" / file
+    source = path.read_text()
+    assert source.count(piece) == 1, "the code has moved: say in tests/promises.py how this promise is broken now"
+    path.write_text(source.replace(piece, broken))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", test],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    name = test.partition("::")[2]
+    assert run.returncode == 1, run.stdout  # 1: tests failed; whatever else went wrong has another status
+    assert re.search(rf"^FAILED tests/[\w/]+\.py::{name}\b", run.stdout, re.MULTILINE), run.stdout
