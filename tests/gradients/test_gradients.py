@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import NO_GRAD_OF_WHAT_VARIES, enable_x64, pcast, shard_map, skip_before
+from any_jax import NO_GRAD_OF_WHAT_VARIES, enable_x64, is_older_than, pcast, shard_map, skip_before
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -290,7 +290,10 @@ def test_wrong_calls_fail_in_the_words_of_jax(fun, argument, options):
     def error(value_and_grad):
         with pytest.raises((TypeError, ValueError, AssertionError)) as info:
             value_and_grad(fun, **options)(argument)
-        return info.type, str(info.value).split(" with value ")[0]  # what follows is the repr of a tracer
+        words = str(info.value).split(" with value ")[0]  # what follows is the repr of a tracer
+        return info.type, words.split(" Output was ")[0] if is_older_than(
+            "0.7.0"
+        ) else words  # as a number, or an array
 
     assert error(lambda fun, **options: jls.value_and_scaled_grad(fun, SCALE, **options)) == error(jax.value_and_grad)
 
@@ -343,7 +346,7 @@ def test_shard_map(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_replicated_loss_with_a_scale_for_each_device(check_vma, vary_params):
     """The definition, ``scale * value``, differentiated by JAX, is the oracle; the value stays replicated."""
-    if check_vma and vary_params:
+    if check_vma:
         skip_before("0.6.1", NO_GRAD_OF_WHAT_VARIES)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
