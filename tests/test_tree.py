@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -68,7 +69,7 @@ def test_untouched_leaves_are_the_same_objects(name, function):
         "cast_floating": lambda tree: jls.cast_floating(tree, jnp.float16),
         "widen": _tree.widen,
     }
-    with jax.enable_x64(True):
+    with enable_x64(True):
         leaf = LEAVES[name][0]()
         result = functions[function]({"leaf": leaf, "other": 1.0})
     assert result["leaf"] is leaf
@@ -78,7 +79,7 @@ def test_untouched_leaves_are_the_same_objects(name, function):
 @pytest.mark.parametrize("name", TOUCHED)
 def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(name):
     make, wide_dtype = LEAVES[name]
-    with jax.enable_x64(True):
+    with enable_x64(True):
         leaf = make()
         scaled, unscaled = jls.FixedLossScale(2).scale([leaf])[0], jls.FixedLossScale(2).unscale([leaf])[0]
         widened = _tree.widen([leaf])[0]
@@ -235,7 +236,7 @@ def test_unscale_of_every_subnormal_float16(unscale):
 @MODES
 @pytest.mark.parametrize("scale", [1024.0, 2.0**127, FLOAT32_MAX, 3.0])
 def test_unscale_keeps_the_precision_of_float64(unscale, scale):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         leaf = np.array([1 + 2.0**-52, -(2.0**900) / 3, 1e-200])
         actual = np.asarray(unscale(leaf, scale))
         np.testing.assert_array_max_ulp(
@@ -369,7 +370,7 @@ def test_select_tree_refuses_a_predicate_that_is_no_boolean_scalar(pred):
 @pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16", np.float32, np.dtype(np.float16), jnp.float8_e4m3fn])
 @pytest.mark.parametrize("name", TOUCHED)
 def test_cast_floating(name, dtype):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         leaf = jnp.asarray(LEAVES[name][0]())
         cast = jls.cast_floating({"leaf": leaf}, dtype)["leaf"]
         is_complex = jnp.iscomplexobj(leaf)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_lossscale import _tree
+from jax_lossscale import _compat, _tree
 from jax_lossscale._gradients.eager import call_compiled
 from jax_lossscale._gradients.microbatches import (
     Argnums,
@@ -234,7 +234,7 @@ class _Window:
         if doubt is not None and jnp.shape(jax.tree.leaves(first)[0])[0] == 1:
             warn_user(f"{doubt} A micro-batch of one example broadcasts with it, without an error.")
         try:
-            return jax.eval_shape(summands_of, first)[0]
+            return _compat.types_of_result(summands_of, first)[0]
         except (TypeError, ValueError) as error:
             if doubt is None:
                 raise
@@ -260,8 +260,7 @@ def _divide(leaf: jax.Array, number: jax.Array) -> jax.Array:
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return jnp.zeros_like(like)  # sharded alike, on a mesh of explicit axes
-    zeros = jnp.zeros(like.shape, like.dtype)
-    return zeros if like.manual_axis_type is None else vary(zeros, like.manual_axis_type.varying)
+    return vary(jnp.zeros(like.shape, like.dtype), _compat.axes_varied_over(like))
 
 
 def _zero_unless(flag: jax.Array, tree: chex.ArrayTree) -> chex.ArrayTree:

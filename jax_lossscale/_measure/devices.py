@@ -7,6 +7,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jax_lossscale import _compat
+
 AxisName: TypeAlias = str | tuple[str, ...] | None
 
 
@@ -28,8 +30,8 @@ def agree_on_largest(flags: jax.Array, largest: jax.Array, axis_name: AxisName) 
 def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
     missing = tuple(sorted(axes - axes_varied_over(leaf)))
-    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+    return _compat.as_varying(leaf, missing) if missing else leaf
 
 
 def axes_varied_over(leaf: jax.Array) -> frozenset[str]:
-    return jax.typeof(leaf).manual_axis_type.varying
+    return _compat.axes_varied_over(jax.typeof(leaf))

@@ -109,8 +109,9 @@ def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
     row = jnp.where(field == own.largest_field, layout.largest_field, field - own.bias + layout.bias) + 1
     row = jnp.where(numbers < smallest_normal, jnp.where(numbers == 0, 0, 1), row)
     # Arrays of explicit sharding want to be told that the table is on every device.
-    everywhere = PartitionSpec(None) if jax.typeof(row).sharding.mesh.explicit_axes else None
-    return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), out_sharding=everywhere)
+    is_explicit = bool(jax.typeof(row).sharding.mesh.explicit_axes)
+    everywhere: dict[str, Any] = {"out_sharding": PartitionSpec(None)} if is_explicit else {}
+    return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), **everywhere)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -11,6 +11,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
+from jax_lossscale import _compat
+
 
 class Traced:
     """A function traced on arguments, of which the arrays are inputs and all else is handed on as it is.
@@ -117,7 +119,7 @@ def in_context(eqn: Any) -> Any:
 def bind(eqn: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """The outputs of the equation's primitive."""
     with in_context(eqn), eqn.ctx.manager:
-        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        outputs = _compat.bind(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 

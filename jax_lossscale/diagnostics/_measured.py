@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jax_lossscale import _compat
 from jax_lossscale.diagnostics._jaxpr import in_context, is_equation_narrow, is_narrow, last_uses
 from jax_lossscale.diagnostics._place import Place, place_of
 from jax_lossscale.diagnostics._precision import Evaluator
@@ -158,7 +159,7 @@ def _call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[A
 
 
 def _custom_call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
-    return self.evaluate(_closed(eqn.params["call_jaxpr"]), inputs)
+    return self.evaluate(_closed(_compat.called_jaxpr(eqn.params)), inputs)
 
 
 def _scan(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
@@ -227,7 +228,7 @@ def _inner(eqn: Any) -> list[Jaxpr]:
         return [params["body_jaxpr"].jaxpr]
     if name == "cond":
         return [branch.jaxpr for branch in params["branches"]]
-    return [_closed(params["call_jaxpr" if name in _CUSTOM_CALLS else "jaxpr"]).jaxpr]
+    return [_closed(_compat.called_jaxpr(params) if name in _CUSTOM_CALLS else params["jaxpr"]).jaxpr]
 
 
 def sites(jaxpr: Jaxpr, within: Place | None = None) -> list[Site]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_lossscale import _compat
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -222,7 +223,7 @@ def range_report(
     scale = _scale_of(loss_scale)
 
     def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
+        return value_and_scaled_grad(_compat.in_a_scope(fun), scale, argnums, has_aux)(*args, **kwargs)
 
     traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale import _tree
+from jax_lossscale import _compat, _tree
 from jax_lossscale.diagnostics import _custom_rules
 from jax_lossscale.diagnostics._jaxpr import (
     Traced,
@@ -189,14 +189,9 @@ class Evaluator:
 
     def _shard_map(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         """Made anew: its jaxpr knows the names of mesh axes, which are not bound out here."""
-        params = eqn.params
-        function = jax.shard_map(
-            lambda *shards: self.evaluate(ClosedJaxpr(params["jaxpr"], ()), shards),
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=list(params["out_specs"]),
-            axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
-            check_vma=params["check_vma"],
+        closed = ClosedJaxpr(eqn.params["jaxpr"], ())
+        function = _compat.shard_map(
+            lambda *shards: self.evaluate(closed, shards), **_compat.shard_map_options(eqn.params)
         )
         with in_context(eqn):
             return function(*inputs)

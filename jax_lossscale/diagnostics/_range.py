@@ -245,7 +245,7 @@ def _log2_room(largest: jax.Array, top: float) -> jax.Array:
     mantissa = layout.integer((1 << layout.mantissa_bits) - 1)
     field = (largest >> layout.mantissa_bits).astype(jnp.int32)
     exceeds = ((largest & mantissa) > (top_bits & mantissa)).astype(jnp.int32)
-    return int(top_bits >> layout.mantissa_bits) - field - exceeds
+    return (int(top_bits) >> layout.mantissa_bits) - field - exceeds
 
 
 @partial(jax.jit, static_argnums=1)

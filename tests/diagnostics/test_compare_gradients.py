@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import workloads
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients
@@ -217,7 +219,7 @@ def test_bfloat16():
 def test_what_lies_on_a_mesh_is_compared_and_measured_there():
     fun, params, x = workloads.healthy()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, copies = (jax.NamedSharding(mesh, spec) for spec in (jax.P("data"), jax.P()))
+    rows, copies = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
     args = jax.device_put(params, copies), jax.device_put(x, rows)
     report = compare_gradients(fun, *args, loss_scales=[2.0**15])
     assert report.cause == "none"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import NO_LINEN_RNN, enable_x64, set_mesh, shard_map
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
@@ -320,7 +321,14 @@ either_order = pytest.mark.parametrize(
 
 
 @either_order
-@pytest.mark.parametrize("name", ["convolutions", pytest.param("attention", marks=pytest.mark.slow), "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convolutions",
+        pytest.param("attention", marks=pytest.mark.slow),
+        pytest.param("recurrent", marks=NO_LINEN_RNN),
+    ],
+)
 def test_linen(name, order):
     assert_a_network_equals_itself_in_float32(functools.partial(linen_model, name), order)
 
@@ -458,7 +466,7 @@ def test_second_derivatives():
 
 @pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
 def test_float64(narrow):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         fun, args = matmul_told_its_dtype(narrow)
         args = cast(args, jnp.float32)
         out = in_precision(lambda w, x: w.astype(narrow) @ x.astype(narrow), jnp.float64)(*args)
@@ -486,12 +494,12 @@ def test_on_a_mesh(axis_type):
             return lax.pmean(jnp.sum(jax.nn.relu(x.astype(dtype) @ w) ** 2), "data")
 
         def loss(w, x):
-            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+            total = shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
             return (total(w.astype(dtype), x) + jnp.sum(x.astype(dtype))).astype(jnp.float32)
 
         return loss
 
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, P("data")))
         expected = jax.jit(jax.value_and_grad(program(jnp.float32)))(w, x)
         assert_close(jax.jit(in_precision(jax.value_and_grad(program(jnp.float16))))(w, x), expected)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import enable_x64, shard_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 @pytest.fixture(params=[False, True], ids=["32 bits", "64 bits"])
 def x64(request):
-    with jax.enable_x64(request.param):
+    with enable_x64(request.param):
         yield request.param
 
 
@@ -101,7 +102,7 @@ def test_the_report_is_for_the_host():
     npst.arrays(
         np.float32,
         npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
-        elements=st.sampled_from([0.0, -1.5, 3e38, NAN, INF, -INF]),
+        elements=st.sampled_from([0.0, -1.5, float(np.float32(3e38)), NAN, INF, -INF]),
     )
 )
 def test_the_report_agrees_with_numpy(values):
@@ -157,7 +158,7 @@ def test_under_shard_map_the_first_bad_leaf_of_any_device_is_agreed():
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     values = np.ones((2, 8), np.float32)
     values[1, 3] = NAN
-    find = jax.shard_map(
+    find = shard_map(
         lambda a, b: first_nonfinite([a, b], axis_name="shard"), mesh=mesh, in_specs=P("shard"), out_specs=P()
     )
     assert jax.jit(find)(*values) == 1

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import INF, NAN
@@ -138,7 +139,7 @@ def test_whole_numbers_are_magnitudes_too():
 
 
 def test_magnitudes_of_64_bits_keep_their_range():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         replay = simulate(jls.FixedLossScale(2.0**10), largest=np.array([1e200, 1e307]), dtype=jnp.float64)
         assert replay.grads_finite.tolist() == [True, False]
 

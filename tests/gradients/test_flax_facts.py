@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from any_jax import shard_map
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -109,7 +110,7 @@ def test_the_verdict_is_agreed_and_the_gradients_are_left_alone():
         grads = jls.scaled_grad(lambda x: jnp.sum(x**2), 8.0)(x)
         return grads / 8.0, jls.all_finite(grads, axis_name="shard")
 
-    step = jax.shard_map(one_shard, mesh=mesh, in_specs=P("shard"), out_specs=(P("shard"), P()))
+    step = shard_map(one_shard, mesh=mesh, in_specs=P("shard"), out_specs=(P("shard"), P()))
     grads, finite = step(jnp.array([1.0, 2.0, 3.0, 4.0]))
     np.testing.assert_array_equal(grads, [2.0, 4.0, 6.0, 8.0])
     assert finite

@@ -5,6 +5,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import enable_x64, shard_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import sparse
@@ -59,7 +60,7 @@ def test_as_numpy_sees_it(dtype, data):
     leaf = data.draw(planted(dtype))
     expected = bool(np.isfinite(leaf.astype(np.complex128)).all())
     tree = {"frozen": None, "clean": np.float16([1, 2]), "leaf": leaf, "step": 3}
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert bool(jls.all_finite(tree)) == expected
         assert bool(compiled_all_finite(tree)) == expected
         assert vmapped_all_finite(jnp.stack([jnp.ones_like(leaf), jnp.asarray(leaf)])).tolist() == [True, expected]
@@ -108,7 +109,7 @@ def test_one_bad_value_in_a_large_leaf(dtype, bad):
 @pytest.mark.parametrize("sign", [1, -1, "mixed"])
 def test_finite_values_whose_sum_overflows_are_finite(dtype, sign):
     signs = np.where(np.arange(SIZE) % 3, 1, -1) if sign == "mixed" else sign
-    with jax.enable_x64(True):
+    with enable_x64(True):
         largest = np.full(SIZE, jnp.finfo(dtype).max, dtype)
         assert jls.all_finite([largest * np.asarray(signs, dtype), largest[:3]])
 
@@ -217,7 +218,7 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
         return jls.all_finite(tree, axis_name=axis_name)[None, None]
 
     in_specs = ({"w": spec, "b": P()},)
-    sharded = jax.jit(jax.shard_map(verdicts, mesh=mesh, in_specs=in_specs, out_specs=P("x", "y"), check_vma=check_vma))
+    sharded = jax.jit(shard_map(verdicts, mesh=mesh, in_specs=in_specs, out_specs=P("x", "y"), check_vma=check_vma))
     np.testing.assert_array_equal(sharded({"w": values, "b": jnp.ones(3)}), expected)
     np.testing.assert_array_equal(sharded({"w": jnp.ones_like(values), "b": jnp.ones(3)}), ALL)
 
@@ -225,7 +226,7 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_tree_of_nothing_is_finite_on_all_shards(check_vma):
     mesh = jax.make_mesh((8,), ("x",))
-    verdict = jax.shard_map(
+    verdict = shard_map(
         lambda: jls.all_finite([], axis_name="x"), mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma
     )
     assert jax.jit(verdict)()

@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import MORE_COLLECTIVES, enable_x64, needs_jax, set_mesh, shard_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -85,11 +86,12 @@ def leaves(draw, dtype):
 def test_as_numpy_sees_it(dtype, data):
     leaf = data.draw(leaves(dtype))
     tree = {"frozen": None, "other": np.float16([1e-4, -2e-4]), "leaf": leaf, "step": 3}
-    with jax.enable_x64(True):
+    with enable_x64(True):
         expected = oracle([tree["other"], leaf])
         assert answer_of(finite_and_largest(tree)) == expected
         assert answer_of(jax.jit(finite_and_largest)(tree)) == expected
-        both = jax.vmap(finite_and_largest)(jax.tree.map(lambda x: jnp.stack([x, x * 0 if expected[0] else x]), [leaf]))
+        other = jnp.zeros_like(leaf) if expected[0] else leaf
+        both = jax.vmap(finite_and_largest)([jnp.stack([leaf, other])])
         assert (bool(both[0][0]), float(both[1][0])) == oracle([leaf])
 
 
@@ -174,7 +176,7 @@ def test_trees(tree, expected):
 
 
 def test_a_float64_beyond_float32_counts_as_the_largest_float32():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for value in 1e300, -1e39, float(LARGEST_FLOAT32) * (1 + 2.0**-26):
             assert answer_of(finite_and_largest(np.array([value, 1.0]))) == (True, float(LARGEST_FLOAT32))
         assert answer_of(finite_and_largest(np.array([1e308]), 0.01)) == (False, 0.0)
@@ -196,10 +198,11 @@ COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w
 SPECS = [P("x"), P(None, "x"), P()]
 
 
+@needs_jax("0.7.0", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
 def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         for shape in (16, 8), (512, 128):
             tree = [jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)) for spec in SPECS * 4]
             compiled = jax.jit(finite_and_largest).lower(tree, np.float32(2)).compile()
@@ -222,10 +225,8 @@ def test_inside_shard_map_shards_agree(shape, check_vma):
     def of_shards(leaf, replicated):
         return finite_and_largest([leaf, replicated], jnp.float32(2), axis_name="x")
 
-    mapped = jax.jit(
-        jax.shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma)
-    )
-    with jax.set_mesh(mesh) if check_vma else contextlib.nullcontext():
+    mapped = jax.jit(shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma))
+    with set_mesh(mesh) if check_vma else contextlib.nullcontext():
         placed = jax.device_put(values, NamedSharding(mesh, P("x")))
         same = jax.device_put(np.ones(2**16, np.float16), NamedSharding(mesh, P()))
         assert answer_of(mapped(placed, same)) == (True, 3.5)

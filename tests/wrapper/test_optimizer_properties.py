@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from any_jax import enable_x64, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_optimizers import CASES
@@ -122,7 +123,7 @@ def bare_step_or_skip(module, name, arguments, params):
 @pytest.mark.parametrize("dtype", ["float16", "float64", "complex64"])
 def test_a_step_changes_no_type(module, name, arguments, dtype):
     """Structure, shapes, dtypes and weak types of state and parameters: one compilation, and no surprise in a scan."""
-    with jax.enable_x64(dtype == "float64"):
+    with enable_x64(dtype == "float64"):
         params = params_of(dtype)
         if dtype in ("complex64", "float64"):
             bare_step_or_skip(module, name, arguments, params)
@@ -194,7 +195,7 @@ def test_parameters_can_be_found_in_the_state(name):
 def test_a_step_keeps_explicit_shardings(module, name, arguments):
     """Wherever the bare optimizer does."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         params = {"kernel": jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("model")))}
         updates = bare_step_or_skip(module, name, arguments, params)
         if types(updates) != types(params):
@@ -209,7 +210,7 @@ def test_a_step_keeps_explicit_shardings(module, name, arguments):
 
 @pytest.mark.parametrize("scale", [2.0**15, 1000.0])
 def test_float64_gradients_stay_float64(scale):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         params, grads = jnp.asarray([1.0, 2.0], jnp.float64), jnp.asarray([1e-12, 1 / 3], jnp.float64)
         tx = jls.loss_scaled(optax.sgd(1.0), scale)
         updates, _ = tx.update(grads * scale, tx.init(params), params)

@@ -1,0 +1,122 @@
+"""The public names and their signatures are those of `public_api.txt`: whoever changes one does so on purpose.
+
+After a change that is meant, ``python tests/test_public_api.py`` writes the file anew, for which every extra that
+``interop`` knows must be installed.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+import optax
+import pytest
+
+FILE = Path(__file__).parent / "public_api.txt"
+TRANSFORMATION = ("init", "update", "update_and_apply")
+
+
+def public_modules():
+    interop = importlib.import_module("jax_lossscale.interop")
+    peers = [f"jax_lossscale.interop.{info.name}" for info in pkgutil.iter_modules(interop.__path__)]
+    public = [name for name in peers if "._" not in name]
+    return ["jax_lossscale", "jax_lossscale.diagnostics", "jax_lossscale.plotting", *sorted(public)]
+
+
+def described(module):
+    """The lines about one module."""
+    thing = importlib.import_module(module)
+    names = getattr(thing, "__all__", None) or [name for name in vars(thing) if is_made_in(thing, name)]
+    lines = [line for name in sorted(names) for line in description(name, getattr(thing, name))]
+    if module == "jax_lossscale":  # the functions that a transformation holds
+        functions = thing.loss_scaled(optax.identity())
+        lines += [f"loss_scaled().{name}{signature(getattr(functions, name))}" for name in TRANSFORMATION]
+    return lines
+
+
+def is_made_in(module, name):
+    return not name.startswith("_") and getattr(getattr(module, name), "__module__", None) == module.__name__
+
+
+def description(name, thing):
+    if inspect.isclass(thing):
+        base = thing.__mro__[1]
+        is_foreign = base.__module__.partition(".")[0] in ("flax", "optax")
+        return [
+            f"class {name}: {base.__name__}" if is_foreign else f"class {name}{signature(thing)}",
+            *members(name, thing),
+        ]
+    return [f"{name}{signature(thing)}" if callable(thing) else f"{name}: {type(thing).__name__}"]
+
+
+def members(name, owner):
+    """What the class itself defines and its constructor does not name; what it inherits stands with another class."""
+    for attribute, member in sorted(vars(owner).items()):
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function):
+            if function.__module__.startswith("jax_lossscale") and attribute.strip("_") in (attribute, "call"):
+                kind = "" if function is member else f"{type(member).__name__} "
+                yield f"    {kind}{name}.{attribute}{signature(function)}"
+        elif not attribute.startswith("_") and attribute not in inspect.signature(owner).parameters:
+            yield f"    {name}.{attribute}"
+
+
+def signature(thing):
+    """As it stands in the code, whatever the versions of Python and JAX; without private parameters."""
+    found = inspect.signature(thing)
+    parameters = [
+        parameter.replace(annotation=as_written(parameter.annotation, str), default=as_written(parameter.default, repr))
+        for name, parameter in found.parameters.items()
+        if not name.startswith("_")
+    ]
+    return str(found.replace(parameters=parameters, return_annotation=as_written(found.return_annotation, str)))
+
+
+def as_written(thing, text):
+    if thing is inspect.Parameter.empty:
+        return thing
+    return AsItIs(getattr(thing, "__forward_arg__", None) or getattr(thing, "__name__", None) or text(thing))
+
+
+class AsItIs:
+    def __init__(self, text):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
+
+
+def written():
+    """The lines of the file by module."""
+    by_module = {}
+    for line in FILE.read_text().splitlines():
+        if line.startswith("["):
+            lines = by_module.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return by_module
+
+
+def write():
+    sections = ["\n".join([f"[{module}]", *described(module)]) for module in public_modules()]
+    header = "# Written by `python tests/test_public_api.py`. Where a line changes, a user's program may break."
+    FILE.write_text("\n\n".join([header, *sections]) + "\n")
+
+
+@pytest.mark.parametrize("module", public_modules())
+def test_a_change_of_the_public_names_is_deliberate(module):
+    try:
+        now = described(module)
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert now == written()[module], "if this is meant, run `python tests/test_public_api.py`"
+
+
+def test_no_public_module_is_gone():
+    assert list(written()) == public_modules()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(FILE.parent.parent))
+    write()

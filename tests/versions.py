@@ -1,0 +1,157 @@
+"""Run the core's tests with every minor version of JAX, from the oldest that `pyproject.toml` allows to the newest.
+
+::
+
+    python tests/versions.py                        # all of them: half an hour on two cores
+    python tests/versions.py --only 0.6 --only 0.8  # some of them
+    python tests/versions.py --only oldest --quick  # what `.ci/run` does
+
+The first is the oldest, with exactly the lower bounds of all dependencies. Of each minor version comes the last patch,
+with the newest optax, chex and numpy that go with it. Each has a virtual environment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OLDEST = {re.split("[>=]+", need)[0]: re.split("[>=]+", need)[1] for need in PROJECT["dependencies"]}
+
+# What the tests of the core need beside the dependencies, in whatever version goes with an old JAX.
+TOOLS = ["cloudpickle", "equinox", "flatbuffers", "flax", "hypothesis", "orbax-checkpoint", "pytest", "pytest-xdist"]
+CORE = [
+    *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py"),
+    *("tests/loss_scales", "tests/measure", "tests/gradients", "tests/wrapper", "tests/diagnostics"),
+]
+# Of these the ones that say most in a minute.
+QUICK = [
+    *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales"),
+    *("tests/measure/test_shards.py", "tests/gradients/test_gradients.py", "tests/gradients/test_parts.py"),
+    *("tests/wrapper/test_transform.py", "tests/wrapper/test_lowering.py"),
+]
+
+
+class Outcome(NamedTuple):
+    asked: str
+    versions: dict[str, str]
+    verdict: str
+    summary: str
+    seconds: float
+
+
+def main() -> int:
+    arguments = parsed()
+    wanted = arguments.only or ["oldest", *minor_versions()]
+    outcomes = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(arguments.folder or scratch)
+        for number, asked in enumerate(wanted, start=1):
+            print(f"[{number}/{len(wanted)}] jax {asked}", flush=True)
+            outcomes.append(tested(asked, arguments, folder))
+            print(f"    {outcomes[-1].verdict}: {outcomes[-1].summary}, {outcomes[-1].seconds:.0f} s", flush=True)
+    if len(outcomes) > 1:
+        print(table(outcomes))
+    return 0 if all(outcome.verdict == "passed" for outcome in outcomes) else 1
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="VERSION", help="oldest, a minor version, or a patch")
+    parser.add_argument("--quick", action="store_true", help="the tests that say most in a minute")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter to test with")
+    parser.add_argument("--folder", help="where the environments are kept, to be used again; by default they are not")
+    parser.add_argument("--processes", default="2", help="how many tests run at a time")
+    parser.add_argument("tests", nargs="*", help="files or folders, in place of the core's")
+    return parser.parse_args()
+
+
+def minor_versions() -> list[str]:
+    """From the oldest on, as the package index knows them."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "index", "versions", "jax"], capture_output=True, text=True, check=True
+    ).stdout
+    minors = {tuple(map(int, version.split(".")[:2])) for version in re.findall(r"\b\d+\.\d+\.\d+", listed)}
+    oldest = tuple(map(int, OLDEST["jax"].split(".")[:2]))
+    return [f"{major}.{minor}" for major, minor in sorted(minors) if (major, minor) >= oldest]
+
+
+def requirements(asked: str) -> list[str]:
+    if asked == "oldest":
+        return [f"{name}=={version}" for name, version in OLDEST.items()]
+    is_patch = asked.count(".") == 2
+    return [f"jax=={asked}" if is_patch else f"jax=={asked}.*"]
+
+
+def tested(asked: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
+    start = time.monotonic()
+    python = folder / asked / "bin" / "python"
+    if not python.exists():
+        run([arguments.python, "-m", "venv", python.parent.parent])
+    versions: dict[str, str] = {}
+    installed = run([python, "-m", "pip", "install", "--quiet", ROOT, *requirements(asked), *TOOLS])
+    if installed.returncode:
+        return Outcome(asked, versions, "not installed", last_line(installed.stderr), time.monotonic() - start)
+    names = ["python", *OLDEST]
+    versions = dict(zip(names, run([python, "-c", SHOW, *OLDEST]).stdout.split(), strict=True))
+    print("    " + ", ".join(f"{name} {versions[name]}" for name in names), flush=True)
+    tests = arguments.tests or (QUICK if arguments.quick else CORE)
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        arguments.processes,
+        "--dist",
+        "loadfile",
+        *tests,
+    ]
+    environment = {**os.environ, "PYTHONPATH": "", "JAX_PLATFORMS": "cpu"}
+    finished = run(command, cwd=ROOT, env=environment)
+    if finished.returncode:
+        print(finished.stdout[-20_000:] + finished.stderr[-2_000:], flush=True)
+    verdict = "failed" if finished.returncode else "passed"
+    summary = re.sub(r"\s*(in .*|=+)\s*", "", last_line(finished.stdout))
+    return Outcome(asked, versions, verdict, summary, time.monotonic() - start)
+
+
+SHOW = """
+import platform, sys
+from importlib.metadata import version
+print(platform.python_version(), *map(version, sys.argv[1:]))
+"""
+
+
+def run(command: list[object], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def table(outcomes: list[Outcome]) -> str:
+    head = ["asked for", "python", *OLDEST, "", "tests"]
+    rows = [
+        [outcome.asked, *(outcome.versions.get(name, "-") for name in head[1:-2]), outcome.verdict, outcome.summary]
+        for outcome in outcomes
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    return "\n" + "\n".join(line.rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
