@@ -116,7 +116,9 @@ def check_is_concrete(state: LossScaledState, name: str) -> None:
 
 def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
     """Whether further bad steps would leave the scale where it is, at its floor or fixed: ``bool``, on the host."""
-    return np.asarray(_after_many_bad_steps(loss_scale)()) >= np.asarray(loss_scale())
+    with jax.disable_jit(False):  # one by one, a thousand steps would take minutes
+        after = _after_many_bad_steps(loss_scale)
+    return np.asarray(after()) >= np.asarray(loss_scale())
 
 
 @jax.jit
