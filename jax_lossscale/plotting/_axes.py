@@ -26,9 +26,9 @@ def require_matplotlib(caller: str) -> None:
 
 def given_or_new_axes(ax: Any, name: str) -> Axes:
     """``ax``, or Axes of a new figure, which a notebook shows; ``name`` names the argument in the error."""
-    from matplotlib import pyplot
-
     if ax is None:
+        from matplotlib import pyplot
+
         return pyplot.subplots(layout="constrained")[1]
     check_axes(ax, name)
     return cast("Axes", ax)
