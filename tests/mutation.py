@@ -52,11 +52,17 @@ TESTS = {  # the quickest to notice first
     "_loss_scale/dynamic.py": [
         *(SCALES + name for name in ("test_dynamic.py", "test_constructors.py", "test_pytrees.py")),
         "tests/test_golden.py",
+        HARD + "test_bad_input.py",
+    ],
+    "_loss_scale/finding.py": [
+        WRAPPER + "test_several.py",
+        SCALES + "test_registry.py",
+        "tests/gradients/test_gradients.py",
     ],
     "_loss_scale/fixed.py": [
         SCALES + name for name in ("test_constructors.py", "test_interface.py", "test_pytrees.py")
     ],
-    "_loss_scale/registry.py": [SCALES + "test_registry.py", WRAPPER + "test_several.py", HARD + "test_bad_input.py"],
+    "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
     "_gradients/accumulation.py": ["tests/gradients/test_accumulation.py"],
     "_gradients/cotangent.py": ["tests/gradients/test_cotangent.py", "tests/gradients/test_parts.py"],
     "_gradients/eager.py": ["tests/gradients/test_accumulation.py"],
