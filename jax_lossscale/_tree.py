@@ -185,7 +185,8 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
         if not (_is_selectable(a) and _is_selectable(b)):
             if _is_selectable(a) or _is_selectable(b) or (a is not b and a != b):
                 raise ValueError(
-                    f"`select_tree` cannot choose between {a!r} and {b!r} at {jax.tree_util.keystr(path)}: "
+                    f"`select_tree` cannot choose between {a!r} in on_true and {b!r} in on_false at "
+                    f"{jax.tree_util.keystr(path)!r}: "
                     "leaves that are not arrays must be equal in both trees."
                 )
         elif jnp.shape(a) != jnp.shape(b) or jax.typeof(a).dtype != jax.typeof(b).dtype:

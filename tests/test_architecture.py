@@ -21,15 +21,16 @@ PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-CORE = {"_compat", "_warn", "_tree", "_measure", "_loss_scale"}
+CORE = {"_check", "_compat", "_warn", "_tree", "_measure", "_loss_scale"}
 MIDDLE = CORE | {"_gradients", "_optax", "optax", "_version"}
 LAYERS = {
     "_version": set(),
+    "_check": set(),
     "_compat": set(),
     "_warn": set(),
     "_tree": {"_compat"},
-    "_measure": {"_tree", "_compat"},
-    "_loss_scale": {"_tree", "_measure"},
+    "_measure": {"_check", "_tree", "_compat"},
+    "_loss_scale": {"_check", "_tree", "_measure"},
     "_gradients": CORE,
     "_optax": CORE | {"optax"},
     "diagnostics": MIDDLE,

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _compat, _tree
+from jax_lossscale._check import Argnums, as_argnums, check_axis_name, check_flag, check_function
 from jax_lossscale._gradients.eager import call_compiled
 from jax_lossscale._gradients.microbatches import (
-    Argnums,
-    as_argnums,
     as_tuple,
     check_argnums,
     left_whole,
@@ -105,9 +104,9 @@ def accumulate_gradients(
 
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
-        integer of at least 1, ``drop`` not one of the two, or ``argnums`` or ``batch_argnums`` no integers. When
-        called: if the batch is not there, cannot be divided evenly, or is itself differentiated; if ``fun`` fails where
-        an argument as long as the batch stays whole.
+        integer of at least 1, ``drop`` not one of the two, or another argument not of its kind. When called: if the
+        batch is not there, cannot be divided evenly, or is itself differentiated; if ``fun`` fails where an argument as
+        long as the batch stays whole.
 
     Warns:
       UserWarning: as `value_and_scaled_grad` (the value of a `FixedLossScale` is always traced here; that of a number
@@ -127,6 +126,10 @@ def accumulate_gradients(
       In torch's ``GradScaler`` one micro-batch that overflows costs the window. `optax.MultiSteps` with
       `optax.skip_not_finite` drops a micro-batch, and waits for another in its place.
     """
+    check_function(fun, "accumulate_gradients(fun=...)")
+    check_flag(has_aux, "accumulate_gradients(has_aux=...)")
+    check_flag(allow_int, "accumulate_gradients(allow_int=...)")
+    check_axis_name(axis_name, "accumulate_gradients(axis_name=...)")
     found = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
     # A Python number goes on as one: while tracing it is known then whether a narrow loss could carry it.
     number_or_found = loss_scale if isinstance(loss_scale, (int, float)) else found

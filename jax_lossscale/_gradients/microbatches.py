@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Argnums = int | tuple[int, ...]
-
-
-def as_argnums(argnums: int | Sequence[int], name: str) -> Argnums:
-    """``argnums``, hashable; ``name`` names the argument in the error."""
-    try:
-        return tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else operator.index(argnums)
-    except TypeError as error:
-        raise ValueError(f"`{name}` must be an integer or a sequence of integers, got {argnums!r}.") from error
+from jax_lossscale._check import Argnums
 
 
 def as_tuple(argnums: Argnums) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients.cotangent import seed_gradient
 from jax_lossscale._gradients.warn import warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
@@ -44,7 +45,8 @@ def value_and_scaled_grad(
       with ``has_aux``. The gradients have the dtypes that `jax.grad` gives.
 
     Raises:
-      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one.
+      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if another argument is not of its
+        kind.
 
     Warns:
       UserWarning: at trace time, once for each function made here, if the loss is of a dtype too narrow for the scale
@@ -59,13 +61,29 @@ def value_and_scaled_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, where the loss itself is multiplied.
     """
-    loss_scale = as_loss_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
+    return _value_and_scaled_grad("value_and_scaled_grad", fun, loss_scale, argnums, has_aux, holomorphic, allow_int)
+
+
+def _value_and_scaled_grad(
+    caller: str,
+    fun: Callable[..., Any],
+    loss_scale: Any,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
+) -> Callable[..., tuple[Any, Any]]:
+    check_function(fun, f"{caller}(fun=...)")
+    loss_scale = as_loss_scale(loss_scale, f"{caller}(loss_scale=...)")
+    as_argnums(argnums, f"{caller}(argnums=...)")
     options: dict[str, Any] = {
         "argnums": argnums,
         "has_aux": has_aux,
         "holomorphic": holomorphic,
         "allow_int": allow_int,
     }
+    for name in ("has_aux", "holomorphic", "allow_int"):
+        check_flag(options[name], f"{caller}({name}=...)")
     return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), **options)
 
 
@@ -118,7 +136,7 @@ def scaled_grad(
       >>> jls.scaled_grad(lambda x: x**2, 1024.0)(3.0)
       Array(6144., dtype=float32)
     """
-    value_and_grads = value_and_scaled_grad(fun, loss_scale, argnums, has_aux, holomorphic, allow_int)
+    value_and_grads = _value_and_scaled_grad("scaled_grad", fun, loss_scale, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun)
     def grads_only(*args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,47 +88,84 @@ def positive_integer(value: Any, name: str, cure: str) -> int:
 def scale_leaf(value: Any, name: str) -> ArrayLike:
     """``value`` as a leaf that holds a scale: ``float32[]``, or a batch of them.
 
-    NumPy where that is possible: constructing a loss scale starts no backend, and makes no tracer.
-
     Raises:
       ValueError: if it is concrete and not positive and finite in float32, or no real number at all.
     """
-    if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
-        if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
-            raise ValueError(f"`{name}` must be real, got {value.dtype.name}.")
-        if isinstance(value, jax.core.Tracer):
-            return value.astype(jnp.float32)
-        for member in np.ravel(np.asarray(value)):
-            positive_normal_number(member, name)
-        return value.astype(np.float32)
-    return np.float32(positive_normal_number(value, name))
+    return _leaf(value, name, positive_normal_number, np.float32)
 
 
 def real_leaf(value: Any, name: str) -> ArrayLike:
     """``value`` as a leaf that holds any finite number: ``float32[]``, or a batch of them."""
-    if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
-        return value.astype(np.float32)
-    return np.float32(finite_number(value, name))
+    return _leaf(value, name, finite_number, np.float32)
+
+
+def nonnegative_leaf(value: Any, name: str) -> ArrayLike:
+    """`real_leaf`, of numbers that are at least 0."""
+
+    def checked(member: Any, name: str) -> float:
+        number = finite_number(member, name)
+        if number < 0:
+            raise ValueError(f"`{name}` must be at least 0, got {member!r}.")
+        return number
+
+    return _leaf(value, name, checked, np.float32)
 
 
 def count_leaf(value: Any, name: str) -> ArrayLike:
     """``value`` as a leaf that holds a count: ``int32[]``, or a batch of them."""
-    if _is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer)):
-        return value.astype(np.int32)
-    count = _integer(value, name)
-    if not 0 <= count <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be a count that fits int32, got {value!r}.")
-    return np.int32(count)
+
+    def checked(member: Any, name: str) -> int:
+        count = _integer(member, name)
+        if not 0 <= count <= np.iinfo(np.int32).max:
+            raise ValueError(f"`{name}` must be a count that fits int32, got {member!r}.")
+        return count
+
+    return _leaf(value, name, checked, np.int32)
+
+
+def positive_count_leaf(value: Any, name: str) -> ArrayLike:
+    """`count_leaf`, of counts that are at least 1."""
+
+    def checked(member: Any, name: str) -> int:
+        return positive_integer(member, name, "It counts steps.")
+
+    return _leaf(value, name, checked, np.int32)
+
+
+def check_real_scalar(value: Any, name: str) -> None:
+    """Raise a `ValueError` that names the argument unless ``value`` is a real scalar."""
+    if not is_number(value):
+        raise ValueError(f"`{name}` must be a real scalar, got {value!r}.")
 
 
 def is_number(value: Any) -> bool:
     """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
     if isinstance(value, (bool, np.bool_)):
         return False
-    if isinstance(value, (np.ndarray, jax.Array)):
-        is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
-        return value.shape == () and bool(is_real)
+    if _is_array(value):
+        return value.shape == () and _is_real(value)
     return isinstance(value, numbers.Real)
+
+
+def _leaf(
+    value: Any, name: str, checked: Callable[[Any, str], float], dtype: type[np.float32] | type[np.int32]
+) -> ArrayLike:
+    """A scalar, or a batch of them, of which each is checked where it is concrete.
+
+    NumPy where that is possible: constructing a loss scale starts no backend, and makes no tracer.
+    """
+    if not (_is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):
+        return dtype(checked(value, name))
+    if not _is_real(value):
+        raise ValueError(f"`{name}` must be real, got {value.dtype.name}.")
+    if not isinstance(value, jax.core.Tracer):
+        for member in np.ravel(np.asarray(value)):
+            checked(member, name)
+    return value.astype(dtype)
+
+
+def _is_real(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer))
 
 
 def _is_array(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any, ClassVar, Self
 
@@ -11,8 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._loss_scale._arguments import bounded_scale, count_leaf, finite_number, real_leaf, scale_leaf
-from jax_lossscale._loss_scale.base import LossScale, check_begun_at, config_of, register, static_field, with_state
+from jax_lossscale._loss_scale._arguments import (
+    bounded_scale,
+    check_real_scalar,
+    count_leaf,
+    finite_number,
+    nonnegative_leaf,
+    positive_count_leaf,
+    real_leaf,
+    scale_leaf,
+)
+from jax_lossscale._loss_scale.base import (
+    LossScale,
+    check_begun_at,
+    check_state_is_given,
+    config_of,
+    register,
+    static_field,
+    with_state,
+)
+from jax_lossscale._tree import check_bool_scalar
 
 # Float16 holds 65504, and 65520 rounds to infinity. Between the two, so that neither depends on how log2 is rounded.
 _LOG2_LIMIT = float(np.log2(65512.0))
@@ -157,16 +176,18 @@ class AutoLossScale(LossScale):
     def __post_init__(self) -> None:
         for name, value in self._validated_config().items():
             object.__setattr__(self, name, value)
-        for name, as_leaf, fresh in (
+        leaves: tuple[tuple[str, Callable[[Any, str], ArrayLike], float], ...] = (
             ("current_loss_scale", scale_leaf, self.initial_loss_scale),
             ("log2_mean", real_leaf, self._log2_unknown()),
-            ("log2_variance", real_leaf, 0),
-            ("log2_margin", real_leaf, _LOG2_FRESH_MARGIN),
-            ("margin_patience", count_leaf, _FRESH_PATIENCE),
+            ("log2_variance", nonnegative_leaf, 0),
+            ("log2_margin", nonnegative_leaf, _LOG2_FRESH_MARGIN),
+            ("margin_patience", positive_count_leaf, _FRESH_PATIENCE),
             ("num_margin_steps", count_leaf, 0),
             ("num_finite_steps", count_leaf, _INCREMENT_PERIOD),  # no overflow for long
             ("num_measured", count_leaf, 0),
-        ):
+        )
+        check_state_is_given(self, *(name for name, _, _ in leaves))
+        for name, as_leaf, fresh in leaves:
             given = getattr(self, name)
             leaf = as_leaf(fresh if given is None else given, f"AutoLossScale({name}=...)")
             object.__setattr__(self, name, leaf)
@@ -194,9 +215,11 @@ class AutoLossScale(LossScale):
         Returns:
           The new loss scale, of the same tree structure, shapes and dtypes.
         """
+        check_bool_scalar(grads_finite, "AutoLossScale.adjust(grads_finite=...)")
         if largest is None:
             after_finite, after_overflow = self._unmeasured()
         else:
+            check_real_scalar(largest, "AutoLossScale.adjust(largest=...)")
             after_finite, after_overflow = self._after_finite(jnp.asarray(largest, jnp.float32)), self._after_overflow()
         grads_finite = jnp.asarray(grads_finite)
         return with_state(

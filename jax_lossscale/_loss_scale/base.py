@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -16,6 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_axis_name
 from jax_lossscale._loss_scale import _flax_serialization
 from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
 
@@ -89,8 +91,17 @@ class LossScale(abc.ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A fresh loss scale from what `get_config` returned."""
-        return cls(**config)
+        """A fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
+        name = f"{cls.__name__}.from_config(config=...)"
+        known = [argument for argument in inspect.signature(cls).parameters if not argument.startswith("_")]
+        if not isinstance(config, Mapping):
+            raise ValueError(f"`{name}` must be a dictionary of arguments, got {config!r}.")
+        if not config.keys() <= set(known):
+            raise ValueError(f"`{name}` knows the arguments {', '.join(known) or 'none'}, got {config!r}.")
+        try:
+            return cls(**config)
+        except TypeError as error:
+            raise ValueError(f"`{name}` got {config!r}, which lacks an argument: {error}.") from error
 
     def __eq__(self, other: object) -> bool:
         """Whether configuration and state are the same; a batch is equal where every member is."""
@@ -141,6 +152,7 @@ class LossScale(abc.ABC):
           ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. Where it is false, keep parameters,
           optimizer state and everything else that this step has changed (`select_tree`).
         """
+        check_axis_name(axis_name, f"{type(self).__name__}.update(axis_name=...)")
         if not self.checks_gradients:
             return self, jnp.array(True)
         return _update(self, _tree.inexact_leaves(grads), axis_name)
@@ -219,6 +231,16 @@ def config_of(loss_scale: LossScale) -> dict[str, Any]:
         for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]
         if field.metadata.get("static") and not field.name.startswith("_")
     }
+
+
+def check_state_is_given(loss_scale: Any, *names: str) -> None:
+    """Raise a `ValueError` if one of these is replaced by ``None`` in a loss scale that has begun already."""
+    for name in names if loss_scale._begun_at is not None else ():
+        if getattr(loss_scale, name) is None:
+            raise ValueError(
+                f"`dataclasses.replace(loss_scale, {name}=...)` must be a number, got None. To begin anew, make a new "
+                f"`{type(loss_scale).__name__}`."
+            )
 
 
 def check_begun_at(loss_scale: Any) -> None:

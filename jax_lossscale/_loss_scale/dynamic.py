@@ -21,11 +21,13 @@ from jax_lossscale._loss_scale._arguments import (
 from jax_lossscale._loss_scale.base import (
     LossScale,
     check_begun_at,
+    check_state_is_given,
     config_of,
     register,
     static_field,
     with_state,
 )
+from jax_lossscale._tree import check_bool_scalar
 
 HysteresisRefill = Literal["growth", "finite"]
 
@@ -110,6 +112,7 @@ class DynamicLossScale(LossScale):
     def __post_init__(self) -> None:
         for name, value in self._validated_config().items():
             object.__setattr__(self, name, value)
+        check_state_is_given(self, "current_loss_scale", "num_good_steps")
         for name, as_leaf, fresh in (
             ("current_loss_scale", scale_leaf, self.initial_loss_scale),
             ("num_good_steps", count_leaf, 0),
@@ -117,7 +120,8 @@ class DynamicLossScale(LossScale):
         ):
             given = getattr(self, name)
             value = fresh if given is None else given
-            object.__setattr__(self, name, None if fresh is None else as_leaf(value, f"DynamicLossScale({name}=...)"))
+            leaf = None if value is None else as_leaf(value, f"DynamicLossScale({name}=...)")
+            object.__setattr__(self, name, None if fresh is None else leaf)
         check_begun_at(self)
 
     @property
@@ -131,6 +135,7 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after a step, from whether its gradients were finite: ``bool[]``."""
+        check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
         # `>=`, not `==`: a counter restored from a run with a longer period must not overshoot for ever.

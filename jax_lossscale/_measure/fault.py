@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_axis_name
 from jax_lossscale._measure.devices import AxisName, agree
 from jax_lossscale._measure.reading import at_least_16_bits
 
@@ -27,12 +28,16 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     Returns:
       ``int32[]``: its index among the leaves, or -1 if all are finite.
 
+    Raises:
+      ValueError: as `all_finite`.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
       >>> jls.diagnostics.first_nonfinite({"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])})
       Array(1, dtype=int32)
     """
+    check_axis_name(axis_name, "first_nonfinite(axis_name=...)")
     index, _ = first_fault(tree, axis_name)
     return index
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_axis_name
 from jax_lossscale._measure.devices import AxisName, agree
 from jax_lossscale._measure.largest import largest_anywhere
 from jax_lossscale._measure.reading import as_read, exact, measure_anywhere, measure_on_cpu
@@ -33,6 +34,9 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
     Returns:
       ``bool[]``; true for a tree without inexact leaves.
 
+    Raises:
+      ValueError: if ``axis_name`` is no name, tuple of names or ``None``.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
@@ -41,6 +45,7 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       >>> bool(jls.all_finite([jnp.array([1.0, -jnp.inf])]))
       False
     """
+    check_axis_name(axis_name, "all_finite(axis_name=...)")
     return _all_finite(_tree.inexact_leaves(tree), None, axis_name)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._optax.state import LossScaledState
@@ -68,7 +69,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     Raises:
       RuntimeError: if the run is stuck; the message says what to look at.
-      ValueError: if there is no such state, or more than one, or a traced one; if ``patience`` is less than 1.
+      ValueError: if there is no such state, or more than one, or a traced one; if ``patience`` is not an integer of
+        at least 1.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -79,8 +81,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     References:
       fairseq and DeepSpeed raise at the floor at once; MindSpore after 1,000 skipped steps in a row.
     """
-    if not patience >= 1:
-        raise ValueError(f"`raise_if_stuck(patience=...)` must be at least 1, got {patience!r}.")
+    patience = positive_integer(patience, "raise_if_stuck(patience=...)", "It counts skipped steps in a row.")
     _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
@@ -115,7 +116,9 @@ def check_is_concrete(state: LossScaledState, name: str) -> None:
 
 def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
     """Whether further bad steps would leave the scale where it is, at its floor or fixed: ``bool``, on the host."""
-    return np.asarray(_after_many_bad_steps(loss_scale)()) >= np.asarray(loss_scale())
+    with jax.disable_jit(False):  # one by one, a thousand steps would take minutes
+        after = _after_many_bad_steps(loss_scale)
+    return np.asarray(after()) >= np.asarray(loss_scale())
 
 
 @jax.jit

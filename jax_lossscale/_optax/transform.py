@@ -18,6 +18,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_axis_name, check_flag
 from jax_lossscale._loss_scale import LossScale, get
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax import inner as _inner
@@ -125,8 +126,9 @@ def loss_scaled(
 
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
-        ``axis_name`` or ``skip`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if
-        ``value`` is no real scalar, or one of the flags no boolean scalar.
+        ``axis_name``, ``skip`` or ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what
+        ``init`` makes, if ``value`` is no real scalar, or one of the flags no boolean scalar; of ``update_and_apply``,
+        if the gradients are not in the structure of ``params``.
 
     Warns:
       UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
@@ -146,7 +148,8 @@ def loss_scaled(
       ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer``. That one decides nothing from the loss, and
       scales it itself.
     """
-    _check_axis_name(axis_name)
+    check_axis_name(axis_name, "loss_scaled(axis_name=...)")
+    check_flag(record_bad_steps, "loss_scaled(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
     wrapped = _Wrapped(_inner.checked(inner), get(loss_scale), axis_name, skip, record_bad_steps)
@@ -217,6 +220,7 @@ class _Wrapped:
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
         told = Told(value, skip_if, parts_finite, grads_finite)
+        _inner.check_structure(scaled_grads, params)
         shown = self._checked(scaled_grads, state, _inner.with_gradients(scaled_grads, params), told)
         new_params, state = self._new_params(*shown, **extra_args)
         return _fill(new_params, params), state
@@ -314,12 +318,3 @@ def _fill(tree: chex.ArrayTree, otherwise: chex.ArrayTree) -> chex.ArrayTree:
         otherwise,
         is_leaf=lambda leaf: leaf is None,
     )
-
-
-def _check_axis_name(axis_name: AxisName) -> None:
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if axis_name is not None and not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            "`loss_scaled(axis_name=...)` must be the name of a mesh axis, a tuple of names, or None, got "
-            f"{axis_name!r}."
-        )

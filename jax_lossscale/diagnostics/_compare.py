@@ -14,7 +14,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale.diagnostics import _cause
 from jax_lossscale.diagnostics._gradient_error import GradientComparison
 from jax_lossscale.diagnostics._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
@@ -82,6 +84,12 @@ def compare_gradients(
       >>> print(comparison.verdict)
       It will train; start from 2^29.
     """
+    check_function(fun, "compare_gradients(fun=...)")
+    check_flag(has_aux, "compare_gradients(has_aux=...)")
+    as_argnums(argnums, "compare_gradients(argnums=...)")
+    for name, function in (("reference", reference), ("progress", progress)):
+        if function is not None:
+            check_function(function, f"compare_gradients({name}=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
 
@@ -174,8 +182,10 @@ def _at_scales(
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
-    scales = sorted({float(scale) for scale in np.ravel(np.asarray(loss_scales, np.float64))})
-    if not scales or not all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales):
+    given = np.asarray(loss_scales, object).ravel().tolist() if np.ndim(loss_scales) == 1 else []
+    scales = sorted({float(scale) for scale in given if is_number(scale)})
+    are_positive = all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales)
+    if not scales or not are_positive or not all(map(is_number, given)):
         raise ValueError(
             f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
             "useful ones are chosen."

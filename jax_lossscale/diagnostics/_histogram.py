@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_flag
 from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout, bits_of, joined, layout_of, parts
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
@@ -79,6 +80,7 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """
     leaves = _tree.inexact_leaves(tree)
+    check_flag(per_leaf, "exponent_histogram(per_leaf=...)")
     for group in [[leaf] for leaf in leaves] if per_leaf else [leaves]:
         size = sum(np.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in group)
         if size > _LARGEST_COUNT:

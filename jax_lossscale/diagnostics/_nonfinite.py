@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -177,7 +178,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
       The path, as `jax.tree_util.keystr` writes it; ``None`` for -1, which stands for no leaf.
 
     Raises:
-      ValueError: if the tree has no leaf of that index.
+      ValueError: if ``index`` is no integer, or the tree has no leaf of that index.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -188,7 +189,12 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
     """
     with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
     paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
-    position = int(index)  # type: ignore[arg-type]
+    try:
+        position = operator.index(index)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(
+            f"`leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got {index!r}."
+        ) from error
     if not -1 <= position < len(paths):
         raise ValueError(
             f"`leaf_path(index=...)` must be from -1 to {len(paths) - 1} for a tree of {len(paths)} leaves, got "

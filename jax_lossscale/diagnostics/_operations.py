@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale import _compat
+from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -219,6 +220,9 @@ def range_report(
       >>> report[0].operation, report[0].layer, report[0].largest
       ('dot_general', 'energy', 80000.0)
     """
+    check_function(fun, "range_report(fun=...)")
+    check_flag(has_aux, "range_report(has_aux=...)")
+    as_argnums(argnums, "range_report(argnums=...)")
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = _scale_of(loss_scale)
 

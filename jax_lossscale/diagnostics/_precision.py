@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
 from jax_lossscale import _compat, _tree
+from jax_lossscale._check import check_function
 from jax_lossscale.diagnostics import _custom_rules
 from jax_lossscale.diagnostics._jaxpr import (
     Traced,
@@ -80,6 +81,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
       >>> jls.diagnostics.in_precision(norm, jnp.float32)(jnp.float32([300.0, 400.0]))
       Array(500., dtype=float32)
     """
+    check_function(fun, "in_precision(fun=...)")
     dtype = checked_precision(dtype, "in_precision(dtype=...)")
 
     @functools.wraps(fun)

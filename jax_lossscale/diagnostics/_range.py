@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_flag
+from jax_lossscale._loss_scale._arguments import finite_number
 from jax_lossscale.diagnostics._bits import (
     DOUBLE,
     SINGLE,
@@ -115,6 +116,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
       25.000% would become zero, 25.000% subnormal; beside these, 20.000% of all are zero already.
     """
     dtype = _checked_floating(dtype, "underflow_fraction(dtype=...)")
+    check_flag(per_leaf, "underflow_fraction(per_leaf=...)")
     if not per_leaf:
         return _underflow([_survey(part, dtype) for part in parts(_tree.inexact_leaves(grads))])
     return jax.tree.map(lambda leaf: _underflow([_survey([leaf], dtype)]) if _tree.is_inexact(leaf) else None, grads)
@@ -153,8 +155,9 @@ def suggest_loss_scale(
       2^22 = 4194304 fits a largest gradient of 0.001, and rescues 50.000%; 0.000% of all are zero already.
     """
     dtype = _checked_floating(dtype, "suggest_loss_scale(dtype=...)")
-    if not 1 <= headroom < math.inf:
-        raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1 and finite, got {headroom!r}.")
+    given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
+    if headroom < 1:
+        raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1, got {given!r}.")
     in_parts = list(parts(_tree.inexact_leaves(grads)))
     surveys = [_survey(part, dtype) for part in in_parts]
     log2_scale = _log2_suggested(surveys, float(jnp.finfo(dtype).max) / headroom)

@@ -112,9 +112,9 @@ def simulate(
                 "largest gradient. Give `largest`."
             )
         flags = _checked_trace(grads_finite, "grads_finite")
-        if flags.dtype != jnp.bool_:
+        if flags.dtype != jnp.bool_ and flags.size > 0:  # nothing is an array of floats
             raise ValueError(f"`simulate(grads_finite=...)` must be booleans, got {flags.dtype}.")
-        return _replay(loss_scale, flags)
+        return _replay(loss_scale, flags.astype(jnp.bool_))
     seen = _checked_magnitudes(largest, "largest")
     overflowing = seen if inside is None else _checked_magnitudes(inside, "inside")
     if overflowing.shape != seen.shape:
@@ -123,7 +123,10 @@ def simulate(
 
 
 def _checked_trace(given: Any, name: str) -> jax.Array:
-    trace = jnp.asarray(given)
+    try:
+        trace = jnp.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`simulate({name}=...)` must be an array, one entry a step, got {given!r}.") from error
     if trace.ndim != 1:
         raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
     return trace
@@ -136,6 +139,8 @@ def _checked_magnitudes(given: Any, name: str) -> jax.Array:
         return trace.astype(jnp.float32)
     if not jnp.issubdtype(trace.dtype, jnp.floating):
         raise ValueError(f"`simulate({name}=...)` must be real numbers, got {trace.dtype}.")
+    if not isinstance(trace, jax.core.Tracer) and bool(jnp.any(trace < 0)):
+        raise ValueError(f"`simulate({name}=...)` must be magnitudes, at least 0, got {given!r}.")
     return cast(jax.Array, _tree.widen(trace))
 
 

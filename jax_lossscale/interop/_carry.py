@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_lossscale._loss_scale import DynamicLossScale
+from jax_lossscale._loss_scale._arguments import positive_normal_number
 
 # What stands for "no floor" and for "no ceiling": the smallest normal float32 and the largest.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
@@ -30,6 +31,11 @@ def number(value: Any, name: str) -> float:
             "start with a fresh `DynamicLossScale`."
         )
     return result
+
+
+def given_floor(value: Any, otherwise: float, name: str) -> float:
+    """The floor that the user has given, or ``otherwise``."""
+    return otherwise if value is None else positive_normal_number(value, name)
 
 
 def integer(value: Any, name: str) -> int:

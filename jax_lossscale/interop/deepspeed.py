@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from jax_lossscale._loss_scale._arguments import positive_normal_number
 from jax_lossscale.interop import _carry
 
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -52,6 +53,9 @@ def from_deepspeed(state: Mapping[str, Any], *, min_loss_scale: float | None = N
     if isinstance(state, Mapping) and "loss_scaler" in state:
         state = vars(state["loss_scaler"])
     name = "from_deepspeed(state=...)"
+    given_floor = None
+    if min_loss_scale is not None:
+        given_floor = positive_normal_number(min_loss_scale, "from_deepspeed(min_loss_scale=...)")
     (scale,) = _carry.entries(state, _STATE[:1], name)
     scale = _carry.number(scale, f"{name}['cur_scale']")
     if not state.get("dynamic_loss_scale", state.get("dynamic", True)):
@@ -72,14 +76,14 @@ def from_deepspeed(state: Mapping[str, Any], *, min_loss_scale: float | None = N
         hysteresis["hysteresis"] = _carry.integer(delay, f"{name}['delayed_shift']")
         hysteresis["hysteresis_refill"] = "finite" if is_consecutive else "growth"
         hysteresis_left = _carry.counter(hysteresis_left, f"{name}['cur_hysteresis']")
-        floor = _carry.number(floor, f"{name}['min_scale']") if min_loss_scale is None else min_loss_scale
+        floor = _carry.number(floor, f"{name}['min_scale']") if given_floor is None else given_floor
         if state.get("raise_error_at_min_scale", True):
             lost.append("DeepSpeed raises at the floor; here `jls.raise_if_stuck` does, where you call it")
-    elif min_loss_scale is None:
+    elif given_floor is None:
         floor = _DEFAULT_FLOOR
         lost.append("the state does not say what the floor was; `min_loss_scale` becomes 1, DeepSpeed's default")
     else:
-        floor = min_loss_scale
+        floor = given_floor
     loss_scale = DynamicLossScale(
         max(scale, floor),
         window + 1,

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jax_lossscale._check import check_flag, check_function
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._loss_scale.finding import as_loss_scale
 
@@ -55,5 +56,7 @@ def filter_value_and_scaled_grad(
       >>> filter_value_and_scaled_grad(lambda m: m["activation"](m["weight"]), 1024.0)(model)
       (Array(9., dtype=float32), {'activation': None, 'weight': Array(6144., dtype=float32)})
     """
+    check_function(fun, "filter_value_and_scaled_grad(fun=...)")
+    check_flag(has_aux, "filter_value_and_scaled_grad(has_aux=...)")
     loss_scale = as_loss_scale(loss_scale, "filter_value_and_scaled_grad(loss_scale=...)")
     return eqx.filter_value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), has_aux=has_aux)

@@ -53,7 +53,7 @@ def from_keras(
         _carry.number(initial, f"{name}['initial_scale']"),
         _carry.integer(period, f"{name}[{_CONFIG[1]!r}]"),
     )
-    floor = _carry.SMALLEST_FLOOR if min_loss_scale is None else min_loss_scale
+    floor = _carry.given_floor(min_loss_scale, _carry.SMALLEST_FLOOR, "from_keras(min_loss_scale=...)")
     loss_scale = DynamicLossScale(initial, period, min_loss_scale=floor)
     lost = _carry.no_floor(min_loss_scale)
     if state is not None:

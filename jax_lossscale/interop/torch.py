@@ -55,7 +55,7 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
     scale = _carry.number(values["scale"], f"{name}['scale']")
     period = _carry.integer(values["growth_interval"], f"{name}['growth_interval']")
     num_good_steps = _carry.counter(values["_growth_tracker"], f"{name}['_growth_tracker']")
-    floor = _carry.SMALLEST_FLOOR if min_loss_scale is None else min_loss_scale
+    floor = _carry.given_floor(min_loss_scale, _carry.SMALLEST_FLOOR, "from_torch(min_loss_scale=...)")
     loss_scale = DynamicLossScale(
         max(scale, floor),
         period,

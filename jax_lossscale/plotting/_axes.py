@@ -5,7 +5,7 @@ The colours are of the palette of Okabe and Ito, which most colour-blind people 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +24,22 @@ def require_matplotlib(caller: str) -> None:
         ) from error
 
 
-def new_axes() -> Axes:
-    """Axes of a new figure, which a notebook shows."""
-    from matplotlib import pyplot
+def given_or_new_axes(ax: Any, name: str) -> Axes:
+    """``ax``, or Axes of a new figure, which a notebook shows; ``name`` names the argument in the error."""
+    if ax is None:
+        from matplotlib import pyplot
 
-    return pyplot.subplots(layout="constrained")[1]
+        return pyplot.subplots(layout="constrained")[1]
+    check_axes(ax, name)
+    return cast("Axes", ax)
+
+
+def check_axes(ax: Any, name: str) -> None:
+    """Raise a `ValueError` that names the argument unless ``ax`` is one of matplotlib's Axes."""
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes):
+        raise ValueError(f"`{name}` must be Axes of matplotlib, got {ax!r}. Make some with `pyplot.subplots()`.")
 
 
 def remove_box(ax: Axes) -> None:

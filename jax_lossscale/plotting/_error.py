@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_lossscale.diagnostics import GradientComparison, LeafGradientError
-from jax_lossscale.plotting._axes import BLUE, GRAY, GREEN, VERMILLION, new_axes, remove_box, require_matplotlib
+from jax_lossscale.plotting._axes import (
+    BLUE,
+    GRAY,
+    GREEN,
+    VERMILLION,
+    given_or_new_axes,
+    remove_box,
+    require_matplotlib,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +62,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
             f"{type(comparison).__name__}."
         )
     scales = np.asarray(comparison.loss_scales)
-    ax = new_axes() if ax is None else ax
+    ax = given_or_new_axes(ax, "plot_gradient_error(ax=...)")
     remove_box(ax)
     _draw(ax, scales, comparison.total, color=BLUE, linewidth=2.4, marker="o", zorder=3, label="all leaves")
     drawn = [leaf for leaf in comparison if not leaf.is_rounding]

@@ -14,7 +14,16 @@ from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._tree import checked_dtype, widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
-from jax_lossscale.plotting._axes import BLUE, GRAY, PALE, PALER, VERMILLION, new_axes, remove_box, require_matplotlib
+from jax_lossscale.plotting._axes import (
+    BLUE,
+    GRAY,
+    PALE,
+    PALER,
+    VERMILLION,
+    given_or_new_axes,
+    remove_box,
+    require_matplotlib,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +92,10 @@ def plot_exponents(
         "subnormal in their own dtype": int(histogram.subnormals),
     }
     if counts.sum() + sum(undrawn.values()) == 0:
-        raise ValueError("`plot_exponents(tree_or_histogram=...)` holds no floating or complex number to draw.")
+        raise ValueError(
+            "`plot_exponents(tree_or_histogram=...)` must hold floating or complex numbers to draw, got "
+            f"{tree_or_histogram!r}."
+        )
 
     shift = float(np.log2(scale))
     shifts = (0.0, shift) if scale != 1 else (0.0,)
@@ -92,7 +104,7 @@ def plot_exponents(
     shares = [np.divide(_lost_and_over(counts, edges + shift, faint, dtype), max(numbers, 1)) for shift in shifts]
     rescued = shares[0][0] - shares[-1][0]
 
-    ax = new_axes() if ax is None else ax
+    ax = given_or_new_axes(ax, "plot_exponents(ax=...)")
     remove_box(ax)
     heights, bars = _between_the_first_and_the_last(100 * counts / max(numbers, 1), edges)
     gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "fill": scale != 1}

@@ -9,7 +9,15 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale.plotting._axes import BLUE, GREEN, VERMILLION, new_axes, remove_box, require_matplotlib
+from jax_lossscale.plotting._axes import (
+    BLUE,
+    GREEN,
+    VERMILLION,
+    check_axes,
+    given_or_new_axes,
+    remove_box,
+    require_matplotlib,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +62,7 @@ def plot_loss_scale(
     require_matplotlib("plot_loss_scale")
     given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
     columns = _columns(given, "plot_loss_scale")
-    ax = new_axes() if ax is None else ax
+    ax = given_or_new_axes(ax, "plot_loss_scale(ax=...)")
     _draw_loss_scale(ax, _steps(columns, "plot_loss_scale"), columns["loss_scale"], _was_skipped(columns))
     ax.set(xlabel="step", ylabel="loss scale (power of two)")
     return ax
@@ -120,6 +128,8 @@ def plot_run(
     if len(axes) != len(panels):
         names = ", ".join(panels)
         raise ValueError(f"`plot_run(axes=...)` must be {len(panels)} Axes, for: {names}; got {len(axes)}.")
+    for ax in axes:
+        check_axes(ax, "plot_run(axes=...)")
     for ax, (name, draw) in zip(axes, panels.items(), strict=True):
         draw(ax)
         ax.set_title(name, loc="left", fontsize="medium")  # beside a low panel a label would not have room
@@ -140,7 +150,11 @@ def _by_name(history: Any) -> dict[str, Any]:
     """Sequences by name, also of one dictionary for each step."""
     if isinstance(history, Mapping):
         return dict(history)
-    rows = list(history)
+    rows: list[Any] = list(history) if isinstance(history, Sequence) else [None]
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError(
+            f"`plot_run(history=...)` must be a dictionary of sequences, or dictionaries, one a step, got {history!r}."
+        )
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row[name] for row in rows if name in row] for name in names}
 
@@ -151,7 +165,7 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
     columns = {name: _as_numbers(values, name in _FLAGS) for name, values in history.items()}
     shapes = {name: column.shape for name, column in columns.items()}
     if any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
-        raise ValueError(f"`{caller}` draws sequences of one number a step, got the shapes {shapes}.")
+        raise ValueError(f"`{caller}` needs sequences of one number a step, got the shapes {shapes}.")
     if len(set(shapes.values())) > 1:
         lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
         raise ValueError(

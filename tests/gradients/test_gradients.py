@@ -231,7 +231,7 @@ def test_what_carries_none(function, loss_scale):
 @pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
 def test_the_optimizer_itself_is_not_its_state(function):
     for optimizer in (TX, optax.chain(TX), optax.sgd(0.1)):
-        with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)`.*`tx.init\(params\)`"):
+        with pytest.raises(ValueError, match=rf"{function.__name__}\(loss_scale=...\)`.*`tx.init\(params\)`"):
             function(loss, optimizer)
 
 
@@ -263,7 +263,6 @@ def test_strict_promotion(name):
         (lambda x: x * 1.0, 2, {}),
         (lambda x: x * 1.0, 2.0, {"holomorphic": True}),
         (lambda x: x, 2.0, {"argnums": 1}),
-        (lambda x: x, 2.0, {"argnums": "x"}),
         (lambda x: x, 2.0, {"has_aux": True}),
         (lambda x: (x, 1, 2), 2.0, {"has_aux": True}),
         (lambda x: (x * jnp.ones(2), 1), 2.0, {"has_aux": True}),
@@ -280,7 +279,6 @@ def test_strict_promotion(name):
         "integer argument",
         "not holomorphic",
         "argnums out of range",
-        "argnums of no type",
         "has_aux without aux",
         "has_aux with two",
         "has_aux with a vector",

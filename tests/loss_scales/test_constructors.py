@@ -38,6 +38,11 @@ def test_defaults():
     assert jls.NoOpLossScale().get_config() == {}
 
 
+@pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
+def test_what_is_not_for_users_is_not_shown(kind):
+    assert "_begun_at" not in repr(kind())
+
+
 def test_all_but_the_first_three_arguments_are_keyword_only():
     with pytest.raises(TypeError):
         Dynamic(8, 2, 2, 0.5)

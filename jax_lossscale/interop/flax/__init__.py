@@ -41,7 +41,12 @@ def register(kind: type[LossScale]) -> type[LossScale]:
 
     Returns:
       The same class, so that this serves as a decorator.
+
+    Raises:
+      ValueError: if ``kind`` is anything else.
     """
+    if not (isinstance(kind, type) and issubclass(kind, LossScale)):
+        raise ValueError(f"`register(kind=...)` must be a class below `LossScale`, got {kind!r}.")
     _flax_serialization.register(kind, serialization)
     return kind
 

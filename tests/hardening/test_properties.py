@@ -1,0 +1,330 @@
+"""What holds at every step of any run: random events, verdicts and values, for every kind of loss scale."""
+
+import dataclasses
+import functools
+import pickle
+
+import chex
+import cloudpickle
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import (
+    EVENTS,
+    KINDS,
+    MOMENTUM,
+    PARAMS,
+    arguments_of,
+    assert_same_bits,
+    assert_scale_is_sound,
+    by_update,
+    dynamic_step,
+    events,
+    inputs_of,
+    momentum_step,
+    stacked_inputs,
+    verdict_of,
+)
+
+import jax_lossscale as jls
+
+STEPS = 12
+# The others are in `test_any_run.py`, too.
+FIRST = ("no_op", "dynamic_full", "auto")
+each_kind = pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
+quick = functools.partial(settings, deadline=None, derandomize=True)
+runs = given(
+    sequence=st.lists(events, min_size=STEPS, max_size=STEPS),
+    seed=st.integers(0, 2**32 - 1),
+    exponent=st.integers(-3, 14),
+)
+
+
+@functools.cache
+def program(inner):
+    """A run of any kind, of which each step is made twice, from the same parameters and state.
+
+    As fast as can be, and from the parts: `update`, `optax.apply_updates`, and a selection instead of a branch.
+    """
+    fused = jls.loss_scaled(inner, skip="cond").update_and_apply
+    plain = functools.partial(by_update, jls.loss_scaled(inner, skip="select"))
+
+    def step(carry, inputs):
+        params, state = carry
+        grads, told = arguments_of(inputs)
+        after = [way(grads, state, params, **told) for way in (fused, plain)]
+        return after[0], after
+
+    return jax.jit(lambda params, state, inputs: jax.lax.scan(step, (params, state), inputs)[1])
+
+
+def beginning(name, inner, exponent):
+    """Fresh parameters and state, whose scale is set by hand where it has one that moves."""
+    loss_scale = KINDS[name]
+    if hasattr(loss_scale, "current_loss_scale"):
+        floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale or 2.0**127
+        loss_scale = dataclasses.replace(loss_scale, current_loss_scale=min(max(2.0**exponent, floor), ceiling))
+    state = jls.loss_scaled(inner, loss_scale).init(
+        {k: v for k, v in PARAMS.items() if k != "frozen"} | {"frozen": None}
+    )
+    return PARAMS, state
+
+
+def at(tree, step):
+    return jax.tree.map(lambda leaf: leaf[step], tree)
+
+
+def history(name, inner, sequence, seed, exponent):
+    """For each step: its inputs, what was before it, and what is after it in either way."""
+    params, state = beginning(name, inner, exponent)
+    inputs = stacked_inputs(sequence, seed)
+    after = jax.device_get(program(inner)(params, state, inputs))
+    before = jax.device_get((params, state))
+    for step in range(STEPS):
+        ways = at(after, step)
+        yield at(inputs, step), before, ways
+        before = ways[0]
+
+
+@each_kind
+@quick(max_examples=20)
+@runs
+def test_every_step_is_that_of_the_oracle_in_either_way(name, sequence, seed, exponent):
+    """Fused or not, by branch or by selection: the bits of a run in NumPy, and the table in `loss_scaled`."""
+    kind = KINDS[name]
+    for inputs, (params, state), ways in history(name, MOMENTUM, sequence, seed, exponent):
+        scale = float(state.loss_scale())
+        verdict = verdict_of(kind, scale, inputs)
+        new_params, new_trace = params, state.inner_state[0].trace
+        if verdict.applied:
+            new_params, new_trace = momentum_step(params, new_trace, inputs["grads"], scale)
+            if name == "no_op":  # shows bfloat16 to the chain as it is, which rounds there as the compiler has it
+                new_params["bias"] = ways[0][0]["bias"]
+                new_trace["bias"] = ways[0][1].inner_state[0].trace["bias"]
+        for after_params, after in ways:
+            assert_same_bits(after_params, new_params)
+            assert_same_bits(after.inner_state[0].trace, new_trace)
+            assert bool(after.grads_finite) == verdict.grads_finite
+            assert int(after.applied_steps) == state.applied_steps + verdict.applied
+            assert int(after.skipped_steps) == state.skipped_steps + (not verdict.applied)
+            assert int(after.consecutive_skips) == (0 if verdict.applied else state.consecutive_skips + 1)
+            assert_same_bits(after.loss_scale, ways[0][1].loss_scale)
+        after = ways[0][1].loss_scale
+        assert_scale_is_sound(after)
+        if not verdict.reacts:
+            assert_same_bits(after, state.loss_scale)
+        elif isinstance(kind, jls.DynamicLossScale):
+            before = state.loss_scale
+            moved = dynamic_step(
+                before, scale, int(before.num_good_steps), before.hysteresis_left, verdict.grads_finite
+            )
+            assert (float(after()), after.num_good_steps, after.hysteresis_left) == moved
+        elif not isinstance(kind, jls.AutoLossScale):
+            chex.assert_trees_all_equal(after, state.loss_scale.adjust(verdict.grads_finite))
+
+
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, STEPS)))
+
+
+@quick(max_examples=12)
+@runs
+def test_a_whole_chain_stands_still_on_a_skipped_step(sequence, seed, exponent):
+    """Clipping, moments, decay and a schedule; each way gives the same, up to how it rounds."""
+    for inputs, (params, state), ways in history("dynamic", CHAIN, sequence, seed, exponent):
+        verdict = verdict_of(KINDS["dynamic"], float(state.loss_scale()), inputs)
+        for after_params, after in ways:
+            chex.assert_trees_all_close((after_params, after), ways[0], rtol=2e-6)
+            chex.assert_tree_all_finite((after_params, after))
+            if not verdict.applied:
+                assert_same_bits((after_params, after.inner_state), (params, state.inner_state))
+
+
+@quick(max_examples=5)
+@runs
+def test_eager_steps_are_the_compiled_ones(sequence, seed, exponent):
+    params, state = beginning("auto", MOMENTUM, exponent)
+    for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
+        grads, told = arguments_of(inputs)
+        params, state = EAGER.update_and_apply(grads, state, params, **told)
+        chex.assert_trees_all_close((params, state), ways[0], rtol=1e-6)
+        assert_same_bits(params, ways[0][0])
+
+
+EAGER = jls.loss_scaled(MOMENTUM)
+
+
+# Derivatives.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_derivative(skip, rate, inputs):
+    """The loss after a run, and its derivative with respect to the learning rate, through the skipped steps."""
+
+    def loss_after(rate):
+        tx = jls.loss_scaled(optax.adam(rate), "dynamic", skip=skip)
+        params = {name: PARAMS[name].astype(jnp.float32) for name in ("kernel", "bias")}
+
+        def step(carry, inputs):
+            params, state = carry
+            pull = jax.tree.map(lambda leaf: leaf - rate, params)  # so that the gradients depend on the rate, too
+            grads = {k: inputs["grads"][k].astype(jnp.float32) + pull[k] for k in params}
+            told = {name: inputs[name] for name in ("value", "skip_if", "parts_finite")}
+            return tx.update_and_apply(grads, state, params, **told), None
+
+        params, _ = jax.lax.scan(step, (params, tx.init(params)), inputs)[0]
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+    return jax.value_and_grad(loss_after)(rate)
+
+
+@quick(max_examples=12)
+@given(sequence=st.lists(events, min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**32 - 1))
+def test_cond_and_select_have_the_same_finite_derivatives(sequence, seed):
+    inputs = stacked_inputs(sequence, seed)
+    by_cond, by_select = (loss_and_derivative(skip, 0.1, inputs) for skip in ("cond", "select"))
+    chex.assert_tree_all_finite(by_cond)
+    np.testing.assert_allclose(by_cond, by_select, rtol=1e-5)
+
+
+# Trees.
+
+
+def leaves_of(seed):
+    """One leaf of each dtype, of all magnitudes that it has."""
+    random = np.random.default_rng(seed)
+
+    def leaf(dtype, lowest, highest, size=4):
+        return jnp.asarray(random.normal(size=size) * 2.0 ** random.integers(lowest, highest, size=size), dtype)
+
+    return {
+        "float16": leaf(jnp.float16, -24, 15),
+        "bfloat16": leaf(jnp.bfloat16, -60, 60),
+        "float32": leaf(jnp.float32, -60, 60),
+        "complex64": jax.lax.complex(leaf(jnp.float32, -60, 60), leaf(jnp.float32, -60, 60)),
+        "empty": jnp.zeros((0, 3), jnp.float32),
+        "integers": jnp.arange(3),
+        "flags": jnp.array([True, False]),
+        "none": None,
+        "key": jax.random.key(0),
+    }
+
+
+@jax.jit
+def scaled_and_unscaled(loss_scale, tree):
+    scaled = loss_scale.scale(tree)
+    return scaled, loss_scale.unscale(scaled)
+
+
+@quick(max_examples=100)
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(0, 60))
+def test_unscale_undoes_scale_exactly(seed, exponent):
+    """Wherever the scaled leaf is a normal number of its dtype; elsewhere what is lost is lost by that dtype alone."""
+    tree, loss_scale = leaves_of(seed), jls.FixedLossScale(2.0**exponent)
+    scaled, unscaled = scaled_and_unscaled(loss_scale, tree)
+    for name in ("float16", "bfloat16", "float32", "complex64"):
+        before, between, after = (np.asarray(x[name]) for x in (tree, scaled, unscaled))
+        assert between.dtype == before.dtype
+        assert after.dtype == (before.dtype if name == "complex64" else np.float32)
+        wide = np.complex128 if name == "complex64" else np.float64
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(between, (before.astype(wide) * 2.0**exponent).astype(before.dtype))
+        finite = np.isfinite(between)
+        np.testing.assert_array_equal(after.astype(wide)[finite], before.astype(wide)[finite])
+        assert not np.isfinite(after[~finite]).any()
+    for name in ("integers", "flags", "empty"):
+        chex.assert_trees_all_equal(unscaled[name], tree[name])
+    assert unscaled["none"] is None
+
+
+# Round trips.
+
+
+def dynamics():
+    """Any configuration of a `DynamicLossScale`, at any state that its rule can reach."""
+    counts, factors = st.integers(1, 2**31 - 1), st.floats(1.125, 2.0**20, width=32)
+
+    @st.composite
+    def draw(draw):
+        floor, start, ceiling = sorted(draw(st.tuples(*[st.floats(2.0**-126, 2.0**127, width=32)] * 3)))
+        hysteresis = draw(st.integers(1, 5))
+        loss_scale = jls.DynamicLossScale(
+            start,
+            draw(counts),
+            draw(factors),
+            backoff_factor=draw(st.none() | st.floats(2.0**-20, 0.875, width=32)),
+            min_loss_scale=floor,
+            max_loss_scale=draw(st.sampled_from([None, ceiling])),
+            hysteresis=hysteresis,
+            hysteresis_refill=draw(st.sampled_from(["growth", "finite"])),
+        )
+        return dataclasses.replace(
+            loss_scale,
+            current_loss_scale=draw(st.floats(2.0**-126, 2.0**127, width=32)),
+            num_good_steps=draw(st.integers(0, 2**31 - 1)),
+            hysteresis_left=draw(st.integers(0, hysteresis)) if hysteresis > 1 else None,
+        )
+
+    return draw()
+
+
+def autos():
+    numbers, counts = st.floats(-60, 60, width=32), st.integers(0, 2**31 - 1)
+
+    @st.composite
+    def draw(draw):
+        loss_scale = jls.AutoLossScale(
+            max_loss_scale=draw(st.sampled_from([None, 2.0**20])), log2_headroom=draw(st.floats(0, 8))
+        )
+        return dataclasses.replace(
+            loss_scale,
+            current_loss_scale=2.0 ** draw(st.integers(-126, 127)),
+            log2_mean=draw(numbers),
+            log2_variance=draw(st.floats(0, 60, width=32)),
+            log2_margin=draw(st.floats(0, 60, width=32)),
+            margin_patience=draw(st.integers(1, 4096)),
+            num_margin_steps=draw(counts),
+            num_finite_steps=draw(counts),
+            num_measured=draw(st.integers(0, 128)),
+        )
+
+    return draw()
+
+
+def fixed():
+    return st.builds(jls.FixedLossScale, st.floats(1, 2.0**127, width=32), st.booleans())
+
+
+any_loss_scale = dynamics() | autos() | fixed() | st.just(jls.NoOpLossScale())
+TRIPS = {
+    "pickle": lambda loss_scale, _: pickle.loads(pickle.dumps(loss_scale)),
+    "cloudpickle": lambda loss_scale, _: cloudpickle.loads(cloudpickle.dumps(loss_scale)),
+    "flax": lambda loss_scale, fresh: flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(loss_scale)),
+    "tree": lambda loss_scale, _: jax.tree.unflatten(jax.tree.structure(loss_scale), jax.tree.leaves(loss_scale)),
+}
+
+
+@quick(max_examples=150)
+@given(loss_scale=any_loss_scale)
+def test_round_trips(loss_scale):
+    fresh = jls.get(jls.serialize(loss_scale))
+    assert jls.serialize(fresh) == jls.serialize(loss_scale)
+    for trip, through in TRIPS.items():
+        restored = through(loss_scale, fresh)
+        assert restored == loss_scale, trip
+        assert_same_bits(list(jax.tree.leaves(restored)), list(jax.tree.leaves(loss_scale)))
+        assert jls.serialize(restored) == jls.serialize(loss_scale)
+
+
+def test_every_event_is_met():
+    """The words mean what they say: which are skipped, at a scale that nothing overflows by."""
+    random = np.random.default_rng(0)
+    kind = KINDS["fixed_skipping"]
+    skipped = {event for event in EVENTS if not verdict_of(kind, 2.0**10, inputs_of(event, random)).applied}
+    assert skipped == {e for e in EVENTS if ":" in e or e.startswith(("lost_loss", "skip_if"))}

@@ -1,0 +1,355 @@
+"""Break the core in small ways, one at a time, and see whether a test notices.
+
+    python tests/mutation.py                      every file of the core; goes on where it was stopped
+    python tests/mutation.py _tree.py --jobs 4    one file, four mutants at a time
+    python tests/mutation.py --report             only write docs/mutation.md from what is known
+
+A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
+selection, a check left out. The tests that hold its file (`TESTS`) run on it until one fails. If none does the mutant
+has survived: a test is missing, or the change makes no difference, and `tests/mutation_explained.json` says why.
+
+What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: it serves until that
+line, or a test, is changed (``--afresh`` forgets it).
+"""
+
+import argparse
+import ast
+import copy
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / ".mutation" / "results.json"
+EXPLAINED = ROOT / "tests" / "mutation_explained.json"
+REPORT = ROOT / "docs" / "mutation.md"
+SECONDS = 600  # after which a mutant counts as noticed: it does not end
+
+SCALES, WRAPPER, HARD = "tests/loss_scales/", "tests/wrapper/", "tests/hardening/"
+TESTS = {  # the quickest to notice first
+    "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
+    "_check.py": [HARD + "test_bad_input.py"],
+    "_measure/devices.py": ["tests/measure/test_finite.py", "tests/measure/test_largest.py"],
+    "_measure/fault.py": ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"],
+    "_measure/finite.py": ["tests/measure/test_finite.py"],
+    "_measure/largest.py": ["tests/measure/test_largest.py"],
+    "_measure/reading.py": ["tests/measure/test_finite.py", "tests/measure/test_largest.py"],
+    "_measure/shards.py": ["tests/measure/test_shards.py", "tests/measure/test_finite.py"],
+    "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
+    "_loss_scale/_flax_serialization.py": [WRAPPER + "test_transform.py"],
+    "_loss_scale/auto.py": [SCALES + "test_auto.py", HARD + "test_bad_input.py"],
+    "_loss_scale/base.py": [
+        *(SCALES + name for name in ("test_interface.py", "test_dynamic.py", "test_pytrees.py", "test_registry.py")),
+        HARD + "test_bad_input.py",
+    ],
+    "_loss_scale/dynamic.py": [
+        *(SCALES + name for name in ("test_dynamic.py", "test_constructors.py", "test_pytrees.py")),
+        "tests/test_golden.py",
+        HARD + "test_bad_input.py",
+    ],
+    "_loss_scale/finding.py": [
+        WRAPPER + "test_several.py",
+        SCALES + "test_registry.py",
+        "tests/gradients/test_gradients.py",
+    ],
+    "_loss_scale/fixed.py": [
+        SCALES + name for name in ("test_constructors.py", "test_interface.py", "test_pytrees.py")
+    ],
+    "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
+    "_gradients/accumulation.py": ["tests/gradients/test_accumulation.py"],
+    "_gradients/cotangent.py": ["tests/gradients/test_cotangent.py", "tests/gradients/test_parts.py"],
+    "_gradients/eager.py": ["tests/gradients/test_accumulation.py"],
+    "_gradients/microbatches.py": ["tests/gradients/test_accumulation.py"],
+    "_gradients/scaled.py": ["tests/gradients/test_gradients.py"],
+    "_gradients/warn.py": ["tests/gradients/test_gradients.py"],
+    "_optax/branch.py": [WRAPPER + name for name in ("test_transform.py", "test_derivatives.py", "test_devices.py")],
+    "_optax/eager.py": [WRAPPER + "test_transform.py"],
+    "_optax/inner.py": [WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_derivatives.py")],
+    "_optax/readers.py": [WRAPPER + "test_readers.py"],
+    "_optax/state.py": [WRAPPER + "test_transform.py", "tests/diagnostics/test_recording.py"],
+    "_optax/transform.py": [WRAPPER + "test_transform.py", WRAPPER + "test_told.py", WRAPPER + "test_as_value.py"],
+    "_optax/verdict.py": [
+        WRAPPER + "test_transform.py",
+        WRAPPER + "test_told.py",
+        WRAPPER + "test_measuring.py",
+        HARD + "test_properties.py",
+    ],
+}
+FIRST = ("_loss_scale/dynamic.py", "_loss_scale/auto.py", "_optax/verdict.py", "_optax/branch.py", "_tree.py")
+
+# Mutants.
+
+SWAPPED = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+    **{ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
+}
+TWINS = {"minimum": "maximum", "min": "max", "all": "any", "floor": "ceil", "pmin": "pmax", "logical_and": "logical_or"}
+TWINS |= {twin: name for name, twin in TWINS.items()}
+SELECTIONS = ("where", "select")
+
+
+def mutants_of(source):
+    """``(line number, before, after, mutated source)`` for each way to break it."""
+    for node in worth_breaking(ast.parse(source)):
+        for broken in broken_nodes(node):
+            start, end = (offset_of(source, node, which) for which in ("", "end_"))
+            after = "pass" if broken is None else ast.unparse(broken)
+            after = f"({after})" if isinstance(broken, ast.expr) else after
+            yield node.lineno, source[start:end], after, source[:start] + after + source[end:]
+
+
+def worth_breaking(node):
+    """All expressions and statements that run and decide something: no annotation, no message, no decorator."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "bases") or isinstance(node, (ast.Raise, ast.JoinedStr)):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not is_typing(child):
+                yield child
+                yield from worth_breaking(child)
+
+
+def is_typing(node):
+    is_alias = isinstance(node, ast.AnnAssign) and "TypeAlias" in ast.unparse(node.annotation)
+    of_type = (
+        isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp)) and "[" in ast.unparse(node)
+    )
+    return is_alias or (
+        of_type and ast.unparse(node.targets[0])[0].isupper() and not ast.unparse(node.targets[0]).isupper()
+    )
+
+
+def broken_nodes(node):
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in SWAPPED:
+            yield changed(node, ops=[SWAPPED[type(op)]()])
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in SWAPPED:
+            yield changed(node, op=SWAPPED[type(op)]())
+        case ast.UnaryOp(op=ast.Not() | ast.Invert() | ast.USub(), operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield ast.Constant(value + 1)
+        case ast.Call(func=ast.Attribute(attr=name), args=[condition, a, b]) if name in SELECTIONS:
+            yield changed(node, args=[condition, b, a])
+        case ast.Call(func=ast.Attribute(attr=name) as function) if name in TWINS:
+            yield changed(node, func=changed(function, attr=TWINS[name]))
+        case ast.Call(func=ast.Name(id=name) as function) if name in TWINS:
+            yield changed(node, func=changed(function, id=TWINS[name]))
+        case ast.IfExp(test=test, body=body, orelse=orelse) if not isinstance(test, ast.Compare):
+            yield ast.IfExp(test, orelse, body)
+        case ast.Expr(value=ast.Call()):
+            yield None
+
+
+def changed(node, **fields):
+    new = copy.copy(node)
+    for name, value in fields.items():
+        setattr(new, name, value)
+    return new
+
+
+def offset_of(source, node, which):
+    lines = source.splitlines(keepends=True)
+    line, column = getattr(node, f"{which}lineno"), getattr(node, f"{which}col_offset")
+    return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+
+# Running them.
+
+
+class Workplace:
+    """A copy of the project, in which one file at a time is broken."""
+
+    def __init__(self):
+        self.root = Path(tempfile.mkdtemp(prefix="mutation-"))
+        leave_out = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis")
+        for name in ("jax_lossscale", "tests"):
+            shutil.copytree(ROOT / name, self.root / name, ignore=leave_out)
+        shutil.copy(ROOT / "pyproject.toml", self.root)
+        self.process = self.mutant = None
+
+    def begin(self, mutant):
+        """Fork: what takes longest to import is there already."""
+        self.mutant, self.started = mutant, time.monotonic()
+        (self.root / "jax_lossscale" / mutant["file"]).write_text(mutant["source"])
+        self.process = os.fork()
+        if self.process == 0:
+            code = 1
+            try:
+                os.setsid()
+                code = self.run_tests(TESTS[mutant["file"]])
+            except BaseException:
+                traceback.print_exc()
+            finally:  # never back into the loop of the parent
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    def run_tests(self, tests):
+        with open(self.root / "output", "w") as output:
+            sys.stdout.flush()
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+        os.chdir(self.root)
+        sys.path.insert(0, str(self.root))
+        import pytest
+
+        options = [
+            "-x",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "addopts=",
+            "-m",
+            "not slow and not peers",
+        ]
+        return next((code for test in tests if (code := int(pytest.main([*options, test])))), 0)
+
+    def outcome(self):
+        """``None`` while it runs."""
+        process, status = os.waitpid(self.process, os.WNOHANG)
+        if process == 0 and time.monotonic() - self.started < SECONDS:
+            return None
+        if process == 0:
+            os.killpg(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+        file = self.mutant["file"]
+        shutil.copy(ROOT / "jax_lossscale" / file, self.root / "jax_lossscale" / file)
+        self.process = None
+        if process == 0:
+            return "timed out"
+        return "survived" if status == 0 else "killed"
+
+
+def run(mutants, jobs):
+    """Yield each mutant with its outcome, as they end."""
+    for module in ("jax", "optax", "chex", "flax.serialization"):  # nothing that pytest has to import itself
+        __import__(module)
+    sys.dont_write_bytecode = True  # a mutant may be as long as another of the same second
+    places, waiting = [Workplace() for _ in range(jobs)], list(mutants)
+    try:
+        while waiting or any(place.process for place in places):
+            for place in places:
+                if place.process and (outcome := place.outcome()):
+                    yield place.mutant, outcome, place
+                if not place.process and waiting:
+                    place.begin(waiting.pop(0))
+            time.sleep(0.05)
+    finally:
+        for place in places:
+            if place.process:
+                os.killpg(place.process, signal.SIGKILL)
+            shutil.rmtree(place.root, ignore_errors=True)
+
+
+def all_mutants(files):
+    """Of each file, those that differ in line, change and how many of the same came before."""
+    for file in files:
+        source = (ROOT / "jax_lossscale" / file).read_text()
+        lines, seen = source.splitlines(), Counter()
+        for number, before, after, mutated in mutants_of(source):
+            key = " | ".join((file, lines[number - 1].strip(), before, after))
+            seen[key] += 1
+            yield {"file": file, "line": number, "source": mutated, "before": before, "after": after} | {
+                "key": key + (f" | {seen[key]}" if seen[key] > 1 else "")
+            }
+
+
+def check_that_the_tests_pass(files, jobs):
+    as_they_are = [{"file": file, "source": (ROOT / "jax_lossscale" / file).read_text()} for file in files]
+    for mutant, outcome, place in run(as_they_are, jobs):
+        if outcome != "survived":
+            sys.exit(f"The tests of {mutant['file']} fail without a change:\n{(place.root / 'output').read_text()}")
+
+
+def read(path):
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", default=[*FIRST, *(file for file in TESTS if file not in FIRST)])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--trust", action="store_true", help="do not look first whether the tests pass as it is")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--afresh", action="store_true", help="run again what is known, too")
+    parser.add_argument("--survivors", action="store_true", help="run again what has survived")
+    given = parser.parse_args()
+    if unknown := set(given.files) - set(TESTS):
+        parser.error(f"no tests are named for {', '.join(sorted(unknown))}; there are {', '.join(TESTS)}")
+    results = read(RESULTS)
+    mutants = list(all_mutants(given.files))
+    known = {key for key, outcome in results.items() if not (given.survivors and outcome == "survived")}
+    todo = [mutant for mutant in mutants if given.afresh or mutant["key"] not in known]
+    if not given.report and todo:
+        if not given.trust:
+            check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
+        deadline = time.monotonic() + 60 * given.minutes
+        for done, (mutant, outcome, _) in enumerate(run(todo, given.jobs), 1):
+            results[mutant["key"]] = outcome
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True))
+            if outcome != "killed":
+                print(f"{outcome}: {mutant['file']}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
+            print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                break
+    REPORT.write_text(report(results))
+
+
+# What came of it.
+
+HEAD = """# Mutation testing
+
+Written by `python tests/mutation.py`, which breaks the core in small ways, one at a time (a comparison, an operator, a
+number, the branches of a selection, a check left out), and runs the tests that hold the file until one fails. A mutant
+that no test notices has survived. Each survivor is listed below, with the reason why no test can tell it from the
+original, or as not explained yet.
+
+| file | mutants | killed | do not end | survived, explained | survived, not explained | not run |
+|---|---|---|---|---|---|---|
+"""
+
+
+def report(results):
+    explained, rows, survivors, total = read(EXPLAINED), [], [], Counter()
+    for file in TESTS:
+        mutants = list(all_mutants([file]))
+        counts = Counter(results.get(mutant["key"], "not run") for mutant in mutants)
+        here = [mutant for mutant in mutants if results.get(mutant["key"]) == "survived"]
+        counts["explained"] = sum(mutant["key"] in explained for mutant in here)
+        counts["open"] = len(here) - counts["explained"]
+        counts["mutants"] = len(mutants)
+        total += counts
+        rows.append(row(f"`{file}`", counts))
+        survivors += [survivor(mutant, explained.get(mutant["key"], "**Not explained yet.**")) for mutant in here]
+    rows.append(row("**all**", total))
+    return HEAD + "\n".join(rows) + "\n\n## Survivors\n\n" + ("\n".join(survivors) or "None.") + "\n"
+
+
+def row(name, counts):
+    columns = ("mutants", "killed", "timed out", "explained", "open", "not run")
+    return f"| {name} | " + " | ".join(str(counts[column]) for column in columns) + " |"
+
+
+def survivor(mutant, reason):
+    before, after = (" ".join(text.split()) for text in (mutant["before"], mutant["after"]))
+    return f"- `{mutant['file']}`, line {mutant['line']}: `{before}` became `{after}`. {reason}"
+
+
+if __name__ == "__main__":
+    main()
