@@ -61,7 +61,12 @@ def run_command(*command, code=0):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("linen_classifier", "sharded_training")  # the others take as long to compile, and say no more of the harness
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
 def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
     run_here(name, "--steps", 2, "--figure", tmp_path / "figure.png")
     printed = numbers(capsys.readouterr().out)
