@@ -387,7 +387,9 @@ HOLDERS = {
     "alone": lambda tx: tx,
     "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
     "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False}),
-    "in a partition": lambda tx: optax.transforms.partition({"a": tx, "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}),
+    "in a partition": lambda tx: optax.transforms.partition(
+        {"a": tx, "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}
+    ),
     "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "around a partition": lambda tx: jls.loss_scaled(
         optax.transforms.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}), SCALE
