@@ -1,9 +1,10 @@
-"""Names of today's JAX that tests use, with every version of JAX that `pyproject.toml` allows.
+"""Names of today's JAX that tests use, with every version of JAX and optax that `pyproject.toml` allows.
 
 The package has its own (`jax_lossscale/_compat.py`); tests have theirs, so that neither hides what the other lacks.
 """
 
 import jax
+import optax
 import pytest
 
 # Reasons that several tests have for needing a newer JAX.
@@ -12,16 +13,24 @@ NO_OUT_SHARDING = "`jnp.dot` takes no `out_sharding`"
 NO_RESHAPE_OF_EXPLICIT = "no array of explicit sharding can be reshaped in its split dimension"
 NO_GRAD_OF_WHAT_VARIES = "`jax.grad` inside `shard_map` takes no value that varies, unless `check_rep` is off"
 
-VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+def as_numbers(version):
+    return tuple(int(part) for part in version.split(".")[:3])
 
 
 def is_older_than(version):
-    return tuple(map(int, version.split("."))) > VERSION
+    return as_numbers(jax.__version__) < as_numbers(version)
 
 
 def needs_jax(version, reason):
     """Skip a test, or a parameter of one, with an older JAX, of which the reason says what it does otherwise."""
     return pytest.mark.skipif(is_older_than(version), reason=f"before jax {version}: {reason}")
+
+
+def needs_optax(version, reason):
+    """`needs_jax`, for optax."""
+    is_older = as_numbers(optax.__version__) < as_numbers(version)
+    return pytest.mark.skipif(is_older, reason=f"before optax {version}: {reason}")
 
 
 NO_LINEN_RNN = needs_jax("0.7.0", "the newest flax that goes with it cannot initialize `nn.RNN`")

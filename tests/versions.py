@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OLDEST = {re.split("[>=]+", need)[0]: re.split("[>=]+", need)[1] for need in PROJECT["dependencies"]}
+DEPENDENCIES = PROJECT["dependencies"]
+OLDEST = dict(re.findall(r"(\w+)>=([\d.]+)", "\n".join(DEPENDENCIES)))
 
 # What the tests of the core need beside the dependencies, in whatever version goes with an old JAX.
 TOOLS = ["cloudpickle", "equinox", "flatbuffers", "flax", "hypothesis", "orbax-checkpoint", "pytest", "pytest-xdist"]
@@ -87,7 +88,7 @@ def minor_versions() -> list[str]:
 
 def requirements(asked: str) -> list[str]:
     if asked == "oldest":
-        return [f"{name}=={version}" for name, version in OLDEST.items()]
+        return [need.replace(">=", "==", 1) for need in DEPENDENCIES]
     is_patch = asked.count(".") == 2
     return [f"jax=={asked}" if is_patch else f"jax=={asked}.*"]
 

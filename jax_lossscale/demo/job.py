@@ -169,7 +169,7 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
         return optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
     transforms = {"codes": adam(CODE_LEARNING_RATE), "decoder": adam(DECODER_LEARNING_RATE)}
-    return optax.partition(transforms, {"codes": "codes", "decoder": "decoder"})
+    return optax.transforms.partition(transforms, {"codes": "codes", "decoder": "decoder"})
 
 
 def train(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import shard_map
+from any_jax import NO_GRAD_OF_WHAT_VARIES, needs_jax, shard_map
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -102,6 +102,7 @@ def test_complex_gradients_keep_their_imaginary_part():
     np.testing.assert_allclose(grads, 2 - 4j, rtol=1e-6)
 
 
+@needs_jax("0.6.1", NO_GRAD_OF_WHAT_VARIES)
 def test_the_verdict_is_agreed_and_the_gradients_are_left_alone():
     """On purpose: flax's ``axis_name`` averages gradients, which is wrong where parameters are sharded."""
     mesh = jax.make_mesh((4,), ("shard",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

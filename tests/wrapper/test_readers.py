@@ -135,7 +135,7 @@ class Wrapped:
 
 
 def in_nnx(state):
-    model = nnx.Dict(kernel=nnx.Param(PARAMS["kernel"]), bias=nnx.Param(PARAMS["bias"]))
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
     optimizer.opt_state = nnx.data(jax.tree.map(nnx.Variable, state))
     return optimizer.opt_state

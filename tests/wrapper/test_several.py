@@ -71,8 +71,7 @@ SPOILED = {"neither": (), "generator": ("generator",), "critic": ("critic",), "b
 def test_one_scale_with_a_joint_verdict(spoiled):
     """By hand and with `optax.partition` in one wrapper: one bad gradient, and neither network steps."""
     noises = {name: BAD if name in spoiled else GOOD for name in LOSSES}
-    partition = getattr(optax, "partition", optax.multi_transform)  # its name before optax 0.2.5
-    tx = jls.loss_scaled(partition(OPTIMIZERS, {name: name for name in OPTIMIZERS}), SCALE)
+    tx = jls.loss_scaled(optax.transforms.partition(OPTIMIZERS, {name: name for name in OPTIMIZERS}), SCALE)
 
     @jax.jit
     def joint_step(networks, state, noises):
