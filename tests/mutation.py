@@ -187,7 +187,7 @@ class Workplace:
         if self.process == 0:
             code = 1
             try:
-                os.setsid()
+                os.setpgid(0, 0)  # so that what it starts ends with it
                 code = self.run_tests(TESTS[mutant["file"]])
             except BaseException:
                 traceback.print_exc()
