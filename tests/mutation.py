@@ -113,9 +113,14 @@ def worth_breaking(node):
         if name in ("annotation", "returns", "decorator_list", "bases") or isinstance(node, (ast.Raise, ast.JoinedStr)):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not is_typing(child):
+            if isinstance(child, ast.AST) and not is_typing(child) and not is_strict(child):
                 yield child
                 yield from worth_breaking(child)
+
+
+def is_strict(node):
+    """``strict=`` of `zip`, with which the code checks itself: both are of one length by construction."""
+    return isinstance(node, ast.keyword) and node.arg == "strict"
 
 
 def is_typing(node):
