@@ -47,6 +47,22 @@ def test_adjust_is_update_with_a_known_verdict(make, flag):
         chex.assert_trees_all_equal(loss_scale.adjust(grads_finite, **measured), expected, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        ("fixed", 8),
+        ("fixed_skipping", 8),
+        ("no_op", 1),
+        ("dynamic", None),
+        ("dynamic_full", 64),
+        ("auto", None),
+        ("users_own", None),
+    ],
+)
+def test_upper_bound_is_the_highest_scale_that_can_come(kind, bound):
+    assert ONE_OF_EACH[kind]().upper_bound == bound
+
+
 @each_kind
 def test_unscale_undoes_scale(make):
     loss_scale = make()

@@ -128,9 +128,14 @@ MANY = [(MANY_SHAPES[n % 3], ("float16", "bfloat16", "float32", "complex64")[n %
 READINGS = {"here": jls.all_finite, "elsewhere": lambda tree: reading.measure_anywhere(tree, None)}
 
 
+# So many small leaves of each dtype that they are read in more blocks than one.
+MANY_SMALL = [((2**15 - n % 2,), ("float16", "float32")[n // 2 % 2]) for n in range(38)]
+
+
+@pytest.mark.parametrize("many", [MANY, MANY_SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_one_bad_value_in_one_of_many_large_leaves(read):
-    leaves = [jnp.ones(shape, dtype) for shape, dtype in MANY]
+def test_one_bad_value_in_one_of_many_leaves(read, many):
+    leaves = [jnp.ones(shape, dtype) for shape, dtype in many]
     read = jax.jit(read)
     assert read(leaves)
 

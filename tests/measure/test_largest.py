@@ -156,6 +156,14 @@ def test_one_value_in_one_of_many_leaves(read):
             assert answer_of(read(spoiled)) == oracle(spoiled), n
 
 
+@every_reading
+def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
+    tree, read = [np.ones(2**15, np.float32) for _ in range(10)], jax.jit(read)
+    for n in range(len(tree)):
+        spoiled = [*tree[:n], np.full(2**15, 2.0 + n, np.float32), *tree[n + 1 :]]
+        assert answer_of(read(spoiled)) == (True, 2.0 + n)
+
+
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
