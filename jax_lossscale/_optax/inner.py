@@ -145,25 +145,6 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
     return jax.tree.map(with_dtype, old, new)
 
 
-def check_structure(grads: optax.Updates, params: optax.Params) -> None:
-    """Raise a `ValueError` unless there is a gradient, or ``None``, for every part of ``params``."""
-    expected = jax.tree.structure(params)
-    if jax.tree.structure(grads) == expected:  # type: ignore[operator]
-        return
-
-    def check_part(grad: Any, part: Any) -> None:
-        if grad is not None and not jax.tree_util.all_leaves([part]):
-            raise ValueError(f"one gradient for {part!r}")
-
-    try:
-        jax.tree.map(check_part, grads, params, is_leaf=lambda leaf: leaf is None)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`update_and_apply(scaled_grads=...)` must have the structure of `params`, {expected}, got "
-            f"{jax.tree.structure(grads)}. Where a part has no gradient, put None."
-        ) from error
-
-
 def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     """``params``, with ``None`` for what has ``None`` for a gradient: frozen layers, and numbers that are settings."""
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):

@@ -127,8 +127,7 @@ def loss_scaled(
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
         ``axis_name``, ``skip`` or ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what
-        ``init`` makes, if ``value`` is no real scalar, or one of the flags no boolean scalar; of ``update_and_apply``,
-        if the gradients are not in the structure of ``params``.
+        ``init`` makes, if ``value`` is no real scalar, or one of the flags no boolean scalar.
 
     Warns:
       UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
@@ -220,7 +219,6 @@ class _Wrapped:
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
         told = Told(value, skip_if, parts_finite, grads_finite)
-        _inner.check_structure(scaled_grads, params)
         shown = self._checked(scaled_grads, state, _inner.with_gradients(scaled_grads, params), told)
         new_params, state = self._new_params(*shown, **extra_args)
         return _fill(new_params, params), state

@@ -321,7 +321,10 @@ METHODS = {
     "update_and_apply": (
         TX.update_and_apply,
         {"scaled_grads": PARAMS, "state": STATE, "params": PARAMS},
-        {**_TOLD, "params": (None, {"a": PARAMS}), "scaled_grads": ({"a": PARAMS}, [PARAMS, PARAMS])},
+        {
+            **_TOLD,
+            "params": (None,),
+        },  # of what structure they may be, the chain says: optax.lookahead has one of its own
     ),
     "simulate, told the verdicts": (
         jls.diagnostics.simulate,
