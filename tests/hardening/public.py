@@ -324,7 +324,7 @@ METHODS = {
         {
             **_TOLD,
             "params": (None,),
-        },  # of what structure they may be, the chain says: optax.lookahead has one of its own
+        },  # their structure is the chain's affair: see optax.lookahead
     ),
     "simulate, told the verdicts": (
         jls.diagnostics.simulate,
