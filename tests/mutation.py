@@ -326,7 +326,8 @@ HEAD = """# Mutation testing
 Written by `python tests/mutation.py`, which breaks the core in small ways, one at a time (a comparison, an operator, a
 number, the branches of a selection, a check left out), and runs the tests that hold the file until one fails. A mutant
 that no test notices has survived. Each survivor is listed below, with the reason why no test can tell it from the
-original, or as not explained yet.
+original, or as not explained yet. `strict=True` of `zip` stays: where it stands, both lists have one length by
+construction. What is not run yet is counted in the last column.
 
 | file | mutants | killed | do not end | survived, explained | survived, not explained | not run |
 |---|---|---|---|---|---|---|

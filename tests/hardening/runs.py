@@ -31,7 +31,7 @@ class SinkingLossScale(jls.LossScale):
         return jnp.maximum(jnp.ldexp(jnp.float32(self.initial), -self.num_overflows), 1)
 
     def adjust(self, grads_finite):
-        # Up to 200: so far down, the power of two would be no normal number.
+        # Up to 100: a power of two much further down would be no normal number.
         overflows = jnp.minimum(self.num_overflows + jnp.where(grads_finite, 0, 1), 100)
         return dataclasses.replace(self, num_overflows=overflows)
 
