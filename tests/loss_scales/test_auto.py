@@ -26,6 +26,7 @@ STATE = (
     "num_finite_steps",
     "num_measured",
 )
+COUNTERS = ("margin_patience", "num_margin_steps", "num_finite_steps", "num_measured")
 adjust = jax.jit(Auto.adjust)
 
 
@@ -103,7 +104,7 @@ def oracle(config, state, finite, largest):
             new["num_margin_steps"] = 0
         return new, None
 
-    new["num_finite_steps"] += 1
+    new["num_finite_steps"] = min(state["num_finite_steps"] + 1, 2**31 - 1)
     new["num_margin_steps"] += 1
     if new["num_margin_steps"] >= state["margin_patience"] and state["log2_margin"] > 0:
         new["log2_margin"] = max(state["log2_margin"] - 1, 0)
@@ -155,27 +156,60 @@ CONFIGS = {
 }
 
 
+def checked_step(loss_scale, finite, largest):
+    """The loss scale after a step like the oracle's; and whether its target is where float32 may round either way."""
+    config = (loss_scale.min_loss_scale, loss_scale.max_loss_scale or math.inf, loss_scale.log2_headroom)
+    before = state_of(loss_scale)
+    loss_scale = adjust(loss_scale, finite, largest=largest)
+    after = state_of(loss_scale)
+    expected, target = oracle(config, before, finite, float(largest))
+    near_a_border = target is not None and abs(target - round(target)) < 1e-3
+    if near_a_border:
+        expected["current_loss_scale"] = after["current_loss_scale"]
+    assert after == pytest.approx(expected, rel=1e-4, abs=1e-3), (before, finite, largest)
+    assert after["current_loss_scale"] == expected["current_loss_scale"]
+    return loss_scale, near_a_border
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_step_is_the_rule_in_plain_python(seed, config):
     random = np.random.default_rng([seed, len(config)])
     loss_scale = Auto(**config)
-    bounds = (loss_scale.min_loss_scale, loss_scale.max_loss_scale or math.inf, loss_scale.log2_headroom)
     near_a_border = 0
     for largest in random_trace(random, 600):
-        before = state_of(loss_scale)
         by_chance = random.random() < 0.3
-        fits = float(largest) * before["current_loss_scale"] * 8 < 65520
-        finite = fits if np.isfinite(largest) else by_chance
-        loss_scale = adjust(loss_scale, finite, largest=largest)
-        after = state_of(loss_scale)
-        expected, target = oracle(bounds, before, finite, float(largest))
-        if target is not None and abs(target - round(target)) < 1e-3:
-            near_a_border += 1  # where float32 may round to the other side
-            expected["current_loss_scale"] = after["current_loss_scale"]
-        assert after == pytest.approx(expected, rel=1e-4, abs=1e-3), (before, finite, largest)
-        assert after["current_loss_scale"] == expected["current_loss_scale"]
+        fits = float(largest) * float(loss_scale()) * 8 < 65520
+        loss_scale, near = checked_step(loss_scale, fits if np.isfinite(largest) else by_chance, largest)
+        near_a_border += near
     assert near_a_border < 150
+
+
+def random_state(random):
+    """One that a run may never reach; counters lie beside the thresholds of the rule."""
+    patience = random.choice([8, 16, 31, 32, 35, 256, 512, 600, 1024, 2048, 4096])
+    beside = random.choice([0, 8, 96, 256, patience, 2000]) + random.integers(-2, 3)
+    state = {
+        "current_loss_scale": 2.0 ** random.integers(-20, 100),
+        "log2_mean": random.uniform(-60, 20),
+        "log2_variance": random.choice([0, random.uniform(0, 9)]),
+        "log2_margin": random.choice([0, 0.3, 1, random.uniform(0, 20)]),
+        "margin_patience": patience,
+        "num_margin_steps": max(beside, 0),
+        "num_finite_steps": max(random.choice([beside - 1, beside, beside + 1, 96, 2**31 - 1]), 0),
+        "num_measured": random.choice([0, 1, 14, 15, 16, 126, 127, 128]),
+    }
+    return {name: np.asarray(value, np.int32 if name in COUNTERS else np.float32) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_step_from_any_state_is_the_rule_in_plain_python(config):
+    random = np.random.default_rng(len(config))
+    for largest in random_trace(random, 1000):
+        state = random_state(random)
+        near = np.exp2(state["log2_mean"] + random.normal())
+        finite = random.random() < 0.5
+        checked_step(replace(Auto(**config), **state), finite, random.choice([largest, near]))
 
 
 # --- Arriving ---
