@@ -1,10 +1,10 @@
-"""Several processes, of which one is slow, leaves, raises, or is killed at a random moment: nobody waits for ever.
+"""Several processes, one of which is slow, leaves, raises, freezes, or is killed: nobody waits for ever.
 
-Who tells whom: a process that ends, in whatever way, closes its connections; the next collective of the others fails
-there, and that is an error in Python, which ends them. A process that ends between collectives, or whose machine is
-gone, is missed by JAX's coordinator when its heartbeats stop (``heartbeat_timeout_seconds``). A process that lives and
-never comes to the collective is told by nobody: the others wait, as in any JAX program. This library has no part in
-it: a step has one collective more, for the verdict, and that one fails as the others do.
+How the others learn of it: a process that ends, in whatever way, closes its connections. The next collective of the
+others fails, and that is an error in Python, which ends them. A process that is frozen, or whose machine is gone, sends
+no heartbeats, and after ``heartbeat_timeout_seconds`` JAX's coordinator ends the others; they end as well where the
+coordinator itself is gone. Nobody learns of a process that lives and never comes to the collective: the others wait, as
+in any JAX program. The collective for the verdict is one more in each step, and fails as the others do.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ def free_port():
         return free.getsockname()[1]
 
 
-def exit_codes(number, fault, at_step, folder, kill_after=None):
-    """Of all processes, of which the last has the fault; ``None`` where one had to be killed because it did not end."""
-    port = free_port()
+def exit_codes(number, fault, at_step, folder, kill_after=None, faulty=-1):
+    """Of all processes, the one with the fault last; ``None`` where one had to be killed because it did not end."""
+    port, faulty = free_port(), range(number)[faulty]
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -43,7 +43,7 @@ def exit_codes(number, fault, at_step, folder, kill_after=None):
                         port,
                         number,
                         process,
-                        fault if process == number - 1 else "none",
+                        fault if process == faulty else "none",
                         at_step,
                         folder / str(process),
                     ),
@@ -56,11 +56,13 @@ def exit_codes(number, fault, at_step, folder, kill_after=None):
         ]
         deadline = time.monotonic() + SECONDS
         if kill_after is not None:
-            while "step 0" not in (folder / f"{number - 1}.stdout").read_text() and time.monotonic() < deadline:
+            while "step 0" not in (folder / f"{faulty}.stdout").read_text() and time.monotonic() < deadline:
                 time.sleep(0.05)
             time.sleep(kill_after)
-            processes[-1].send_signal(signal.SIGKILL)
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            processes[faulty].send_signal(signal.SIGKILL)
+        processes.append(processes.pop(faulty))
+        ending = processes[:-1] if fault == "freezes" else processes
+        while any(process.poll() is None for process in ending) and time.monotonic() < deadline:
             time.sleep(0.1)
         return [process.poll() for process in processes]
 
@@ -77,11 +79,12 @@ def test_a_slow_process_changes_no_bit(number, tmp_path):
                 assert seen[name].tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.parametrize("faulty", [pytest.param(0, id="the_coordinator"), pytest.param(-1, id="the_last")])
 @pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("fault", ["leaves", "raises", "dies"])
-def test_when_one_is_gone_no_other_waits_for_ever(fault, number, tmp_path):
-    *others, gone = exit_codes(number, fault, 5, tmp_path)
-    assert gone == {"leaves": 0, "raises": 1, "dies": -signal.SIGKILL}[fault]
+@pytest.mark.parametrize("fault", ["leaves", "raises", "dies", "freezes"])
+def test_when_one_is_gone_no_other_waits_for_ever(fault, number, faulty, tmp_path):
+    *others, gone = exit_codes(number, fault, 5, tmp_path, faulty=faulty)
+    assert gone == {"leaves": 0, "raises": 1, "dies": -signal.SIGKILL, "freezes": None}[fault]
     assert None not in others  # they have ended by themselves
     assert 0 not in others  # and not as if nothing had happened
     assert not list(tmp_path.glob("*.npz"))

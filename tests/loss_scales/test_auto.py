@@ -304,6 +304,11 @@ def test_what_was_inside_is_unlearned_when_it_has_passed():
     assert np.sum(~np.asarray(finite)) <= 4
 
 
+def test_zeros_let_the_mean_slide_one_bit_in_128_steps():
+    loss_scale = replace(Auto(), log2_mean=-10.0, num_measured=128)
+    assert float(at_rest(loss_scale, 128, True, 0.0).log2_mean) == -11
+
+
 def test_a_lone_overflow_is_forgotten_after_eight_steps():
     largest, first = of_log2(np.full(1100, -6.3))
     first[1000] = 1.0

@@ -3,8 +3,8 @@
     python unreliable.py PORT NUMBER_OF_PROCESSES PROCESS FAULT AT_STEP OUTPUT
 
 ``FAULT`` is that of this process: ``none``, ``slow`` (it sleeps now and then), ``leaves`` (it ends at that step, as a
-program does that has nothing more to do), ``raises`` (by an error of its own) or ``dies`` (killed by the system). Each
-step is told on standard output as it begins.
+program does that has nothing more to do), ``raises`` (by an error of its own), ``dies`` (killed by the system) or
+``freezes`` (it stays, and does nothing). Each step is told on standard output as it begins.
 """
 
 import os
@@ -33,6 +33,8 @@ def with_fault(fault, at_step, shard_of_batch):
                 os._exit(0)
             if step == at_step and fault == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == at_step and fault == "freezes":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if step == at_step and fault == "raises":
                 raise OSError("the disk with the data is gone")
         return shard_of_batch(step, number, bad_shard)
