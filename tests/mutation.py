@@ -46,7 +46,7 @@ TESTS = {  # the quickest to notice first
     "_measure/shards.py": ["tests/measure/test_shards.py", "tests/measure/test_finite.py"],
     "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
     "_loss_scale/_flax_serialization.py": [WRAPPER + "test_transform.py"],
-    "_loss_scale/auto.py": [SCALES + "test_auto.py", HARD + "test_bad_input.py"],
+    "_loss_scale/auto.py": [SCALES + "test_auto.py", SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
     "_loss_scale/base.py": [
         *(SCALES + name for name in ("test_interface.py", "test_dynamic.py", "test_pytrees.py", "test_registry.py")),
         HARD + "test_bad_input.py",

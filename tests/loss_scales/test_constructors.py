@@ -1,5 +1,6 @@
 """What the constructors accept, and what they say about everything else."""
 
+import inspect
 import json
 import re
 
@@ -34,6 +35,12 @@ def test_defaults():
         "hysteresis": 1,
         "hysteresis_refill": "growth",
     }
+    assert jls.AutoLossScale().get_config() == {
+        "initial_loss_scale": 2.0**15,
+        "min_loss_scale": 1.0,
+        "max_loss_scale": None,
+        "log2_headroom": 0.0,
+    }
     assert Fixed(8).get_config() == {"loss_scale_value": 8.0, "skip_nonfinite": False}
     assert jls.NoOpLossScale().get_config() == {}
 
@@ -43,9 +50,17 @@ def test_what_is_not_for_users_is_not_shown(kind):
     assert "_begun_at" not in repr(kind())
 
 
-def test_all_but_the_first_three_arguments_are_keyword_only():
-    with pytest.raises(TypeError):
-        Dynamic(8, 2, 2, 0.5)
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Fixed, ["loss_scale_value", "skip_nonfinite"]),
+        (Dynamic, ["initial_loss_scale", "increment_period", "multiplier"]),
+        (jls.AutoLossScale, ["initial_loss_scale"]),
+    ],
+)
+def test_only_these_arguments_need_no_name(kind, names):
+    parameters = inspect.signature(kind).parameters.values()
+    assert [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD] == names
 
 
 NOT_A_FINITE_NUMBER = {
