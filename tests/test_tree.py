@@ -76,6 +76,17 @@ def test_untouched_leaves_are_the_same_objects(name, function):
     assert not _tree.is_inexact(leaf)
 
 
+def test_widen_takes_abstract_and_concrete_leaves_side_by_side():
+    half = jnp.ones(2, jnp.float16)
+    abstract, concrete = _tree.widen([jax.ShapeDtypeStruct((3,), jnp.bfloat16), half])
+    assert (abstract.shape, abstract.dtype) == ((3,), jnp.float32)
+    assert (concrete.tolist(), concrete.dtype) == ([1, 1], jnp.float32)
+    assert [leaf.dtype for leaf in _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))] == [
+        "float32",
+        "float16",
+    ]
+
+
 @pytest.mark.parametrize("name", TOUCHED)
 def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(name):
     make, wide_dtype = LEAVES[name]

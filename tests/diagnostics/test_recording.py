@@ -68,6 +68,15 @@ def test_a_bad_step_that_was_applied_is_recorded_too():
     assert (state.applied_steps, state.last_bad_step.leaf) == (1, 1)
 
 
+@pytest.mark.parametrize(("loss_scale", "bad_leaf"), [(8.0, 1), (None, -1)], ids=["fixed", "no loss scale"])
+def test_where_nothing_may_skip_a_step_a_bad_leaf_is_recorded_if_gradients_are_checked(loss_scale, bad_leaf):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=True)
+    params = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1)] * 2)
+    grads = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1), jnp.float32(NAN)])
+    _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)  # neither a value nor a condition
+    assert (state.applied_steps, state.last_bad_step.leaf) == (1, bad_leaf)
+
+
 def test_without_a_loss_scale_only_a_condition_is_a_bad_step():
     tx = jls.loss_scaled(optax.sgd(0.1), None, record_bad_steps=True)
     state = recorded(tx, PARAMS, [GOOD, ([1.0, 1.0], 1.0, True)])

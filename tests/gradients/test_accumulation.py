@@ -206,6 +206,33 @@ def test_what_steers_python_code_stays_what_it_is():
     assert grads(3, name="a", flag=True) == 9
 
 
+def test_arrays_of_numpy_are_arguments_of_the_program_and_arrays_of_objects_are_not(compilations):
+    def fun(w, x, names):
+        return jnp.mean(w * x) * len(names[0])
+
+    def value(batch, names):
+        return float(jls.accumulate_gradients(fun, 8.0, 2)(np.float32(1), batch, names).value)
+
+    batch = np.ones(4, np.float32)
+    assert value(batch, ("ab",)) == 2
+    before = len(compilations)
+    assert value(3 * batch, ("ab",)) == 6
+    assert len(compilations) == before
+    assert value(batch, np.array(["abc"], object)) == 3
+
+
+def test_a_function_may_name_what_is_assigned_later():
+    def fun(w, x, late):
+        return jnp.mean(w * x) * (assigned_later if late else 1)
+
+    def value(late):
+        return float(jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1), jnp.ones(4), late).value)
+
+    assert value(False) == 1
+    assigned_later = 3
+    assert value(True) == 3
+
+
 class Unhashable:
     __hash__ = None
 

@@ -68,6 +68,19 @@ def skips_and_unused_bits(trace, loss_scale=None, float16=True):
     return int(np.sum(~finite)), float(np.mean(unused[finite & np.isfinite(unused)]))
 
 
+def test_a_fresh_state():
+    assert state_of(Auto(8.0)) == {
+        "current_loss_scale": 8,
+        "log2_mean": pytest.approx(math.log2(65512) - 5 - 40),
+        "log2_variance": 0,
+        "log2_margin": 5,
+        "margin_patience": 8,
+        "num_margin_steps": 0,
+        "num_finite_steps": 2000,
+        "num_measured": 0,
+    }
+
+
 # --- The rule, one step after another ---
 
 

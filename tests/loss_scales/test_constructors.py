@@ -5,6 +5,7 @@ import json
 import re
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jn
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{type(number).__name__}-{number!r}")
-@pytest.mark.parametrize("kind", [Fixed, Dynamic, jls.get])
+@pytest.mark.parametrize("kind", [Fixed, Dynamic, jls.AutoLossScale, jls.get])
 def test_numbers_of_every_library_are_welcome(kind, number):
     loss_scale = kind(number)
     chex.assert_trees_all_equal(loss_scale(), jnp.float32(8))
@@ -61,6 +62,14 @@ def test_what_is_not_for_users_is_not_shown(kind):
 def test_only_these_arguments_need_no_name(kind, names):
     parameters = inspect.signature(kind).parameters.values()
     assert [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD] == names
+
+
+@pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
+def test_configuration_cannot_be_traced(kind):
+    with pytest.raises(
+        ValueError, match=r"\(initial_loss_scale=...\)` is configuration .* traced .*`dataclasses.replace`"
+    ):
+        jax.jit(lambda number: kind(number)())(8.0)
 
 
 NOT_A_FINITE_NUMBER = {
