@@ -71,7 +71,9 @@ TESTS = {  # the quickest to notice first
     "_gradients/microbatches.py": ["tests/gradients/test_accumulation.py"],
     "_gradients/scaled.py": ["tests/gradients/test_gradients.py"],
     "_gradients/warn.py": ["tests/gradients/test_gradients.py"],
-    "_optax/branch.py": [WRAPPER + name for name in ("test_transform.py", "test_derivatives.py", "test_devices.py")],
+    "_optax/branch.py": [
+        WRAPPER + name for name in ("test_transform.py", "test_lowering.py", "test_derivatives.py", "test_devices.py")
+    ],
     "_optax/eager.py": [WRAPPER + "test_transform.py"],
     "_optax/inner.py": [WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_derivatives.py")],
     "_optax/readers.py": [WRAPPER + "test_readers.py"],
