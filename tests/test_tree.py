@@ -81,10 +81,12 @@ def test_widen_takes_abstract_and_concrete_leaves_side_by_side():
     abstract, concrete = _tree.widen([jax.ShapeDtypeStruct((3,), jnp.bfloat16), half])
     assert (abstract.shape, abstract.dtype) == ((3,), jnp.float32)
     assert (concrete.tolist(), concrete.dtype) == ([1, 1], jnp.float32)
-    assert [leaf.dtype for leaf in _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))] == [
-        "float32",
-        "float16",
-    ]
+    kept = _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))
+    assert [leaf.dtype for leaf in kept] == ["float32", "float16"]
+
+
+def test_leaves_and_nones():
+    assert _tree.leaves_and_nones({"a": None, "b": [1, (None, 2)]}) == [None, 1, None, 2]
 
 
 @pytest.mark.parametrize("name", TOUCHED)
@@ -330,6 +332,21 @@ def test_select_tree(name, pred):
     on_true, on_false = SELECTIONS[name]
     selected = jls.select_tree(pred, {"leaf": [on_true]}, {"leaf": [on_false]})
     assert_same_leaf(selected["leaf"][0], on_true if pred else on_false)
+
+
+class NeverEqual:
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return False
+
+
+def test_select_tree_takes_leaves_that_are_equal_or_the_same():
+    name, its_copy, odd = "adam", "".join(["ad", "am"]), NeverEqual()
+    assert name is not its_copy
+    assert jls.select_tree(True, [name, odd], [its_copy, odd]) == [name, odd]
+    with pytest.raises(ValueError, match="cannot choose"):
+        jls.select_tree(True, odd, NeverEqual())
 
 
 def test_select_tree_under_jit_and_vmap():
