@@ -35,17 +35,24 @@ CPU_SECONDS = 600  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
 
 SCALES, WRAPPER, HARD = "tests/loss_scales/", "tests/wrapper/", "tests/hardening/"
+MEASURE, GRADIENTS = "tests/measure/", "tests/gradients/"
+RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"]
 TESTS = {  # the quickest to notice first
     "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
     "_check.py": [HARD + "test_bad_input.py"],
-    "_measure/devices.py": ["tests/measure/test_finite.py", "tests/measure/test_largest.py"],
-    "_measure/fault.py": ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"],
-    "_measure/finite.py": ["tests/measure/test_finite.py"],
-    "_measure/largest.py": ["tests/measure/test_largest.py"],
-    "_measure/reading.py": ["tests/measure/test_finite.py", "tests/measure/test_largest.py"],
-    "_measure/shards.py": ["tests/measure/test_shards.py", "tests/measure/test_finite.py"],
+    "_measure/devices.py": [
+        MEASURE + "test_finite.py",
+        MEASURE + "test_largest.py",
+        WRAPPER + "test_measuring.py",
+        WRAPPER + "test_devices.py",
+    ],
+    "_measure/fault.py": [*RECORDS, HARD + "test_bad_input.py"],
+    "_measure/finite.py": [MEASURE + "test_finite.py", HARD + "test_bad_input.py"],
+    "_measure/largest.py": [MEASURE + "test_largest.py", WRAPPER + "test_measuring.py", HARD + "test_bad_input.py"],
+    "_measure/reading.py": [MEASURE + name for name in ("test_finite.py", "test_largest.py", "test_shards.py")],
+    "_measure/shards.py": [MEASURE + name for name in ("test_shards.py", "test_finite.py", "test_largest.py")],
     "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
-    "_loss_scale/_flax_serialization.py": [WRAPPER + "test_transform.py"],
+    "_loss_scale/_flax_serialization.py": [WRAPPER + "test_transform.py", WRAPPER + "test_resume.py"],
     "_loss_scale/auto.py": [SCALES + "test_auto.py", SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
     "_loss_scale/base.py": [
         *(SCALES + name for name in ("test_interface.py", "test_dynamic.py", "test_pytrees.py", "test_registry.py")),
@@ -59,30 +66,35 @@ TESTS = {  # the quickest to notice first
     "_loss_scale/finding.py": [
         WRAPPER + "test_several.py",
         SCALES + "test_registry.py",
-        "tests/gradients/test_gradients.py",
+        GRADIENTS + "test_gradients.py",
+        HARD + "test_bad_input.py",
     ],
     "_loss_scale/fixed.py": [
-        SCALES + name for name in ("test_constructors.py", "test_interface.py", "test_pytrees.py")
+        *(SCALES + name for name in ("test_constructors.py", "test_interface.py", "test_pytrees.py")),
+        HARD + "test_bad_input.py",
     ],
     "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
-    "_gradients/accumulation.py": ["tests/gradients/test_accumulation.py"],
-    "_gradients/cotangent.py": ["tests/gradients/test_cotangent.py", "tests/gradients/test_parts.py"],
-    "_gradients/eager.py": ["tests/gradients/test_accumulation.py"],
-    "_gradients/microbatches.py": ["tests/gradients/test_accumulation.py"],
-    "_gradients/scaled.py": ["tests/gradients/test_gradients.py"],
-    "_gradients/warn.py": ["tests/gradients/test_gradients.py"],
+    "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py"],
+    "_gradients/cotangent.py": [
+        GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")
+    ],
+    "_gradients/eager.py": [GRADIENTS + "test_accumulation.py"],
+    "_gradients/microbatches.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py"],
+    "_gradients/scaled.py": [GRADIENTS + "test_gradients.py", HARD + "test_bad_input.py"],
+    "_gradients/warn.py": [GRADIENTS + "test_gradients.py", GRADIENTS + "test_accumulation.py"],
     "_optax/branch.py": [
         WRAPPER + name for name in ("test_transform.py", "test_lowering.py", "test_derivatives.py", "test_devices.py")
     ],
-    "_optax/eager.py": [WRAPPER + "test_transform.py"],
+    "_optax/eager.py": [WRAPPER + "test_transform.py", WRAPPER + "test_told.py"],
     "_optax/inner.py": [WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_derivatives.py")],
-    "_optax/readers.py": [WRAPPER + "test_readers.py"],
-    "_optax/state.py": [WRAPPER + "test_transform.py", "tests/diagnostics/test_recording.py"],
-    "_optax/transform.py": [WRAPPER + "test_transform.py", WRAPPER + "test_told.py", WRAPPER + "test_as_value.py"],
+    "_optax/readers.py": [WRAPPER + "test_readers.py", HARD + "test_bad_input.py"],
+    "_optax/state.py": [WRAPPER + "test_transform.py", RECORDS[1], WRAPPER + "test_readers.py"],
+    "_optax/transform.py": [
+        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py")),
+        HARD + "test_bad_input.py",
+    ],
     "_optax/verdict.py": [
-        WRAPPER + "test_transform.py",
-        WRAPPER + "test_told.py",
-        WRAPPER + "test_measuring.py",
+        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_measuring.py")),
         HARD + "test_properties.py",
     ],
 }
