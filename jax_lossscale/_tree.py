@@ -94,16 +94,16 @@ def cast_floating(
 ) -> chex.ArrayTree:
     """Cast the floating leaves of a tree.
 
-    For the compute copy of float32 master weights: differentiate through the cast, and the gradients of the
-    master weights come back in float32.
+    Use it to make the copy of float32 master weights that is computed with. If you differentiate through the cast, the
+    gradients of the master weights are float32.
 
     Args:
       tree: any pytree. Complex, integer, boolean, float0 and random-key leaves, and ``None``, stay as they are.
       dtype: a real floating dtype, such as ``jnp.float16``.
-      where: which floating leaves to cast: ``where(path, leaf) -> bool``, asked of each of them; by default all. Where
-        it is false the leaf stays the same object, as layers that normalize stay in float32. ``path`` is that of
-        `jax.tree_util.tree_map_with_path`: a tuple of keys from the root on, such as ``(DictKey(key='norm'),)``, of
-        which `jax.tree_util.keystr` makes a string.
+      where: which floating leaves to cast: ``where(path, leaf) -> bool`` is called for each of them; by default all are
+        cast. If it returns false, the leaf stays the same object, for example to keep norm layers in float32. ``path``
+        is that of `jax.tree_util.tree_map_with_path`: a tuple of keys from the root on, such as
+        ``(DictKey(key='norm'),)``, which `jax.tree_util.keystr` turns into a string.
 
     Returns:
       A tree of the same structure and shapes, its floating leaves of ``dtype``.
@@ -148,7 +148,7 @@ def cast_floating(
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
     """Choose one of two trees, leaf by leaf, without a branch.
 
-    For whatever must roll back with a skipped step: batch statistics, moving averages, random keys.
+    Use it for whatever must be set back on a skipped step: batch statistics, moving averages, random keys.
 
     Args:
       pred: ``bool[]``.

@@ -29,14 +29,15 @@ from jax_lossscale._warn import warn_user
 
 
 class AccumulatedGradients(NamedTuple):
-    """What `accumulate_gradients` knows of a window, that is of all micro-batches of one step.
+    """The result of `accumulate_gradients` for a window, that is, for all micro-batches of one step.
 
     Attributes:
       value: the mean of the true losses: ``float32[]``, or of a wider dtype of their own.
       grads: the mean of the gradients, scaled like those of `value_and_scaled_grad`, in float32 or a wider dtype of
         their own.
-      parts_finite: ``bool[]``, what ``update`` takes by that name. With ``drop="microbatch"``, whether no micro-batch
-        overflowed (one whose loss is not finite did not); with ``drop="window"``, whether ``grads`` are finite.
+      parts_finite: ``bool[]``, which ``update`` takes by that name. With ``drop="microbatch"``, whether no micro-batch
+        overflowed (one whose loss is not finite does not count as overflowed); with ``drop="window"``, whether
+        ``grads`` are finite.
       kept: which micro-batches the mean is taken over: ``bool[num_microbatches]``.
       aux: the auxiliary data of each micro-batch, stacked along a new first axis; ``None`` without ``has_aux``.
     """
@@ -60,44 +61,46 @@ def accumulate_gradients(
     drop: Literal["window", "microbatch"] = "window",
     axis_name: AxisName = None,
 ) -> Callable[..., AccumulatedGradients]:
-    """Like `value_and_scaled_grad`, a micro-batch at a time: the memory of one, the gradients of all.
+    """Like `value_and_scaled_grad`, one micro-batch at a time: the gradients of all, in the memory of one.
 
     The gradients of each micro-batch are unscaled into float32 and added up there; the mean is scaled again, since
-    scaled gradients are what ``update`` takes. If ``fun`` is a mean over the examples of its batch, the result is
-    that of the whole batch, up to float32 rounding. The window is one step: one verdict, one move of the loss scale.
+    ``update`` takes scaled gradients. If ``fun`` is a mean over the examples of its batch, the result is that of the
+    whole batch, up to float32 rounding. The window is one step: it is applied or skipped as a whole, and the loss scale
+    is updated once.
 
-    A micro-batch is bad if its gradients or its loss are not finite. There are two things to do about it:
+    A micro-batch is bad if its gradients or its loss are not finite. There are two ways to treat it:
 
     ``drop="window"``
-      Nothing. The mean is not finite either, and ``update`` skips the whole window.
+      It is left in. The mean is then not finite either, and ``update`` skips the whole window.
     ``drop="microbatch"``
-      Leave it out, and take the mean over the others. The step is applied; tell ``update`` about the overflow, or the
-      loss scale would never come down::
+      It is left out, and the mean is taken over the others. The step is applied, so report the overflow to ``update``,
+      or the loss scale would never come down::
 
           window = jls.accumulate_gradients(loss_fn, opt_state, 4, drop="microbatch")(params, batch)
           params, opt_state = tx.update_and_apply(
               window.grads, opt_state, params, value=window.value, parts_finite=window.parts_finite
           )
 
-      Where all are bad the gradients are NaN, and the window is skipped, if the loss scale skips such steps.
+      If all are bad, the gradients are NaN, and the window is skipped, if the loss scale skips such steps.
 
-    Called outside `jax.jit` it is compiled all the same, once for each ``fun``: this must be pure, and the same object
-    in every call. (A ``fun`` that cannot be hashed is traced and compiled at every call.)
+    Outside `jax.jit` it is compiled, too, once for each ``fun``, which must be pure and the same object in every call.
+    (A ``fun`` that cannot be hashed is traced and compiled at every call.)
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
       loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
-      num_microbatches: how many to make of the batch. Micro-batch ``i`` takes the examples ``i, i + num_microbatches,
-        i + 2 * num_microbatches, ...``, so that a batch sharded over devices is used where it lies.
+      num_microbatches: into how many the batch is split. Micro-batch ``i`` takes the examples
+        ``i, i + num_microbatches, i + 2 * num_microbatches, ...``, so that a batch that is sharded over devices is not
+        moved between them.
       argnums: as in `jax.value_and_grad`.
       batch_argnums: which positional arguments of ``fun`` are the batch: pytrees of arrays whose first axis is that of
-        the examples. All other arguments go to every micro-batch whole; random keys too, so pass a key for each example
-        if they must differ.
+        the examples. All other arguments are passed whole to every micro-batch. That includes random keys, so pass a
+        key for each example if they must differ.
       has_aux: as in `jax.value_and_grad`.
       allow_int: likewise.
-      drop: what a bad micro-batch costs: the ``"window"``, or that ``"microbatch"`` alone.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, with ``drop="microbatch"``, the names over which it is agreed
-        which micro-batches are kept. Sum the gradients over devices afterwards, as usual.
+      drop: what is lost if a micro-batch is bad: the ``"window"``, or only that ``"microbatch"``.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, with ``drop="microbatch"``, the names of the axes over which
+        devices agree which micro-batches are kept. Sum the gradients over devices afterwards, as usual.
 
     Returns:
       A function of the arguments of ``fun`` that returns `AccumulatedGradients`.
@@ -105,13 +108,13 @@ def accumulate_gradients(
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
         integer of at least 1, ``drop`` not one of the two, or another argument not of its kind. When called: if the
-        batch is not there, cannot be divided evenly, or is itself differentiated; if ``fun`` fails where an argument as
-        long as the batch stays whole.
+        batch is missing, cannot be divided evenly, or is itself differentiated; if ``fun`` fails and an argument as
+        long as the batch was passed whole.
 
     Warns:
       UserWarning: as `value_and_scaled_grad` (the value of a `FixedLossScale` is always traced here; that of a number
-        is not); and at trace time, if micro-batches are of one example, which broadcasts with everything, while an
-        argument as long as the batch stays whole.
+        is not); and at trace time, if micro-batches have one example, which broadcasts with everything, while an
+        argument as long as the batch is passed whole.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -123,8 +126,8 @@ def accumulate_gradients(
       (Array(31.5, dtype=float32), Array(21., dtype=float32))
 
     References:
-      In torch's ``GradScaler`` one micro-batch that overflows costs the window. `optax.MultiSteps` with
-      `optax.skip_not_finite` drops a micro-batch, and waits for another in its place.
+      With torch's ``GradScaler``, one micro-batch that overflows costs the window. `optax.MultiSteps` with
+      `optax.skip_not_finite` drops a micro-batch, and waits for another one in its place.
     """
     check_function(fun, "accumulate_gradients(fun=...)")
     check_flag(has_aux, "accumulate_gradients(has_aux=...)")

@@ -17,21 +17,22 @@ from jax_lossscale._measure import axes_varied_over, vary
 
 
 def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
-    """Return the tree itself, whose gradient is multiplied by a scale on its way back.
+    """Return the tree unchanged; in the backward pass, multiply its gradient by a scale.
 
     ::
 
         forward:   y = x
         backward:  cotangent(x) = scale * cotangent(y)
 
-    On a loss, any gradient function gives scaled gradients and the true loss. On the result of one part of a model,
-    with `unscale_gradient` on all that goes into this part, the part has a scale of its own.
+    Applied to a loss, it makes any gradient function return scaled gradients and the true loss. Applied to the result
+    of one part of a model, with `unscale_gradient` applied to all inputs of this part, it gives the part a scale of its
+    own.
 
-    The product is made in float32 or the leaf's own wider dtype, then rounded to the leaf's dtype; a power of two is
-    exact where that dtype holds the result. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) are those of the
-    identity, and so is the way back of the way back: derivatives of derivatives, in any order of modes, are scaled
-    once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every order. The scale
-    is a constant: there is no gradient with respect to it.
+    The product is computed in float32 or the leaf's own wider dtype, then rounded to the leaf's dtype; with a power of
+    two it is exact if that dtype can hold the result. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) are those of
+    the identity, and so is the backward pass of the backward pass. So derivatives of derivatives, in any order of
+    modes, are scaled once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every
+    order. The scale is a constant: there is no gradient with respect to it.
 
     Args:
       tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.
@@ -44,8 +45,8 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       ValueError: if ``scale`` is no loss scale and holds none, or more than one.
 
     Warns:
-      UserWarning: where the tree is a scalar, a loss, too narrow for the scale that could be reached, as in
-        `value_and_scaled_grad`.
+      UserWarning: if the tree is a scalar, that is, a loss, whose dtype is too narrow for the scale that could be
+        reached, as in `value_and_scaled_grad`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -61,31 +62,31 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
 
 def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
-    """Return the tree itself, whose gradient is divided by a scale on its way back.
+    """Return the tree unchanged; in the backward pass, divide its gradient by a scale.
 
     ::
 
         forward:   y = x
         backward:  cotangent(x) = cotangent(y) / scale
 
-    With `scale_gradient` it gives a part of a model a scale of its own, where one scale for all serves none: all that
-    goes into the part, parameters and inputs, passes through here, and its result through `scale_gradient`. What
-    leaves the part backwards is then true again, or scaled with the scale of the whole. Outside the part nothing
-    changes::
+    With `scale_gradient` it gives a part of a model a scale of its own, if no single scale is right for the whole
+    model: pass all that goes into the part, parameters and inputs, through this function, and the result of the part
+    through `scale_gradient`. The gradients that leave the part are then true again, or scaled with the scale of the
+    whole model. Outside the part nothing changes::
 
         def branch_loss(params, x):
             params, x = jls.unscale_gradient((params, x), branch_scale)  # float32, both
             ...  # cast to float16 here, inside
             return jls.scale_gradient(result, branch_scale)
 
-    The division is that of `LossScale.unscale`, exact for powers of two where the result is a normal number, in
-    float32 or the leaf's own wider dtype; then the cotangent is rounded to the leaf's dtype. **A float16 leaf would
-    lose here what the scale has saved**: put this in front of the cast to float16, on float32 parameters and float32
-    inputs. Derivatives of derivatives, and forward mode, are as in `scale_gradient`.
+    The division is that of `LossScale.unscale`, exact for powers of two where the result is a normal number, in float32
+    or the leaf's own wider dtype; then the cotangent is rounded to the leaf's dtype. **A float16 leaf would lose the
+    small gradients that the scale has saved**: apply this function before the cast to float16, to float32 parameters
+    and float32 inputs. Derivatives of derivatives, and forward mode, are as in `scale_gradient`.
 
     Args:
-      tree: any pytree, of any shapes; dtypes of the range of float32. Leaves that are not inexact stay the same
-        objects.
+      tree: any pytree, of any shapes, with dtypes that have the range of float32. Leaves that are not inexact stay the
+        same objects.
       scale: as in `scale_gradient`.
 
     Returns:

@@ -29,14 +29,14 @@ def value_and_scaled_grad(
     pass starts from the cotangent ``scale`` instead of 1. So the value is the true loss to the last bit, also on a step
     whose gradients overflow.
 
-    A loss of dtype float16 casts that cotangent to float16, which holds no power of two above 2**15. Return the loss in
-    float32 (take its last mean in float32), or bound the scale with ``max_loss_scale=2.0**15``.
+    If the loss is float16, that cotangent is cast to float16, which holds no power of two above 2**15. Return the loss
+    in float32 (take its last mean in float32), or bound the scale with ``max_loss_scale=2.0**15``.
 
     Args:
       fun: a scalar-valued function, called as `jax.value_and_grad` calls it, keyword arguments included.
       loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
       argnums: as in `jax.value_and_grad`.
-      has_aux: likewise; the auxiliary data is untouched.
+      has_aux: likewise; the auxiliary data is not changed.
       holomorphic: likewise.
       allow_int: likewise.
 

@@ -75,11 +75,11 @@ _State = dict[str, jax.Array]
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutoLossScale(LossScale):
-    """A loss scale that measures the gradients, and needs no thought.
+    """A loss scale that measures the gradients, and needs no numbers from you.
 
-    The largest gradient tells how far the scale may go up. Kept free above it are room for its noise and a margin:
-    inside the backward pass the cotangents can be far larger than any gradient of a parameter, and only overflows
-    tell by how much. With ``s = log2(scale)``, ``x = log2(largest)`` and ``noise = 3.25 sqrt(variance)``::
+    The largest gradient says how far the scale may go up. Above it, room is kept for its noise, and a margin: inside
+    the backward pass the cotangents can be far larger than any gradient of a parameter, and only overflows show by how
+    much. With ``s = log2(scale)``, ``x = log2(largest)`` and ``noise = 3.25 sqrt(variance)``::
 
         finite:      mean'     = mean + max((x - mean) / 16, x - mean - noise)
                      variance' = variance + (2 clip(x - mean, 0, noise + 0.5)**2 - variance) / 128
@@ -89,23 +89,25 @@ class AutoLossScale(LossScale):
         not finite:  s'        = s - 8,  and the step is skipped
                      margin'   = what makes the target s - 1,  if it is to blame;  then  patience' = 2 patience
 
-    The margin is to blame for an overflow within 96 steps of another, and for one within 256 steps of its being lowered
-    (then ``patience' = 8 patience``). Patience is 8 at first, and from 1,024 to 4,096 when something was learned. So
-    the scale probes fast until it first overflows and rarely from then on; when what lies inside has passed, it
-    finds that out ever faster. A lone overflow, such as a spike in the data makes, is forgotten after 8 steps.
+    The margin is to blame for an overflow within 96 steps of another one, and for an overflow within 256 steps after
+    the margin was lowered (then ``patience' = 8 patience``). The patience is 8 at first, and from 1,024 to 4,096 once
+    something was learned. So the scale probes fast until it first overflows, and rarely from then on. When the large
+    values inside the backward pass are gone, it finds this out faster and faster. A lone overflow, as from a spike in
+    the data, is forgotten after 8 steps.
 
-    Only deviations upwards count as noise. The first 16 (128) steps weigh the same in the mean (variance).
+    Only upward deviations count as noise. In the mean (the variance), the first 16 (128) steps have the same weight.
 
-    Where nothing is known the scale is searched for: up by 8 bits with each step whose gradients are all zero, to at
-    most 2**40, and down by 32 with each further overflow in a row, after which all is learned afresh. Neither passes
-    over the 40 bits that float16 shows. All-zero steps in a run that is known let the mean slide down, one bit in 128.
+    As long as nothing is known, the scale is searched for: it goes up by 8 bits with each step whose gradients are all
+    zero, to at most 2**40, and down by 32 bits with each further overflow in a row, after which everything is learned
+    anew. Neither step can jump over the 40 bits of float16's range. Once the gradients are known, steps with all-zero
+    gradients let the mean go down, by one bit in 128 steps.
 
     Args:
-      initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry. Need not be
-        a power of two; every later scale is one, unless the floor or the ceiling cuts it.
-      min_loss_scale: the floor, positive. Where it is no power of two, it is itself a scale.
+      initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry. It need not
+        be a power of two; every later scale is one, unless it is at the floor or the ceiling.
+      min_loss_scale: the floor, positive. It may itself be a scale, even if it is not a power of two.
       max_loss_scale: the ceiling, likewise; by default 2**127.
-      log2_headroom: how many bits are kept free besides, at least 0; a fraction is welcome.
+      log2_headroom: how many more bits are kept free, at least 0; it may be a fraction.
       current_loss_scale: the state to start with instead of a fresh one. Not configuration: use it with
         `dataclasses.replace` to set the scale by hand.
       log2_mean: likewise.
@@ -121,11 +123,11 @@ class AutoLossScale(LossScale):
       current_loss_scale: ``float32[]``, a leaf.
       log2_mean: ``float32[]``, a leaf: the mean of log2 of the largest gradient; a guess while ``num_measured`` is 0.
       log2_variance: ``float32[]``, a leaf: its variance, from the deviations upwards.
-      log2_margin: ``float32[]``, a leaf: the bits that are kept free besides, as overflows taught; at least 0.
+      log2_margin: ``float32[]``, a leaf: how many bits are kept free because of past overflows; at least 0.
       margin_patience: ``int32[]``, a leaf: how many finite steps until the margin is lowered.
       num_margin_steps: ``int32[]``, a leaf: finite steps since the margin changed.
       num_finite_steps: ``int32[]``, a leaf: finite steps since the last overflow.
-      num_measured: ``int32[]``, a leaf: the steps that mean and variance are made of.
+      num_measured: ``int32[]``, a leaf: how many steps the mean and the variance are computed from.
 
     Raises:
       ValueError: if an argument is not a finite number or out of its range, if the initial scale is not between
@@ -145,13 +147,13 @@ class AutoLossScale(LossScale):
       99 35
 
     References:
-      The mean and the standard deviations of log2 of the largest gradient are OpenSeq2Seq's ``LogMax``
-      (Kuchaiev et al., 2018). There an overflow enters as 2**65536, which puts the scale at its floor for 13,000
-      steps, gradients that are all zero make it NaN for ever, and it ends at 2**14; here an overflow teaches the
-      margin, and zeros are a search. That an overflow now and then is no reason to go down is the tolerance of
-      fairseq's ``DynamicLossScaler``; there it is a fraction of all steps since the last change. Going down before
-      anything overflows is Graphcore's histogram rule (PopART's automatic loss scaling), which moves at every
-      update, up or down, and has neither floor nor ceiling.
+      The mean and the standard deviations of log2 of the largest gradient are OpenSeq2Seq's ``LogMax`` (Kuchaiev et
+      al., 2018). There, an overflow counts as 2**65536, which puts the scale at its floor for 13,000 steps; gradients
+      that are all zero make the scale NaN for ever; and in one version its ceiling is 2**14. Here, an overflow raises
+      the margin, and zeros start a search. fairseq's ``DynamicLossScaler`` also tolerates an overflow now and then;
+      there, the tolerance is a fraction of all steps since the last change. Graphcore's histogram rule (PopART's
+      automatic loss scaling) also goes down before anything overflows; it moves at every update, up or down, and has
+      neither floor nor ceiling.
     """
 
     needs_largest: ClassVar[bool] = True
@@ -207,10 +209,9 @@ class AutoLossScale(LossScale):
 
         Args:
           grads_finite: ``bool[]``, agreed over devices.
-          largest: ``float32[]``, the largest finite magnitude among the *unscaled* gradients, agreed over devices; 0
-            where all are zero. Not looked at where the gradients are not finite. ``None``: it was not measured, and the
-            scale moves as `DynamicLossScale` does, up by one power of two after 2,000 finite steps, down by one on
-            a bad step.
+          largest: ``float32[]``, the largest finite magnitude among the *unscaled* gradients, agreed over devices; 0 if
+            all are zero. Ignored if the gradients are not finite. ``None``: it was not measured, and the scale moves as
+            that of `DynamicLossScale`, up by one power of two after 2,000 finite steps, down by one on a bad step.
 
         Returns:
           The new loss scale, of the same tree structure, shapes and dtypes.

@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind", bound="LossScale")
 
 
 class LossScale(abc.ABC):
-    """A number that the loss is multiplied by, and the rule that moves it: an immutable value, a pytree.
+    """A number by which the loss is multiplied, and the rule that changes it: an immutable value, a pytree.
 
     Configuration is static, state is array leaves, and every method is a pure function, so a loss scale goes through
     `jax.jit`, `jax.lax.scan`, `jax.vmap`, donation and checkpoints like any other value. Use it in this order::
@@ -35,9 +35,9 @@ class LossScale(abc.ABC):
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
 
-    To write your own kind, subclass with a frozen dataclass that is registered as a pytree (with
-    `jax.tree_util.register_dataclass`, say) and give it `__call__`, `adjust` and `get_config`. Everything in this
-    library then takes it. The class attributes below are the rest of what a kind can say about itself.
+    To write your own kind, write a subclass that is a frozen dataclass and is registered as a pytree (for example with
+    `jax.tree_util.register_dataclass`), with the methods `__call__`, `adjust` and `get_config`. Everything in this
+    library then takes it. The class attributes below state other properties of a kind.
 
     References:
       ``tf.compat.v1.mixed_precision.LossScale``, whose interface this is, with state returned instead of assigned.
@@ -63,7 +63,7 @@ class LossScale(abc.ABC):
 
     @property
     def upper_bound(self) -> ArrayLike | None:
-        """No scale above this can ever come: ``float32[]``; ``None`` where only the range of float32 bounds it."""
+        """The scale can never exceed this: ``float32[]``; ``None`` if only the range of float32 bounds it."""
         return None
 
     @abc.abstractmethod
@@ -74,9 +74,9 @@ class LossScale(abc.ABC):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after a step, from what is already known of its gradients.
 
-        A kind with ``needs_largest`` has one argument more, by keyword, ``largest``: ``float32[]``, the largest finite
-        magnitude among the *unscaled* gradients, agreed over devices; 0 where it is not known, as where they are not
-        finite.
+        A kind with ``needs_largest`` takes one more keyword argument, ``largest``: ``float32[]``, the largest finite
+        magnitude among the *unscaled* gradients, agreed over devices; 0 if it is not known, for example because they
+        are not finite.
 
         Args:
           grads_finite: ``bool[]``, such as `all_finite` gives, agreed over devices.
@@ -122,7 +122,7 @@ class LossScale(abc.ABC):
           tree: any pytree.
 
         Returns:
-          A tree of the same structure, shapes and dtypes. A float16 leaf overflows where the product passes 65504.
+          A tree of the same structure, shapes and dtypes. A float16 leaf overflows where the product exceeds 65504.
         """
         return _tree.scale(tree, self())
 
@@ -146,10 +146,10 @@ class LossScale(abc.ABC):
 
         Args:
           grads: **unscaled** gradients, any pytree, as `unscale` returns them. ``None`` leaves are ignored.
-          axis_name: as in `all_finite`: where the verdict is to be agreed over devices.
+          axis_name: as in `all_finite`, if devices must agree on the verdict.
 
         Returns:
-          ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. Where it is false, keep parameters,
+          ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. If it is false, keep the old parameters,
           optimizer state and everything else that this step has changed (`select_tree`).
         """
         check_axis_name(axis_name, f"{type(self).__name__}.update(axis_name=...)")

@@ -43,17 +43,18 @@ class DynamicLossScale(LossScale):
                      n + 1 >= N:  scale' = min(scale * multiplier, ceiling)     n' = 0
         not finite:               scale' = max(scale * backoff_factor, floor)   n' = 0,  and the step is skipped
 
-    Growth comes exactly on the N-th finite step in a row. Without a ceiling, a product that float32 cannot hold is
-    not taken, and the count starts again all the same.
+    Growth comes exactly on the N-th finite step in a row. Without a ceiling, the scale stays as it is if float32 cannot
+    hold the product; the count starts again in any case.
 
     Args:
       initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry.
       increment_period: how many finite steps in a row let the scale grow.
-      multiplier: what it grows by, more than 1. Powers of two scale without rounding.
-      backoff_factor: what it is multiplied by on a bad step, between 0 and 1; by default ``1 / multiplier``.
+      multiplier: the factor by which it grows, more than 1. Powers of two scale without rounding.
+      backoff_factor: the factor by which it is multiplied on a bad step, between 0 and 1; by default
+        ``1 / multiplier``.
       min_loss_scale: the floor, positive.
       max_loss_scale: the ceiling; by default the largest finite float32.
-      hysteresis: the scale goes down only from this many bad steps on; every one of them is skipped all the same.
+      hysteresis: the scale goes down only from this many bad steps on; every bad step is skipped in any case.
       hysteresis_refill: what makes the count of bad steps start again: ``"growth"``, the N-th finite step in a row,
         or ``"finite"``, any finite step, so that only consecutive bad steps count.
       current_loss_scale: the state to start with instead of a fresh one, any positive number that float32 holds, also
@@ -65,8 +66,8 @@ class DynamicLossScale(LossScale):
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
       num_good_steps: ``int32[]``, a leaf: finite steps since the last growth or bad step.
-      hysteresis_left: ``int32[]``, a leaf: the scale goes down with this bad step from now on, counting the next one as
-        1; 0 once it has, until refilled. ``None``, and no leaf, where ``hysteresis`` is 1.
+      hysteresis_left: ``int32[]``, a leaf: how many more bad steps it takes until the scale goes down; 0 once it has
+        gone down, until refilled. ``None``, and no leaf, if ``hysteresis`` is 1.
 
     Raises:
       ValueError: if an argument is not a finite number or out of its range, if the period is not integral, if the
@@ -86,9 +87,9 @@ class DynamicLossScale(LossScale):
       8.0 False
 
     References:
-      ``tf.compat.v1.mixed_precision.DynamicLossScale``, which this is step for step with the first three arguments.
-      That one has the floor 1 and no ceiling, validates nothing (a period of 2.9 becomes 2, a multiplier of 0 is
-      taken), and an initial scale below 1 *rises* to 1 on an overflow; here that initial scale is refused.
+      ``tf.compat.v1.mixed_precision.DynamicLossScale``, which this class follows step for step with the first three
+      arguments. TensorFlow's has the floor 1 and no ceiling, validates nothing (a period of 2.9 becomes 2, a multiplier
+      of 0 is taken), and an initial scale below 1 *rises* to 1 on an overflow; here such an initial scale is refused.
       ``hysteresis`` with refill ``"growth"`` is Megatron-LM's ``DynamicGradScaler``; ``"finite"`` is DeepSpeed's
       ``consecutive_hysteresis``.
     """

@@ -19,9 +19,9 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
 
     Args:
       opt_state: any pytree that holds one `LossScale`; with ``path``, one or more.
-      path: which part of the tree to look in, where several optimizers have their states in one tree: the beginning of
-        a path, as `jax.tree_util.keystr` writes it (``"['critic']"``, as in the error that asks for it), or in its
-        simple form (``"critic"``, ``"critic/0"``).
+      path: which part of the tree to look in, if it holds the states of several optimizers: the beginning of a path, as
+        `jax.tree_util.keystr` writes it (``"['critic']"``, as in the error that asks for it), or in its simple form
+        (``"critic"``, ``"critic/0"``).
 
     Returns:
       The loss scale, with its current state.

@@ -20,8 +20,8 @@ from jax_lossscale._loss_scale.base import LossScale, register, static_field
 class FixedLossScale(LossScale):
     """A loss scale that stays as it is.
 
-    By default `update` always says to apply the step, also when the gradients are not finite: nothing would come of
-    skipping, since the scale does not react. Say ``skip_nonfinite=True`` to skip such steps all the same.
+    By default `update` always says that the step may be applied, even if the gradients are not finite, since skipping a
+    step would not change the scale. Use ``skip_nonfinite=True`` to skip such steps.
 
     Args:
       loss_scale_value: a number, at least 1; Python, NumPy and JAX scalars. A tracer or an array of positive numbers is
@@ -45,8 +45,8 @@ class FixedLossScale(LossScale):
       {'loss_scale_value': 1024.0, 'skip_nonfinite': False}
 
     References:
-      ``tf.compat.v1.mixed_precision.FixedLossScale``. That one takes bools, NaN and infinity for numbers, and has no
-      ``skip_nonfinite``, which comes from MindSpore's ``FixedLossScaleManager(drop_overflow_update=True)``.
+      ``tf.compat.v1.mixed_precision.FixedLossScale``. TensorFlow's takes bools, NaN and infinity for numbers, and has
+      no ``skip_nonfinite``, which comes from MindSpore's ``FixedLossScaleManager(drop_overflow_update=True)``.
     """
 
     loss_scale_value: jax.Array  # float32[]
@@ -89,17 +89,17 @@ class FixedLossScale(LossScale):
 class NoOpLossScale(LossScale):
     """No loss scale, behind the same interface: for float32 and bfloat16.
 
-    Nothing is multiplied, nothing is checked, nothing is skipped, and there are no leaves. `scale` and `unscale` return
-    what they are given, also in bfloat16. To have float32 gradients checked and bad steps skipped, use
+    Nothing is multiplied, checked or skipped, and there are no leaves. `scale` and `unscale` return what they are
+    given, also in bfloat16. To have float32 gradients checked and bad steps skipped, use
     ``FixedLossScale(1, skip_nonfinite=True)``.
 
     The state of `loss_scaled` still counts its steps, and keeps its other counters and its flag. So the compiled step
     is that of the inner chain and a few operations on scalars (``python -m benchmarks noop`` compares the two). That is
-    the same computation, but XLA may fuse a larger program in another way, which may round in another way: a long run
-    need not stay on the trajectory of the chain alone to the last bit.
+    the same computation, but XLA may fuse a larger program differently, and then round differently, so a long run may
+    differ from one with the chain alone.
 
-    Float16 is not what this is for. `loss_scaled` still shows it to the inner chain in float32, lest Adam make a NaN of
-    it.
+    Do not use it with float16. (`loss_scaled` still converts float16 to float32 for the inner chain, since Adam could
+    make a NaN from it.)
 
     Examples:
       >>> import jax_lossscale as jls

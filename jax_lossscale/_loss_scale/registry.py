@@ -76,7 +76,7 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
       ``{"class_name": ..., "config": ...}``, of values that JSON can hold.
 
     Raises:
-      ValueError: if it is not a `LossScale`, or of a user's class with the name of one of ours.
+      ValueError: if it is not a `LossScale`, or of a user's class with the name of one of this library's.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -98,14 +98,14 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     """The loss scale that training in a compute dtype needs.
 
     Args:
-      dtype: what the forward and backward pass compute in.
+      dtype: the dtype in which the forward and backward pass compute.
 
     Returns:
       `DynamicLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
       float64, whose exponents reach below 1e-37.
 
     Raises:
-      ValueError: for any other dtype. Float8 needs a scale for each tensor, which a loss scale is not.
+      ValueError: for any other dtype. Float8 needs a scale for each tensor, which a loss scale cannot replace.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -18,11 +18,12 @@ from jax_lossscale._measure.reading import at_least_16_bits
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
     """Find the first leaf that holds a NaN or an infinity.
 
-    One number that can be computed inside `jax.jit` and kept in a state; `leaf_path` makes a path of it on the host.
+    The result is one number, which can be computed inside `jax.jit` and kept in a state; `leaf_path` turns it into a
+    path on the host.
 
     Args:
-      tree: any pytree. Only the leaves of the leaf rule are looked at, but all are counted, and ``None`` is counted as
-        one: so the index fits the parameters also where frozen ones have no gradient.
+      tree: any pytree. Only inexact leaves are checked, but all leaves are counted, and ``None`` counts as one. So the
+        index is right for the parameters, too, even if frozen ones have no gradient.
       axis_name: as in `all_finite`.
 
     Returns:

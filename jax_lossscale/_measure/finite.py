@@ -22,14 +22,14 @@ from jax_lossscale._measure.shards import Question, ask
 def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
     """Whether no leaf holds a NaN or an infinity.
 
-    Exact in every floating and complex dtype. Only the leaves of the leaf rule are looked at: ``None``, integers,
-    booleans, float0 and random keys are neither finite nor infinite.
+    Exact in every floating and complex dtype. Only inexact leaves are checked: ``None``, integers, booleans, float0 and
+    random keys are ignored.
 
     Args:
       tree: any pytree; leaves of any shape, empty ones included.
-      axis_name: inside `jax.shard_map`, `jax.pmap` or a named `jax.vmap`: the name or names of the mesh axes over
-        which the answer is agreed, so that one bad shard is seen by all. Under `jax.jit` over a mesh there is
-        nothing to name: arrays are global there.
+      axis_name: inside `jax.shard_map`, `jax.pmap` or a named `jax.vmap`: the name or names of the mesh axes over which
+        devices agree on the answer, so that all know of one bad shard. Under `jax.jit` over a mesh it is not needed,
+        since arrays are global there.
 
     Returns:
       ``bool[]``; true for a tree without inexact leaves.

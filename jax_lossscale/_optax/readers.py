@@ -20,16 +20,16 @@ _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
 
 
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
-    """What to log about loss scaling, as device scalars: reading them is up to you, and so is when.
+    """What to log about loss scaling, as device scalars, which you may read whenever you like.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
 
     Returns:
       A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
-      ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); where bad steps are recorded, of ``last_bad_leaf``
-      (``int32[]``) too; where the loss scale measures it, of ``largest`` (``float32[]``), the largest magnitude among
-      the unscaled gradients of the last step: a log of it is a trace for `jls.diagnostics.simulate`.
+      ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); also of ``last_bad_leaf`` (``int32[]``), if bad steps
+      are recorded, and of ``largest`` (``float32[]``), if the loss scale measures it: the largest magnitude among the
+      unscaled gradients of the last step. A log of it is a trace for `jls.diagnostics.simulate`.
 
     Raises:
       ValueError: if there is no such state, or more than one.
@@ -58,14 +58,14 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     """Raise an error when steps keep being skipped and lowering the scale cannot help.
 
-    Call it on the host, now and then: it waits for the device. A run is stuck when ``patience`` steps in a row were
-    skipped, this one included, and further bad steps would not lower the scale, because it stands at its floor or
-    never moves; or when 1,000 in a row were skipped whatever the scale, which no overflow explains: a loss that stays
-    NaN does not lower the scale, and is told by this.
+    Call it on the host, now and then: it waits for the device. A run is stuck if the last ``patience`` steps were
+    skipped and further bad steps would not lower the scale, because it is at its floor or never moves. It is also stuck
+    if the last 1,000 steps were skipped, at any scale, which no overflow explains. This finds a loss that stays NaN,
+    which does not lower the scale.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`; of a batch of runs, one stuck run suffices.
-      patience: how many skipped steps in a row to bear at the floor, at least 1.
+      patience: how many skipped steps in a row to tolerate at the floor, at least 1.
 
     Raises:
       RuntimeError: if the run is stuck; the message says what to look at.
@@ -79,7 +79,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       >>> jls.raise_if_stuck(state)
 
     References:
-      fairseq and DeepSpeed raise at the floor at once; MindSpore after 1,000 skipped steps in a row.
+      fairseq and DeepSpeed raise as soon as the scale is at its floor; MindSpore after 1,000 skipped steps in a row.
     """
     patience = positive_integer(patience, "raise_if_stuck(patience=...)", "It counts skipped steps in a row.")
     _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")

@@ -18,18 +18,18 @@ from jax_lossscale._optax.verdict import Verdict
 
 
 class BadStep(NamedTuple):
-    """What ``loss_scaled(..., record_bad_steps=True)`` keeps of the last step that was skipped or not finite.
+    """What ``loss_scaled(..., record_bad_steps=True)`` records of the last step that was skipped or not finite.
 
     Attributes:
       step: its number, from 0, counted over applied and skipped steps; -1 before there was one.
-      leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` makes a
-        path of; -1 if all were finite.
+      leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
+        into a path; -1 if all were finite.
       num_leaves: how many leaves the gradients had, ``None`` counted as one.
       has_nan: whether that leaf held a NaN. If not, it held infinities.
       leaves_finite: whether all leaves of the gradients were finite.
-      parts_finite: whether all parts were finite that these gradients were made of, as far as ``parts_finite`` told.
-      value_finite: whether the loss was finite, as far as it was given as ``value``.
-      skip_if: whether the user's own condition was true, as far as it was given as ``skip_if``.
+      parts_finite: whether all parts of these gradients were finite, if that was given as ``parts_finite``.
+      value_finite: whether the loss was finite, if it was given as ``value``.
+      skip_if: whether the user's own condition was true, if it was given as ``skip_if``.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -47,13 +47,13 @@ class LossScaledState(NamedTuple):
 
     Attributes:
       loss_scale: the current loss scale.
-      inner_state: the state of the inner chain, which a skipped step leaves bit for bit.
-      grads_finite: whether the gradients of the last step, and all parts that they were made of, were finite; true
-        before the first step, and always true under a `NoOpLossScale`, which does not look.
+      inner_state: the state of the inner chain, which a skipped step does not change by a bit.
+      grads_finite: whether the gradients of the last step, and all their parts, were finite; true before the first
+        step, and always true under a `NoOpLossScale`, which does not check.
       applied_steps: steps that changed the parameters. Schedules in the inner chain count these.
-      skipped_steps: steps that did not, for whatever reason.
-      consecutive_skips: how many of those since the last applied step.
-      last_bad_step: what is known of the last bad step, if ``record_bad_steps`` was asked for.
+      skipped_steps: steps that did not change them, for whatever reason.
+      consecutive_skips: how many steps were skipped since the last applied step.
+      last_bad_step: what is known of the last bad step, with ``record_bad_steps=True``.
       largest: the largest magnitude among the unscaled gradients of the last step, if its gradients were finite and the
         loss scale is of a kind that measures it; else 0.
     """

@@ -29,11 +29,11 @@ from jax_lossscale._optax.verdict import Told, Verdict, check_told, decide
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation with one method more, ``update_and_apply``; see `loss_scaled`.
+    """An optax transformation with one more method, ``update_and_apply``; see `loss_scaled`.
 
-    A value like every optax transformation: the tuple ``(init, update)``, which goes wherever one goes. Whatever
-    rebuilds that tuple (`copy.deepcopy`, `jax.tree.map`, ``_replace``, an `equinox.Module`) keeps ``update_and_apply``,
-    since it is found through ``update``.
+    Like every optax transformation, it is a value: the tuple ``(init, update)``, which can be used wherever one can.
+    Whatever rebuilds that tuple (`copy.deepcopy`, `jax.tree.map`, ``_replace``, an `equinox.Module`) keeps
+    ``update_and_apply``, since it is found through ``update``.
     """
 
     @functools.cached_property
@@ -63,9 +63,9 @@ def loss_scaled(
 ) -> LossScaledTransformation:
     """Wrap an optimizer chain so that it takes scaled gradients and skips the steps that overflowed.
 
-    The chain, clipping and weight decay and schedules included, sees true gradients in float32. On a bad step it is
-    not run (on a CPU), or its result is discarded whole (elsewhere; see ``skip``): its state stays bit for bit, and the
-    updates are zero. Wrap the whole chain, once.
+    The chain, including clipping, weight decay and schedules, sees true gradients in float32. On a bad step it is not
+    run (on a CPU), or its whole result is discarded (elsewhere; see ``skip``). Its state stays the same, bit for bit,
+    and the updates are zero. Wrap the whole chain, once.
 
     A step is skipped if the gradients are not finite (and the loss scale skips such steps), if ``value`` is not finite,
     or if ``skip_if`` is true. The loss scale reacts to the gradients alone:
@@ -77,31 +77,33 @@ def loss_scaled(
     | not finite | finite     | either      | backs off           |
     | either     | not finite | either      | stays as it is      |
 
-    A loss that is not finite comes from the forward pass, which no loss scale touches. An overflow counts also where
-    ``skip_if`` is true, since conditions such as "the gradient norm is above a threshold" are true on every overflow,
-    and the scale would never come down.
+    A loss that is not finite comes from the forward pass, which no loss scale touches. An overflow lowers the scale
+    even if ``skip_if`` is true: conditions such as "the gradient norm is above a threshold" are true on every overflow,
+    so otherwise the scale would never come down.
 
-    Parameters narrower than float32 are shown to the chain in float32, when it is initialized and when it is run, so
-    its moments are float32 and stay so. Leaves that are not inexact (integers, keys, float0) are not shown to it.
+    The chain gets parameters narrower than float32 in float32, when it is initialized and when it is run, so its
+    moments are float32 and stay so. It does not get leaves that are not inexact (integers, keys, float0).
 
-    With a `NoOpLossScale` all of this falls away, the check of ``value`` and float32 views of bfloat16 included; only
-    ``skip_if``, if given, still skips, and the state counts its steps.
+    With a `NoOpLossScale` nothing of this is done, not even the check of ``value`` and the conversion of bfloat16 to
+    float32. Only ``skip_if``, if given, still skips steps, and the state still counts them.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps`.
       loss_scale: whatever `get` accepts.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, the names over which the verdict is agreed (never the gradients;
-        sum those yourself, before or after scaling). All devices then skip together. One small all-reduce.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree on the verdict, so
+        that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them
+        yourself.
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
-        bytes, though no GPU has been timed. The results are the same, and so
-        are their derivatives, which stay finite where a step was skipped. (Where an overflow came out of a backward
-        pass that is itself differentiated, as in meta-learning, the derivative of that pass may still be NaN.)
-      record_bad_steps: whether ``init`` makes a state that keeps a `BadStep`: which leaf was not finite, and how;
-        ``update`` follows the state. On a good step that costs a branch; to compile, a reduction a leaf.
+        bytes, though no GPU has been timed. The results are the same, and so are their derivatives, which stay finite
+        if a step was skipped. (If an overflow came from a backward pass that is itself differentiated, as in
+        meta-learning, the derivative of that pass may still be NaN.)
+      record_bad_steps: whether ``init`` makes a state that has a `BadStep`: which leaf was not finite, and how.
+        ``update`` records it if the state has one. This costs a branch on a good step, and the compilation of one
+        reduction for each leaf.
 
     Returns:
-      A `LossScaledTransformation`. These are its functions, beside ``init(params)``.
+      A `LossScaledTransformation`. Beside ``init(params)``, it has these functions:
 
       ``update(scaled_grads, state, params=None, *, value, skip_if, parts_finite, grads_finite, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
@@ -110,15 +112,15 @@ def loss_scaled(
         - ``value``: the true loss, a real scalar, which is passed on to the chain;
         - ``skip_if``: ``bool[]``, skip for a reason of your own;
         - ``parts_finite``: ``bool[]``, false if a part of these gradients overflowed and was left out
-          (`accumulate_gradients`): the scale then backs off, though the step is applied;
-        - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite, where you know it already (from their
-          norm, say), agreed over devices: then they are not read to find out (but a kind with ``needs_largest`` reads
-          them to measure). You vouch for it;
-        - other arguments reach the chain as they are: gradients among them must be unscaled ones. Called outside
-          `jax.jit` with one of these, a step is many small dispatches instead of one.
+          (`accumulate_gradients`): the scale then backs off, although the step is applied;
+        - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if you know it already
+          (for example from their norm). Then they are not read to find out (but a kind with ``needs_largest`` reads
+          them to measure). It is not checked;
+        - other arguments are passed on to the chain unchanged, so gradients among them must be unscaled. Outside
+          `jax.jit`, a step with such an argument is many small dispatches instead of one.
 
-        The updates of a skipped step are -0.0, which added to any number gives that number, to the last bit. (XLA may
-        flush subnormal parameters to zero in any addition; ``update_and_apply`` does not add.)
+        The updates of a skipped step are -0.0, which changes no number to which it is added. (XLA may flush subnormal
+        parameters to zero in any addition; ``update_and_apply`` does not add.)
 
       ``update_and_apply(scaled_grads, state, params, **the same)``
         returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster. Leaves of ``params``
@@ -144,7 +146,7 @@ def loss_scaled(
       (Array(0., dtype=float32), Array(1, dtype=int32))
 
     References:
-      ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer``. That one decides nothing from the loss, and
+      ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer``. TensorFlow's does not check the loss, and
       scales it itself.
     """
     check_axis_name(axis_name, "loss_scaled(axis_name=...)")

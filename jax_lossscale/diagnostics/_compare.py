@@ -40,18 +40,20 @@ def compare_gradients(
     progress: Callable[[Sequence[float]], Iterable[float]] | None = None,
     **kwargs: Any,
 ) -> GradientComparison:
-    """Ask before a run whether a function trains in float16: compare its gradients with float32's at several scales.
+    """Compare a function's float16 gradients with float32's at several scales, to see whether it will train.
 
     For each leaf and each loss scale ``s``, with ``g32`` the gradients of the reference,
 
         relative_error = norm(unscale(grad(s * fun)) - g32) / norm(g32)
 
-    Its course tells the cause. Falling with the scale: underflow, which loss scaling cures. Flat and large: the forward
-    pass rounds away what matters. Infinite from some scale on: the backward pass overflows. Small as a whole, but 1 for
-    some leaves: a part of the model starves. For one batch and one set of parameters: ask again after some training.
+    How this error changes with the scale shows the cause. If it falls, the gradients underflow, which loss scaling
+    cures. If it is flat and large, the forward pass rounds away what matters. If it is infinite from some scale on, the
+    backward pass overflows. If it is small as a whole, but 1 for some leaves, a part of the model gets no gradients.
+    The answer is for one batch and one set of parameters: compare again after some training.
 
-    Compiled twice, the function with the scale as an argument, and the reference. Both hold only the gradients of one
-    scale at a time. Operations round as they are written: the compiler is told not to fuse the casts away.
+    Two programs are compiled: the function, with the scale as an argument, and the reference. Each holds the gradients
+    of only one scale at a time. Every operation rounds to its own dtype, since the compiler may not fuse the casts
+    away.
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
@@ -63,7 +65,7 @@ def compare_gradients(
         where the gradients are very large or very small.
       reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
         `in_precision`.
-      progress: wraps the sequence of scales that is gone through, such as ``tqdm.tqdm`` or ``rich.progress.track``.
+      progress: a function that wraps the sequence of scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
         beforehand, with `functools.partial`.
 
@@ -72,7 +74,7 @@ def compare_gradients(
 
     Raises:
       ValueError: if ``dtype`` is no real floating dtype; if ``loss_scales`` is empty or holds anything but positive
-        finite numbers; if there are no gradients; inside `jax.jit` and its like.
+        finite numbers; if there are no gradients; inside `jax.jit` and other transformations.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -73,22 +73,22 @@ class _Cause(NamedTuple):
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
     """Say in plain sentences how a run stands, why steps are skipped, and what to try.
 
-    For a person, on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)`` it knows when
-    the last step went bad, in which leaf, and how; without, it says what it may have been. How large the gradients are
-    it knows where the loss scale measures that, as `AutoLossScale` does. What no state can tell it leaves to
-    `compare_gradients` and `range_report`, and says so.
+    Call it on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)``, it says when the
+    last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
+    the gradients are if the loss scale measures them, as `AutoLossScale` does. For what the state does not show, it
+    refers to `compare_gradients` and `range_report`.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
-      params: the parameters now. They are looked at, since a NaN in them explains all that follows, and give the leaf
-        that went bad its path. ``None`` counts as a leaf in them, as in `first_nonfinite`.
+      params: the current parameters. They are checked, since a NaN in them explains all that follows, and they give the
+        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`.
 
     Returns:
       A few lines of text.
 
     Raises:
-      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` has not as
-        many leaves as the gradients.
+      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` does not
+        have as many leaves as the gradients.
 
     Examples:
       >>> import jax.numpy as jnp, optax

@@ -15,7 +15,7 @@ _MOSTLY_ROUNDING = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class LeafGradientError:
-    """What becomes of the gradients of one leaf.
+    """The errors of the gradients of one leaf.
 
     Attributes:
       path: where the leaf is, as `jax.tree_util.keystr` writes it.
@@ -28,9 +28,9 @@ class LeafGradientError:
         infinite where a gradient is not finite.
       lost: for each loss scale, the share of the reference's non-zero numbers that are zero.
       nonfinite: for each loss scale, the share of all numbers that are not finite.
-      rounding: the relative change of the reference when the parameters are changed by a few units in the last place
-        of float32. Where it is large the true gradient is nothing but rounding (a bias in front of a batch
-        normalization has such a gradient), and its errors say nothing.
+      rounding: the relative change of the reference when the parameters are changed by a few units in the last place of
+        float32. If it is large, the true gradient is nothing but rounding (a bias in front of a batch normalization has
+        such a gradient), and its errors mean nothing.
     """
 
     path: str
@@ -52,10 +52,10 @@ class LeafGradientError:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GradientComparison(Sequence[LeafGradientError]):
-    """Float16's gradients against float32's: a verdict, and the numbers that it rests on.
+    """Gradients in float16 compared with those in float32: a verdict, and the numbers behind it.
 
-    Printed, and shown in a notebook, it is the verdict and a table of the leaves, the worst first; iterated over, it is
-    a `LeafGradientError` for each leaf.
+    Printed, or shown in a notebook, it is the verdict and a table of the leaves, the worst first. Iterating over it
+    gives a `LeafGradientError` for each leaf.
 
     Attributes:
       verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
@@ -68,7 +68,7 @@ class GradientComparison(Sequence[LeafGradientError]):
       loss_scales: the scales that were compared, in ascending order.
       leaves: a `LeafGradientError` for each leaf, the worst first.
       total: the same for all leaves together.
-      value: the value of the function, which no loss scale changes.
+      value: the value of the function, which a loss scale does not change.
       reference_value: that of the reference.
       as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
     """

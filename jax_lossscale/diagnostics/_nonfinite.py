@@ -61,8 +61,8 @@ class NonfiniteReport(Sequence[LeafReport]):
     """A `LeafReport` for every inexact leaf, the worst first.
 
     Leaves are ordered by the share of their elements that are not finite, then by their number, then by their largest
-    finite magnitude: of finite leaves the one closest to overflow comes first. Printed, and shown in a notebook, it is
-    a table of the leaves that are not finite; iterated over, it is data.
+    finite magnitude: of finite leaves the one closest to overflow comes first. Printed, or shown in a notebook, it is a
+    table of the leaves that are not finite. Iterating over it gives the reports.
 
     Attributes:
       leaves: the reports.
@@ -128,8 +128,8 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     """Tell which leaves hold NaN or infinities, how many, and where the first is.
 
-    For the host: it waits for the device, and brings back a few numbers a leaf. Inside `jax.jit` use
-    `first_nonfinite`, or have `loss_scaled` keep it with ``record_bad_steps=True``.
+    Call it on the host: it waits for the device, and fetches a few numbers for each leaf. Inside `jax.jit`, use
+    `first_nonfinite`, or let `loss_scaled` record it with ``record_bad_steps=True``.
 
     Args:
       grads: any pytree, scaled or not; leaves that are not inexact are left out. Leaves may be sharded.
@@ -138,7 +138,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
       A `NonfiniteReport`, the worst leaf first.
 
     Raises:
-      ValueError: inside `jax.jit` and its like, where nothing is known yet.
+      ValueError: inside `jax.jit` and other transformations, where nothing is known yet.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -170,8 +170,8 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
     """The path of the leaf that `first_nonfinite` has found.
 
     Args:
-      tree: the tree that was looked at, or another of the same structure, such as the parameters; ``None`` counts as a
-        leaf.
+      tree: the tree that was checked, or another one of the same structure, such as the parameters; ``None`` counts as
+        a leaf.
       index: what `first_nonfinite` returned, on the host.
 
     Returns:

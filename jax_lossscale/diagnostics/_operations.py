@@ -41,14 +41,14 @@ class OperationRange:
       source: file and line, of the innermost function that belongs to no installed library.
       is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
       shape: the shape of the result.
-      dtype: its dtype, in which it was not computed.
+      dtype: its dtype in the function; here it was computed in float32.
       largest: the largest magnitude; infinite or NaN if it is not finite in float32 either.
       overflow: the share of numbers that would be infinite in the dtype, or are not finite already.
       zero: the share of the non-zero numbers that would become zero.
       subnormal: the share of the non-zero numbers that would become subnormal, and lose digits.
       log2_above: by how many powers of two the largest exceeds the largest number of the dtype; 0 if it does not.
-      log2_below: how many powers of two the largest lacks to be a normal number; 0 if it is one.
-      cure: what helps, where that is known and anything is wrong; else "".
+      log2_below: by how many powers of two the largest is below the smallest normal number; 0 if it is not.
+      cure: what helps, if anything is wrong and a cure is known; else "".
     """
 
     operation: str
@@ -71,15 +71,16 @@ class OperationRange:
 class RangeReport(Sequence[OperationRange]):
     """An `OperationRange` for every operation whose result would be narrow, the worst first.
 
-    Those that overflow come first: of the forward pass before those of the backward pass, and within each in the order
-    of the program, since what overflows first is the cause of what follows. Then those of which the most becomes zero.
-    Printed, and shown in a notebook, it is a table of those and of what helps; iterated over, it is data.
+    Those that overflow come first: those of the forward pass before those of the backward pass, and within each in the
+    order of the program, since what overflows first is the cause of what follows. Then come those of which the most
+    becomes zero. Printed, or shown in a notebook, it is a table of these operations with what helps. Iterating over it
+    gives the operations.
 
     Attributes:
       operations: the operations.
       dtype: the name of the dtype.
       loss_scale: the loss scale.
-      as_they_are: the operations that could not be followed, of which only the results are measured.
+      as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
     """
 
     operations: tuple[OperationRange, ...]
@@ -116,7 +117,7 @@ class RangeReport(Sequence[OperationRange]):
         return _table.as_html(self._summary(), self._rows()) + _table.as_html("\n".join(self._notes()), [])
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
-        """What overflows in the forward pass itself, no derivative: at every loss scale alike."""
+        """The operations that overflow in the forward pass itself, which they do at every loss scale."""
         over = [operation for operation in self.bad if operation.overflow and not operation.is_backward]
         return tuple(operation for operation in over if not operation.derivative_of)
 
@@ -181,22 +182,22 @@ def range_report(
     loss_scale: Any = 2.0**15,
     **kwargs: Any,
 ) -> RangeReport:
-    """Tell which operations of a float16 function and its gradients leave float16's range, and where they stand.
+    """Find the operations of a float16 function and its gradients that leave float16's range, and where they are.
 
-    The program of value and gradient is evaluated in float32, as by `in_precision`, and what each operation gives that
-    would have been narrow is measured: how large it is, and how much of it would be infinite, zero or subnormal. So
-    one operation's overflow does not hide the next one's. What runs in a loop is told by its worst iteration.
+    The program of value and gradient is evaluated in float32, as by `in_precision`, and every result that would have
+    been narrow is measured: how large it is, and how much of it would be infinite, zero or subnormal. So one
+    operation's overflow does not hide the next one's. For a loop, the worst iteration is reported.
 
-    It runs operation by operation, so that what is alike is compiled once, and keeps a few numbers of each. Inside
-    `jax.shard_map` and kernels only the results are measured. Layers are known to flax, haiku and `jax.named_scope`;
-    for nnx and equinox the classes stand in for them.
+    It runs operation by operation, so that equal operations are compiled once, and keeps a few numbers of each. For
+    `jax.shard_map` and kernels, only the results are measured. The names of layers come from flax, haiku and
+    `jax.named_scope`; for nnx and equinox, the names of classes are used instead.
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
       *args: its arguments: one batch, and float32 parameters.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
-      dtype: the narrow dtype whose range is asked about. All narrow results are measured against it.
+      dtype: the narrow dtype with whose range all narrow results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
         beforehand, with `functools.partial`.
@@ -205,8 +206,8 @@ def range_report(
       A `RangeReport`, the worst operation first.
 
     Raises:
-      ValueError: if ``dtype`` is no real floating dtype, or ``loss_scale`` is no loss scale; inside `jax.jit` and its
-        like.
+      ValueError: if ``dtype`` is no real floating dtype, or ``loss_scale`` is no loss scale; inside `jax.jit` and other
+        transformations.
 
     Examples:
       >>> import jax

@@ -41,25 +41,25 @@ _OPAQUE = ("ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
     """Make the same function with every narrow float computed in another precision.
 
-    Where ``fun`` casts to float16, bfloat16 or float8, the function made here casts to ``dtype``; so with float32 it
-    is the network that would stand there if nothing had been cast: a reference, made from the code itself. It follows
-    casts, constants and the dtypes that operations are told, through jit, scan, while loops, conditionals,
-    `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp` and `jax.custom_vjp`. The result may itself be differentiated,
-    vectorized and compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both use the
-    derivatives that ``fun`` defines.
+    Where ``fun`` casts to float16, bfloat16 or float8, the new function casts to ``dtype``. With float32, it is what
+    the network would be if nothing had been cast: a reference, made from the code itself. It follows casts, constants
+    and the dtypes that operations are told, through jit, scan, while loops, conditionals, `jax.checkpoint`,
+    `jax.shard_map`, `jax.custom_jvp` and `jax.custom_vjp`. The result may itself be differentiated, vectorized and
+    compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both use the derivatives that ``fun``
+    defines.
 
-    Some things stay narrow. `jax.lax.bitcast_convert_type` gives what the bits of the narrow number say, and is cast
-    afterwards (random numbers of float16 are made so). Constants have the digits that were left of them when ``fun``
-    made them narrow, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, stay what they are.
-    Kernels (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in the narrow dtype.
+    Some things stay narrow. `jax.lax.bitcast_convert_type` uses the bits of the narrow number, and its result is cast
+    afterwards (float16 random numbers are made in this way). Constants keep only the digits that they had after ``fun``
+    made them narrow, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, do not change. Kernels
+    (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in the narrow dtype.
 
     Matrix products and convolutions of narrow numbers are computed with `jax.lax.Precision.HIGHEST`; otherwise a GPU
     would round their operands to as few bits as float16 has.
 
     Args:
       fun: a function of any pytrees. It is traced anew on each call; compile the result with `jax.jit`. Arrays are
-        traced, other arguments (Python numbers, strings, functions) are handed on as they are.
-      dtype: a floating dtype; float32 by default. What is wider than 16 bits in ``fun`` keeps its own dtype.
+        traced; other arguments (Python numbers, strings, functions) are passed on as they are.
+      dtype: a floating dtype; float32 by default. Whatever is wider than 16 bits in ``fun`` keeps its own dtype.
 
     Returns:
       A function of the same arguments, keyword arguments included. Narrow arguments are taken as they are, and widened.

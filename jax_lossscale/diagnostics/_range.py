@@ -39,8 +39,8 @@ class Underflow(NamedTuple):
     Attributes:
       zero: ``float32[]``, the share that would become zero, of the finite numbers that are not zero.
       subnormal: ``float32[]``, the share of these that would become subnormal, and lose digits.
-      already_zero: ``float32[]``, the share of all finite numbers that are zero before the cast. Where it is 1, nothing
-        is left of which the others could be shares, and they are 0.
+      already_zero: ``float32[]``, the share of all finite numbers that are zero before the cast. If it is 1, there are
+        no other numbers, and the other shares are 0.
     """
 
     zero: jax.Array
@@ -63,11 +63,11 @@ class LossScaleSuggestion(NamedTuple):
 
     Attributes:
       loss_scale: ``float32[]``, a power of two.
-      rescued: ``float32[]``, the share of the finite gradients that are not zero which would be zero without this scale
-        and are not with it.
+      rescued: ``float32[]``, of the finite gradients that are not zero, the share that would be zero without this scale
+        and is not zero with it.
       largest: ``float32[]``, the largest finite magnitude.
-      already_zero: ``float32[]``, the share of the finite gradients that are zero, and that no scale brings back. Where
-        it is 1, nothing is known of a scale, and it is 1, too.
+      already_zero: ``float32[]``, the share of the finite gradients that are zero, and that no scale brings back. If it
+        is 1, no scale can be suggested, and ``loss_scale`` is 1.
     """
 
     loss_scale: jax.Array
@@ -89,19 +89,20 @@ class LossScaleSuggestion(NamedTuple):
 def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *, per_leaf: bool = False) -> Any:
     """The share of gradients that a dtype would lose below its range.
 
-    Gradients that are zero already, or not finite, are no part of these shares: half of the gradients behind a ReLU are
-    zero, and no dtype has lost them. But gradients that a float16 backward pass has lost are zeros, too. So their share
-    is told beside, as ``already_zero``, and where it is large, compute ``grads`` in float32 and ask again.
+    Gradients that are zero already, or not finite, do not count in these shares: half of the gradients behind a ReLU
+    are zero, and no dtype has lost them. But gradients that a float16 backward pass has lost are zeros, too. So the
+    share of zeros is given as well, as ``already_zero``. If it is large, compute ``grads`` in float32, and call this
+    again.
 
     Args:
-      grads: any pytree; for what a run would lose, *unscaled* gradients computed in a wider dtype; multiplied by a
-        loss scale, for what it would lose with it.
+      grads: any pytree. To learn what a run would lose, pass *unscaled* gradients computed in a wider dtype; to learn
+        what it would lose with a loss scale, multiply them by it.
       dtype: a floating dtype. Rounding to nearest, ties to even, decides what becomes zero or subnormal in it.
-      per_leaf: whether to look at each leaf by itself.
+      per_leaf: whether to measure each leaf by itself.
 
     Returns:
-      An `Underflow`. Shares of no number at all are 0. With ``per_leaf``, a tree of them in the structure of ``grads``,
-      with ``None`` for every leaf that is not inexact.
+      An `Underflow`. Where there are no numbers, the shares are 0. With ``per_leaf``, a tree of them in the structure
+      of ``grads``, with ``None`` for every leaf that is not inexact.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype.
@@ -127,12 +128,13 @@ def suggest_loss_scale(
 ) -> LossScaleSuggestion:
     """The largest power of two that leaves the largest gradient room below the top of a dtype.
 
-    ``largest * loss_scale * headroom <= finfo(dtype).max``, and ``1 <= loss_scale <= 2**127``. Gradients of one batch
-    tell little about the next one's; that is what the headroom is for.
+    ``largest * loss_scale * headroom <= finfo(dtype).max``, and ``1 <= loss_scale <= 2**127``. The headroom is there
+    because the gradients of the next batch may be larger.
 
-    A suggestion grows old as the gradients do. Of eight small trainings, what the first step suggested was off by 2**3
-    to 2**13 at the end of five. So ask again within the first hundred steps, and whenever the loss has fallen by much;
-    or let a scale that moves follow the gradients from there: ``DynamicLossScale(suggestion.loss_scale)``.
+    A suggestion becomes outdated as the gradients change. At the end of five of eight small trainings, what the first
+    step had suggested was off by 2**3 to 2**13. So call this again within the first hundred steps, and whenever the
+    loss has fallen by much; or let a scale that moves follow the gradients from there:
+    ``DynamicLossScale(suggestion.loss_scale)``.
 
     Args:
       grads: *unscaled* gradients, any pytree, best computed in float32 at a loss scale of 1.
@@ -140,7 +142,7 @@ def suggest_loss_scale(
       headroom: how many times larger gradients may become, at least 1.
 
     Returns:
-      A `LossScaleSuggestion`. Without any finite gradient but zero its loss scale is 1, and ``already_zero`` tells.
+      A `LossScaleSuggestion`. If no finite gradient differs from zero, its loss scale is 1; see ``already_zero``.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype, or ``headroom`` less than 1 or not finite.

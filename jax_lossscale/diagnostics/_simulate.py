@@ -50,32 +50,34 @@ def simulate(
 ) -> Simulation:
     """Replay a loss scale over a trace: compiled, a million steps in a moment.
 
-    Two kinds of trace: whether each step was finite, as recorded; or how large the largest true gradient of each step
-    was, of which it follows whether the step is finite at the scale that this loss scale would have had::
+    There are two kinds of trace. The first says whether each step was finite, as recorded. The second says how large
+    the largest true gradient of each step was, from which it follows whether the step is finite at the scale that this
+    loss scale would have had::
 
         finite = isfinite(round(inside * scale)) and isfinite(round(largest * scale))
         loss_scale = loss_scale.adjust(finite)
         loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else 0)
 
-    where ``round`` rounds to ``dtype``; the last line is for kinds with ``needs_largest``, which see what would have
-    arrived. To try many settings at once, `jax.vmap` over the numbers that a loss scale holds (see the examples).
+    where ``round`` rounds to ``dtype``; the last line is for kinds with ``needs_largest``, which get the gradient as it
+    would have arrived. To try many settings at once, `jax.vmap` over the numbers that a loss scale holds (see the
+    examples).
 
     Args:
       loss_scale: any kind, in the state to start from.
       grads_finite: ``bool[steps]``.
-      largest: instead of it, ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step, or
-        anything that is not finite, where the gradients would not be at any scale.
-      inside: with ``largest``, what overflows first where that is no gradient of a parameter: ``float[steps]``, the
-        largest magnitude, unscaled, in the middle of the backward pass, among the cotangents of activations. By
-        default ``largest``.
-      dtype: what the backward pass computes in.
+      largest: instead of it, ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step; NaN
+        or infinity if the gradients would not be finite at any scale.
+      inside: with ``largest``, the magnitude of what overflows first, if that is not a gradient of a parameter:
+        ``float[steps]``, the largest unscaled magnitude inside the backward pass, among the cotangents of activations.
+        By default ``largest``.
+      dtype: the dtype in which the backward pass computes.
 
     Returns:
       A `Simulation`.
 
     Raises:
       ValueError: if ``loss_scale`` is no `LossScale`; unless exactly one trace is given, of one dimension, and
-        ``grads_finite`` of booleans; if a kind that needs the largest gradient is given none; if ``inside`` is given
+        ``grads_finite`` of booleans; if a kind that needs the largest gradient does not get it; if ``inside`` is given
         without ``largest``, or is not as long; if ``dtype`` is no floating dtype.
 
     Examples:

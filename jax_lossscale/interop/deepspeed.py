@@ -41,10 +41,10 @@ def from_deepspeed(state: Mapping[str, Any], *, min_loss_scale: float | None = N
     Args:
       state: what ``FP16_Optimizer.state_dict()`` returned; or that of a ZeRO optimizer, which holds its scaler under
         ``"loss_scaler"``; or ``vars(loss_scaler)``.
-      min_loss_scale: the floor, where the state does not say. By default 1, which is DeepSpeed's, with a warning.
+      min_loss_scale: the floor, if the state does not have it. By default 1, which is DeepSpeed's, with a warning.
 
     Returns:
-      A `DynamicLossScale`; a `FixedLossScale` that skips overflows, where the state is of a static scale.
+      A `DynamicLossScale`; or a `FixedLossScale` that skips overflows, if the state is that of a static scale.
 
     Raises:
       ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if hysteresis is 0,
@@ -110,8 +110,8 @@ def to_deepspeed(loss_scale: LossScale) -> dict[str, Any]:
 
     Returns:
       A dictionary of Python numbers and bools, with the floor and the hysteresis of ZeRO's scaler (``FP16_Optimizer``
-      leaves those aside). DeepSpeed has no ceiling, and lowers the scale by the factor that it raises it by: where
-      ``loss_scale`` does otherwise, a warning says so.
+      ignores these). DeepSpeed has no ceiling, and lowers the scale by the same factor by which it raises it. If
+      ``loss_scale`` differs, a warning says so.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -34,20 +34,20 @@ def filter_value_and_scaled_grad(
     """Like ``eqx.filter_value_and_grad``, with the gradients multiplied by a loss scale and the value left alone.
 
     Args:
-      fun: a scalar-valued function of a module (any pytree), and of whatever else.
+      fun: a scalar-valued function of a module (any pytree), and of any other arguments.
       loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
       has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux), scaled_grads)``
       with ``has_aux``. The gradients are those with respect to the floating-point arrays of the first argument, of the
-      same structure, and ``None`` in the place of everything else.
+      same structure, with ``None`` in place of everything else.
 
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one.
 
     Warns:
-      UserWarning: as `value_and_scaled_grad`, at a loss too narrow for the scale.
+      UserWarning: as `value_and_scaled_grad`, if the dtype of the loss is too narrow for the scale.
 
     Examples:
       >>> import jax

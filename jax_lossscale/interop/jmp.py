@@ -36,8 +36,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
 
     Returns:
       A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is kept, and a warning says that
-      jmp would have lost it. jmp's fixed scale leaves skipping to the caller; `FixedLossScale` never skips unless it is
-      told to.
+      jmp would have lost it. jmp's fixed scale leaves skipping to the caller; `FixedLossScale` only skips with
+      ``skip_nonfinite=True``.
 
     Raises:
       ValueError: if it is none of these, if the scale is 0, infinite or NaN, or if the configuration makes no sense.
@@ -78,8 +78,8 @@ def to_jmp(loss_scale: LossScale) -> Any:
 
     Returns:
       A ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``, its numbers float32 and int32
-      arrays. jmp lowers the scale by the factor that it raises it by, forgets any floor but 1, and has neither
-      ceiling nor hysteresis: where ``loss_scale`` does otherwise, a warning says so.
+      arrays. jmp lowers the scale by the same factor by which it raises it, forgets any floor but 1, and has neither a
+      ceiling nor hysteresis. If ``loss_scale`` differs, a warning says so.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -29,7 +29,8 @@ def from_keras(
     """Carry on where a ``LossScaleOptimizer`` stopped, or begin as it would.
 
     Args:
-      config: what ``LossScaleOptimizer.get_config()`` returned; of it, ``initial_scale`` and ``dynamic_growth_steps``.
+      config: what ``LossScaleOptimizer.get_config()`` returned; only ``initial_scale`` and ``dynamic_growth_steps`` are
+        used.
       state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
         numbers; ``None`` for a fresh start.
       min_loss_scale: the floor, which Keras does not have. By default the smallest normal float32, with a warning; the
@@ -81,8 +82,8 @@ def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
       loss_scale: a `DynamicLossScale`.
 
     Returns:
-      ``(config, state)``, dictionaries of Python numbers. Keras doubles and halves, and has neither floor nor ceiling
-      nor hysteresis: where ``loss_scale`` does otherwise, a warning says so.
+      ``(config, state)``, dictionaries of Python numbers. Keras doubles and halves, and has no floor, no ceiling and no
+      hysteresis. If ``loss_scale`` differs, a warning says so.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -32,7 +32,8 @@ def from_megatron(config: Mapping[str, Any], state_dict: Mapping[str, Any] | Non
     Args:
       config: the arguments that it was made with, which its checkpoint does not hold. On Megatron's command line they
         are ``--initial-loss-scale``, ``--min-loss-scale``, ``--loss-scale-window`` (``growth_interval``) and
-        ``--hysteresis``; the factors are 2 and 0.5. `MEGATRON_DEFAULTS` has those of a run that sets none.
+        ``--hysteresis``; the factors are 2 and 0.5. `MEGATRON_DEFAULTS` has the arguments of a run that sets none of
+        them.
       state_dict: what ``DynamicGradScaler.state_dict()`` returned; its ``scale`` is a tensor of one element, or a
         number. ``None`` for a fresh start.
 
@@ -87,7 +88,7 @@ def to_megatron(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Returns:
       ``(config, state_dict)``, dictionaries of Python numbers. Megatron has no ceiling, and refills its hysteresis on
-      growth: where ``loss_scale`` does otherwise, a warning says so.
+      growth. If ``loss_scale`` differs, a warning says so.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -71,7 +71,7 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
     Returns:
       ``(config, state)``, dictionaries of Python numbers: what ``from_config`` takes and, for a `DynamicLossScale`,
       ``current_loss_scale`` and ``good_steps``. TensorFlow has the floor 1, no ceiling and no hysteresis, and lowers
-      the scale by the multiplier: where ``loss_scale`` does otherwise, a warning says so.
+      the scale by the multiplier. If ``loss_scale`` differs, a warning says so.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -74,8 +74,8 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
       loss_scale: a `DynamicLossScale`; or a `NoOpLossScale`, which is torch's ``enabled=False``.
 
     Returns:
-      The five entries of a state dictionary, Python numbers; none for a `NoOpLossScale`. A floor, a ceiling and
-      hysteresis have no place in torch: a warning names them.
+      The five entries of a state dictionary, Python numbers; none for a `NoOpLossScale`. torch has no floor, no ceiling
+      and no hysteresis: a warning names what is lost.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -27,9 +27,9 @@ _SMALLEST_ERROR = 1e-6
 def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = None) -> Axes:
     """Draw the relative error of the gradients against the loss scale: a thin line for each leaf, a thick one for all.
 
-    A line that falls shows underflow, which a larger scale cures. One that is high and flat shows rounding, or a branch
-    that starves, which no scale cures. Where a line ends, the gradients overflow from the next scale on; a cross marks
-    the scales at which they do in any leaf.
+    A line that falls shows underflow, which a larger scale cures. A line that is high and flat shows rounding, or a
+    branch that gets no gradients, which no scale cures. Where a line ends, the gradients overflow from the next scale
+    on; a cross marks the scales at which they do in any leaf.
 
     Args:
       comparison: what `jax_lossscale.diagnostics.compare_gradients` returned. Leaves whose true gradient is nothing but

@@ -39,16 +39,17 @@ def plot_exponents(
 ) -> Axes:
     """Draw how gradients lie in the range of a dtype, before and after they are multiplied by a loss scale.
 
-    A loss scale moves the histogram to the right by ``log2(loss_scale)``. It is well chosen when nothing is left where
-    gradients become zero, below half of the smallest subnormal number, and nothing has arrived where they overflow.
-    The legend gives the shares, of all finite gradients that are not zero, like
-    `jax_lossscale.diagnostics.underflow_fraction`; for a loss scale that is no power of two, to within one bar.
+    A loss scale moves the histogram to the right by ``log2(loss_scale)``. The scale is well chosen if no gradients are
+    left in the range where they become zero, below half of the smallest subnormal number, and none are in the range
+    where they overflow. The legend gives the shares of all finite gradients that are not zero, like
+    `jax_lossscale.diagnostics.underflow_fraction`; for a loss scale that is not a power of two, they are right to
+    within one bar.
 
     Args:
       tree_or_histogram: *unscaled* gradients, best computed in float32; or the `ExponentHistogram` of some, whose
         subnormal numbers, of any size, are neither drawn nor counted among those that become zero.
       loss_scale: a positive number, or a `LossScale`, of which the current scale is taken; with 1, the gradients are
-        drawn as they are and no more.
+        drawn unscaled only.
       dtype: the floating dtype whose range is shown; that of bfloat16 is marked as well (beside bfloat16, float16's).
       yscale: ``"log"`` shows the rare exponents, too.
       ax: where to draw; by default a new figure of `matplotlib.pyplot`.

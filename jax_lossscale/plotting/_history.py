@@ -75,16 +75,16 @@ def plot_run(
 ) -> tuple[Axes, ...]:
     """Draw a run over its steps: the loss, the loss scale, the steps skipped so far, and the underflow.
 
-    A panel is drawn for each of these that the history tells of. A loss that is not finite leaves a gap, with a mark
-    below it.
+    A panel is drawn for each of these that the history has. A loss that is not finite leaves a gap, with a mark below
+    it.
 
     Args:
       history: sequences by name, all as long as the run, or one dictionary for each step: ``"loss"``; ``"loss_scale"``,
         as in `plot_loss_scale`; ``"skipped"``, or else the rest of `jax_lossscale.metrics`, that is
         ``"consecutive_skips"``, ``"skipped_steps"`` or ``"grads_finite"``, the first of them that is there;
         ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured;
-        ``"step"``, the number of each step, where not all were logged. Whatever else a log holds is left out; text, as
-        it comes of a CSV file, is taken for the numbers and flags that it spells.
+        ``"step"``, the number of each step, if not all were logged. Other entries are ignored. Text, as read from a CSV
+        file, is converted to numbers and flags.
       axes: where to draw, as many Axes as there are panels; by default a new figure of `matplotlib.pyplot`.
 
     Returns:

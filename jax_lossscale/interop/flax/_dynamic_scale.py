@@ -14,8 +14,9 @@ from jax_lossscale.interop import _carry
 def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """Carry on where a ``flax.training.dynamic_scale.DynamicScale`` stopped.
 
-    Flax 0.12.8 grows on the finite step ``growth_interval + 1``, so that is the `increment_period` that goes on as flax
-    would have; where the installed flax grows on step ``growth_interval``, that is. Which one it is, is tried out.
+    Flax 0.12.8 grows on the finite step ``growth_interval + 1``, so that number becomes the `increment_period`, and the
+    scale continues as it would have in flax. If the installed flax grows on step ``growth_interval``, that number is
+    used. Which of the two it does is tried out.
 
     Args:
       dynamic_scale: flax's scale with its state.
@@ -73,9 +74,9 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
       loss_scale: a `DynamicLossScale`.
 
     Returns:
-      A ``DynamicScale``, its state ``float32[]`` and ``int32[]``, which grows when ``loss_scale`` would: for that its
-      ``growth_interval`` is one less than the `increment_period`, where the installed flax grows one step late. In
-      flax no ceiling can be set, and there is no hysteresis: a warning names what is lost.
+      A ``DynamicScale``, its state ``float32[]`` and ``int32[]``, which grows when ``loss_scale`` would: its
+      ``growth_interval`` is one less than the `increment_period` if the installed flax grows one step late. In flax no
+      ceiling can be set, and there is no hysteresis; a warning names what is lost.
 
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.

@@ -14,11 +14,11 @@ from jax_lossscale._optax import LossScaledTransformation
 class Optimizer(nnx.Optimizer):
     """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
 
-    ``nnx.Optimizer`` itself takes an optimizer made with `loss_scaled` too, and gives the same result; it computes the
-    updates and adds them in two steps. Wherever this library takes an optimizer state, it takes ``opt.opt_state``.
+    ``nnx.Optimizer`` itself also takes an optimizer made with `loss_scaled`, and gives the same result, but it computes
+    the updates and adds them in two steps. Wherever this library takes an optimizer state, it takes ``opt.opt_state``.
 
     Args:
-      model: as in flax, like ``wrt`` and whatever else flax takes.
+      model: as in flax, like ``wrt`` and all other arguments of flax.
       tx: an optimizer made with `loss_scaled`. For a run without loss scaling, give that ``None``.
       wrt: likewise.
 
@@ -51,13 +51,13 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: chex.ArrayTree, /, **told: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.
 
-        ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts those that were applied. What else
-        the forward pass has changed in the model (batch statistics, random counts) is not touched here.
+        ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts the applied ones. Whatever else the
+        forward pass has changed in the model (batch statistics, random counts) is not set back.
 
         Args:
           model: the model.
           grads: the gradients of the scaled loss, as ``nnx.grad`` gives them.
-          **told: whatever ``update`` of `loss_scaled` takes by name: ``value``, the true loss, ``skip_if``,
+          **told: all that ``update`` of `loss_scaled` takes by name: ``value``, the true loss, ``skip_if``,
             ``parts_finite``, ``grads_finite``, and what the chain takes.
         """
         # Flax 0.12.0 has no graph mode to choose.

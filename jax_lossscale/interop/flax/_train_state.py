@@ -17,12 +17,12 @@ from jax_lossscale._tree import select_tree
 class TrainState(train_state.TrainState):
     """A ``flax.training.train_state.TrainState`` whose steps may be skipped.
 
-    It is flax's in every other respect: subclass it to add fields, replace, save and restore it as ever. Wherever this
+    In every other respect it is flax's: subclass it to add fields, replace, save and restore it as usual. Wherever this
     library takes an optimizer state (`value_and_scaled_grad`, `metrics`, ...), it takes the whole train state.
 
     Attributes:
       step: how many steps were taken, skipped ones among them, as in flax: it tells which batch comes next.
-        ``opt_state.applied_steps`` counts those that were applied; schedules inside ``tx`` follow that one.
+        ``opt_state.applied_steps`` counts the applied ones; schedules inside ``tx`` follow this count.
       apply_fn: as in flax.
       params: the parameters, mostly float32.
       tx: an optimizer made with `loss_scaled`. For a run without loss scaling, give that ``None``.
@@ -58,9 +58,9 @@ class TrainState(train_state.TrainState):
           skip_if: likewise.
           parts_finite: likewise.
           grads_finite: likewise.
-          **fields: further fields with what this step has made of them, such as ``batch_stats=new_batch_stats``. They
-            are replaced where the step is applied; where it is skipped, they too stay as they were. What is to be
-            replaced in any case goes through ``replace``.
+          **fields: further fields with their new values, such as ``batch_stats=new_batch_stats``. They are replaced if
+            the step is applied; if it is skipped, they stay as they were, too. To replace a field in any case, use
+            ``replace``.
 
         Returns:
           The new train state.
