@@ -127,7 +127,7 @@ BREAKS = {
         )
     ],
     "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_SEARCH_DOWN = 32", "_LOG2_SEARCH_DOWN = 1")],
-    "Optimizers": [
+    "Every optimizer takes the steps it takes without loss scaling": [
         (
             TRANSFORM,
             "_inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
@@ -144,7 +144,7 @@ BREAKS = {
             "    checks_gradients: ClassVar[bool] = True",
         )
     ],
-    "What is no gradient passes through": [
+    "Leaves that are not gradients pass through unchanged": [
         (
             TREE,
             "positions = [position for position, leaf in enumerate(leaves) if is_inexact(leaf)]",
@@ -183,7 +183,7 @@ BREAKS = {
             "def __copy__(self): return type(self)(8)\n\n    def __hash__(self)",
         ),
     ],
-    "One compilation serves all steps": [(DYNAMIC, "num_good_steps + 1, 0)", "num_good_steps + 1.0, 0)")],
+    "All steps use one compiled program": [(DYNAMIC, "num_good_steps + 1, 0)", "num_good_steps + 1.0, 0)")],
     "A fresh state can be donated": [
         (
             "_loss_scale/base.py",
@@ -191,7 +191,7 @@ BREAKS = {
             "return vars(_as_array).setdefault(repr(leaf), jnp.asarray(leaf)) if np.ndim(leaf) == 0 else leaf",
         )
     ],
-    "A bad argument is an error at once": [("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")],
+    "A bad argument raises an error immediately": [("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")],
     "A configuration builds loss scales and nothing else": [
         (
             "_loss_scale/registry.py",
