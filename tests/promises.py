@@ -191,7 +191,9 @@ BREAKS = {
             "return vars(_as_array).setdefault(repr(leaf), jnp.asarray(leaf)) if np.ndim(leaf) == 0 else leaf",
         )
     ],
-    "A bad argument raises an error immediately": [("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")],
+    "A bad argument raises an error immediately": [
+        ("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")
+    ],
     "A configuration builds loss scales and nothing else": [
         (
             "_loss_scale/registry.py",
