@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from samples import FLOATS, INF, NAN, random_bits
 
+from jax_lossscale._measure.fault import first_fault
 from jax_lossscale.diagnostics import (
     first_nonfinite,
     leaf_path,
@@ -146,6 +147,10 @@ def test_the_first_bad_leaf_and_its_path(tree, index, path, compiled):
     found = (jax.jit(first_nonfinite) if compiled else first_nonfinite)(tree)
     assert (found, found.dtype, found.shape) == (index, jnp.int32, ())
     assert leaf_path(tree, found) == path
+
+
+def test_where_nothing_is_looked_at_there_is_no_nan():
+    assert first_fault({"a": 3}, None) == (-1, False)
 
 
 @pytest.mark.parametrize("index", [-2, 2])
