@@ -26,7 +26,7 @@ CORE = (
 
 # Name: (what sets it, {part of a test's name: why it is left out})
 CONFIGURATIONS = {
-    "x64": ({"JAX_ENABLE_X64": "1"}, {}),
+    "x64": ({"JAX_ENABLE_X64": "1"}, {"without_x64": "says what is so without it"}),
     "strict_promotion": ({"JAX_NUMPY_DTYPE_PROMOTION": "strict"}, {}),
     "debug_nans": ({"JAX_DEBUG_NANS": "1"}, {}),
     "leak_checks": ({"JAX_CHECK_TRACER_LEAKS": "1"}, {}),

@@ -279,10 +279,11 @@ COMPILED = {
 def test_an_eager_call_is_one_program_compiled_once(name, compilations):
     # Shapes that occur nowhere else, so that anything run on its own would have to be compiled.
     tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
-    COMPILED[name](tree)
-    assert len(compilations) == 1
-    COMPILED[name](tree)
-    assert len(compilations) == 1
+    COMPILED[name](np.float32(1))  # the constants, which under x64 JAX compiles once for each dtype
+    before = len(compilations)
+    for _ in range(2):
+        COMPILED[name](tree)
+        assert len(compilations) == before + 1
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -299,7 +300,7 @@ FLOAT0 = np.zeros(2, jax.dtypes.float0)
 SELECTIONS = {
     "float16": (jnp.ones(2, jnp.float16), jnp.zeros(2, jnp.float16)),
     "numpy": (np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)),
-    "numpy and jax": (np.float32([1]), jnp.zeros(1)),
+    "numpy and jax": (np.float32([1]), jnp.zeros(1, jnp.float32)),
     "python float": (1.5, 2.5),
     "python int": (1, 2),
     "python bool": (True, False),
@@ -407,7 +408,7 @@ def test_cast_floating(name, dtype):
 
 
 def test_the_gradient_of_a_cast_is_that_of_the_master_weights():
-    grads = jax.grad(lambda w: jls.cast_floating(w, jnp.float16).sum().astype(jnp.float32))(jnp.ones(3))
+    grads = jax.grad(lambda w: jls.cast_floating(w, jnp.float16).sum().astype(jnp.float32))(jnp.ones(3, jnp.float32))
     np.testing.assert_array_equal(grads, np.ones(3, np.float32), strict=True)
 
 

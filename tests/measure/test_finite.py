@@ -249,5 +249,5 @@ def test_it_can_be_exported_with_symbolic_shapes():
     exported = jax.export.export(jax.jit(lambda x: jls.all_finite([x, 1.0])))(
         jax.ShapeDtypeStruct((size,), jnp.float32)
     )
-    assert exported.call(jnp.ones(3))
-    assert not exported.call(jnp.array([1.0, jnp.nan]))
+    assert exported.call(jnp.ones(3, jnp.float32))
+    assert not exported.call(jnp.array([1.0, jnp.nan], jnp.float32))
