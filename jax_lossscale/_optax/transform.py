@@ -203,7 +203,8 @@ class _Wrapped:
         told = Told(value, skip_if, parts_finite, grads_finite)
         shown = self._checked(updates, state, params, told)
         new_updates, state = self._updates(*shown, **extra_args)
-        return _fill(new_updates, updates if params is None else _inner.updates_of_others(updates, params)), state
+        others = updates if params is None else _inner.updates_of_others(updates, params)
+        return _fill(new_updates, others), state
 
     def update_and_apply(
         self,
@@ -310,7 +311,7 @@ def _update_then_apply(
 
 def _fill(tree: chex.ArrayTree, otherwise: chex.ArrayTree) -> chex.ArrayTree:
     """``tree`` with the leaves of ``otherwise`` in the place of those that the inner chain was not shown."""
-    if len(jax.tree.leaves(otherwise)) == len(_tree.inexact_leaves(otherwise)):
+    if len(jax.tree.leaves(tree)) == len(_tree.leaves_and_nones(tree)):
         return tree
     return jax.tree.map(
         lambda given, other: other if given is None else given,

@@ -133,6 +133,22 @@ def test_leaves_that_are_no_arrays_are_the_same_objects():
     assert state.applied_steps == 1
 
 
+@pytest.mark.parametrize("skip_if", [False, True])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_arrays_that_have_no_gradient_stay_where_all_leaves_are_arrays(compiled, skip_if):
+    """As frozen layers are: alone, and as a whole branch of the tree."""
+    tx = make()
+    frozen = {"embedding": jnp.ones(3), "norm": {"scale": jnp.ones(2), "offset": jnp.zeros(2)}}
+    grads = {"layer": GRADS, "embedding": None, "norm": None}
+    state = tx.init({"layer": PARAMS, "embedding": None, "norm": None})
+    step = jax.jit(tx.update_and_apply) if compiled else tx.update_and_apply
+    after, state = step(grads, state, {"layer": PARAMS, **frozen}, skip_if=skip_if)
+    expected, _ = step(GRADS, tx.init(PARAMS), PARAMS, skip_if=skip_if)
+    jax.tree.map(np.testing.assert_array_equal, after, {"layer": expected, **frozen})
+    assert compiled or after["embedding"] is frozen["embedding"]
+    assert state.skipped_steps == skip_if
+
+
 def test_what_has_no_gradient_and_is_no_array_gets_no_update():
     tx = make()
     model = {"layer": PARAMS, "inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
