@@ -154,11 +154,14 @@ def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     )
 
 
-def updates_of_others(grads: optax.Updates, params: optax.Params) -> optax.Updates:
+def updates_of_others(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """What is added to the leaves of ``params`` that the inner chain is not shown; ``None`` for all others.
 
     Zeros for arrays. A Python number that has no gradient is part of the model's configuration, and gets no update.
+    Where parameters are not given, the gradients themselves.
     """
+    if params is None:
+        return grads
 
     def update(grad: Any, param: Any) -> Any:
         is_array = hasattr(param, "dtype") and not jnp.issubdtype(param.dtype, jax.dtypes.extended)

@@ -203,8 +203,7 @@ class _Wrapped:
         told = Told(value, skip_if, parts_finite, grads_finite)
         shown = self._checked(updates, state, params, told)
         new_updates, state = self._updates(*shown, **extra_args)
-        others = updates if params is None else _inner.updates_of_others(updates, params)
-        return _fill(new_updates, others), state
+        return _fill(new_updates, lambda: _inner.updates_of_others(updates, params)), state
 
     def update_and_apply(
         self,
@@ -224,7 +223,7 @@ class _Wrapped:
         told = Told(value, skip_if, parts_finite, grads_finite)
         shown = self._checked(scaled_grads, state, _inner.with_gradients(scaled_grads, params), told)
         new_params, state = self._new_params(*shown, **extra_args)
-        return _fill(new_params, params), state
+        return _fill(new_params, lambda: params), state
 
     def _checked(
         self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params | None, told: Told
@@ -309,13 +308,13 @@ def _update_then_apply(
     return _inner.apply_updates(params, updates), state
 
 
-def _fill(tree: chex.ArrayTree, otherwise: chex.ArrayTree) -> chex.ArrayTree:
-    """``tree`` with the leaves of ``otherwise`` in the place of those that the inner chain was not shown."""
+def _fill(tree: chex.ArrayTree, otherwise: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
+    """``tree`` with the leaves of ``otherwise()`` in the place of those that the inner chain was not shown."""
     if len(jax.tree.leaves(tree)) == len(_tree.leaves_and_nones(tree)):
         return tree
     return jax.tree.map(
         lambda given, other: other if given is None else given,
         tree,
-        otherwise,
+        otherwise(),
         is_leaf=lambda leaf: leaf is None,
     )
