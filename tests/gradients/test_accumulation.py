@@ -233,6 +233,15 @@ def test_a_function_may_name_what_is_assigned_later():
     assert value(True) == 3
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, np.float32, np.dtype(np.float32), "float32"], ids=repr)
+def test_a_dtype_may_be_among_the_arguments(dtype):
+    def fun(w, x, dtype, *, other):
+        return jnp.mean(w * x.astype(dtype).astype(other))
+
+    window = jls.accumulate_gradients(fun, 8.0, 2)
+    assert window(jnp.float32(1.0), jnp.ones(4, jnp.float16), dtype, other=dtype).grads == 8
+
+
 class Unhashable:
     __hash__ = None
 

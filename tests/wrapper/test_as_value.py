@@ -124,12 +124,12 @@ def test_init_takes_abstract_parameters(dtype, loss_scale):
 
 def test_leaves_that_are_no_arrays_are_the_same_objects():
     tx = make()
-    model = {"layer": PARAMS, "activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3}
-    grads = {"layer": GRADS, "activation": None, "name": None, "frozen": None, "steps": None}
+    others = {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3, "dtype": jnp.float16}
+    model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
     params, state = tx.update_and_apply(grads, tx.init(model), model)
     expected, _ = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
     jax.tree.map(np.testing.assert_array_equal, params.pop("layer"), expected)
-    assert params == {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3}
+    assert params == others
     assert state.applied_steps == 1
 
 
@@ -151,10 +151,11 @@ def test_arrays_that_have_no_gradient_stay_where_all_leaves_are_arrays(compiled,
 
 def test_what_has_no_gradient_and_is_no_array_gets_no_update():
     tx = make()
-    model = {"layer": PARAMS, "inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
-    grads = {"layer": GRADS, "inference": None, "depth": None, "steps": None, "activation": None}
+    others = {"inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
+    others |= {"dtype": jnp.float16, "names": np.array(["a", "b"])}
+    model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
     updates, _ = jax.jit(lambda grads: tx.update(grads, tx.init(model), model))(grads)
-    assert (updates["inference"], updates["depth"], updates["activation"]) == (None, None, None)
+    assert all(updates[name] is None for name in others if name != "steps")
     assert updates["steps"] == 0
     after = eqx.apply_updates(model, updates)
     assert (after["inference"], after["depth"], after["steps"]) == (False, 3, 3)
