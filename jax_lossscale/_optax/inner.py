@@ -145,6 +145,21 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
     return jax.tree.map(with_dtype, old, new)
 
 
+def with_own_buffers(state: optax.OptState) -> optax.OptState:
+    """A fresh state without any array twice, as some chains make it: it could not be donated."""
+    met: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) in met:
+            return jnp.copy(leaf)
+        met.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)
+
+
 def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     """``params``, with ``None`` for what has ``None`` for a gradient: frozen layers, and numbers that are settings."""
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):

@@ -179,6 +179,7 @@ class _Wrapped:
         _inner.warn_of_float16(params, self.initial_loss_scale)
         inner_state = self.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
         _inner.check_holds_no_loss_scale(inner_state)
+        inner_state = _inner.with_own_buffers(inner_state)
         # A copy: a state may be donated, and `initial_loss_scale` must serve again.
         loss_scale = jax.tree.map(jnp.array, self.initial_loss_scale)
         return initial_state(
