@@ -88,7 +88,7 @@ def loss_scaled(
     float32. Only ``skip_if``, if given, still skips steps, and the state still counts them.
 
     Args:
-      inner: any optax transformation, or `optax.MultiSteps`.
+      inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
       loss_scale: whatever `get` accepts.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree on the verdict, so
         that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them
