@@ -26,13 +26,23 @@ from jax_lossscale import _compat
 # 1 / 2**64 and 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
 _LARGE_SCALE = 2.0**64
 
+# Objects, bytes, strings (of either sort), times and differences of times.
+_KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
+
 
 def is_inexact(leaf: Any) -> bool:
     """Whether the leaf rule touches ``leaf``: a Python, NumPy or JAX value of floating or complex dtype."""
-    if isinstance(leaf, (float, complex)):
-        return True
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return isinstance(leaf, (float, complex)) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array, and of a dtype that JAX has, neither strings nor objects.
+
+    A class of numbers such as ``jnp.float16``, which a model may hold as a setting, has a dtype, too, and is none.
+    """
+    if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return False
+    return getattr(leaf.dtype, "kind", None) not in _KINDS_OF_NUMPY_ALONE
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
@@ -183,7 +193,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     for position, ((path, a), b) in enumerate(zip(with_paths, jax.tree.leaves(on_false), strict=True)):
         chosen_leaves.append(a)
         if not (_is_selectable(a) and _is_selectable(b)):
-            if _is_selectable(a) or _is_selectable(b) or (a is not b and a != b):
+            if _is_selectable(a) or _is_selectable(b) or (a is not b and not np.array_equal(a, b)):
                 raise ValueError(
                     f"`select_tree` cannot choose between {a!r} in on_true and {b!r} in on_false at "
                     f"{jax.tree_util.keystr(path)!r}: "
@@ -238,7 +248,7 @@ def _answer(where: Callable[[tuple[Any, ...], Any], bool], path: tuple[Any, ...]
 
 
 def _is_selectable(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+    return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
 def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:

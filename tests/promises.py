@@ -90,7 +90,7 @@ BREAKS = {
     "The counters add up": [
         (
             "_optax/state.py",
-            "jnp.where(count == jnp.iinfo(jnp.int32).max, count, count + increment)",
+            "jnp.where(count > largest - increment, largest, count + increment)",
             "count + increment",
         ),
         (
@@ -189,7 +189,8 @@ BREAKS = {
             "_loss_scale/base.py",
             "return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf",
             "return vars(_as_array).setdefault(repr(leaf), jnp.asarray(leaf)) if np.ndim(leaf) == 0 else leaf",
-        )
+        ),
+        ("_optax/inner.py", "return jnp.copy(leaf)", "return leaf"),
     ],
     "A bad argument raises an error immediately": [
         ("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")

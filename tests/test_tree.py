@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,12 @@ LEAVES = {
     "bool": (lambda: jnp.ones(2, bool), None),
     "float0": (lambda: np.zeros(2, jax.dtypes.float0), None),
     "random key": (lambda: jax.random.key(0), None),
-    "numpy strings": (lambda: np.array(["a"]), None),
+    "numpy strings": (lambda: np.array(["a", "b"]), None),
+    "numpy objects": (lambda: np.array([None, "b"]), None),
+    "class of numbers": (lambda: jnp.float16, None),
+    "numpy class of numbers": (lambda: np.float16, None),
+    "dtype": (lambda: np.dtype(np.float16), None),
+    "layer with a dtype": (lambda: SimpleNamespace(dtype=jnp.float16), None),
 }
 TOUCHED = [name for name, (_, dtype) in LEAVES.items() if dtype is not None]
 UNTOUCHED = [name for name in LEAVES if name not in TOUCHED]
@@ -314,6 +320,8 @@ SELECTIONS = {
     "None": (None, None),
     "equal strings": ("adam", "adam"),
     "the same function": (len, len),
+    "the same dtype": (jnp.float16, jnp.float16),
+    "the same dtype of numpy": (np.float16, np.float16),
     "empty": (jnp.ones((0, 2)), jnp.zeros((0, 2))),
 }
 
@@ -373,12 +381,20 @@ def test_select_tree_under_jit_and_vmap():
         (jax.random.key(0), jax.random.key(0, impl="rbg")),
         (jax.random.key(0), jnp.uint32(0)),
         (FLOAT0, np.zeros(3, jax.dtypes.float0)),
+        (jnp.float16, jnp.bfloat16),
+        (jnp.float16, jnp.float16(1)),
+        (np.array(["a", "b"]), np.array(["a", "c"])),
     ],
     ids=lambda leaf: repr(leaf)[:20],
 )
 def test_select_tree_names_the_path_of_leaves_it_cannot_choose_between(on_true, on_false):
     with pytest.raises(ValueError, match=r"\['stats'\]\[1\]"):
         jls.select_tree(True, {"stats": [0.0, on_true]}, {"stats": [0.0, on_false]})
+
+
+def test_select_tree_takes_equal_arrays_of_strings():
+    names = np.array(["a", "b"])
+    assert jls.select_tree(False, {"names": names}, {"names": names.copy()})["names"] is names
 
 
 @pytest.mark.parametrize(

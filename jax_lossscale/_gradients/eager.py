@@ -27,7 +27,7 @@ def call_compiled(function: Callable[..., Any], closures: Callable[..., Any], *a
         return function(*args)
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-    others = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+    others = tuple(None if _is_array(leaf) else _as_key(leaf) for leaf in leaves)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((leaves, list(_captured(closures))))):
         return function(*args)
     key = _Call(function, structure, others)
@@ -41,13 +41,18 @@ def call_compiled(function: Callable[..., Any], closures: Callable[..., Any], *a
 class _Call(NamedTuple):
     function: Callable[..., Any]
     structure: jax.tree_util.PyTreeDef
-    others: tuple[Hashable, ...]  # (type, value) of each leaf that is no array: 1 and True are equal
+    others: tuple[Hashable, ...]  # `_as_key` of each leaf that is no array
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _call(key: _Call, arrays: list[Any]) -> Any:
     leaves = [array if other is None else other[1] for array, other in zip(arrays, key.others, strict=True)]  # type: ignore[index]
     return key.function(*jax.tree.unflatten(key.structure, leaves))
+
+
+def _as_key(leaf: Any) -> tuple[Any, ...]:
+    """The type and the value, and of a number how it is written: 1 and True are equal, and so are 0.0 and -0.0."""
+    return type(leaf), leaf, repr(leaf) if isinstance(leaf, (float, complex)) else None
 
 
 def _is_array(leaf: Any) -> bool:

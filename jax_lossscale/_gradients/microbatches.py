@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_lossscale import _tree
 from jax_lossscale._check import Argnums
 
 
@@ -74,7 +75,7 @@ def left_whole(
     taken = _positions(argnums, len(args)) | _positions(batch_argnums, len(args))
 
     def is_as_long(argument: Any) -> bool:
-        lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(argument) if hasattr(leaf, "shape")}
+        lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(argument) if _tree.is_array(leaf)}
         return lengths == {(size,)}
 
     def suspects() -> Iterator[str]:

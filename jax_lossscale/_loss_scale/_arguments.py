@@ -30,7 +30,7 @@ def finite_number(value: Any, name: str) -> float:
             f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
             "`jax.jit` or `jax.vmap`, replace its state with `dataclasses.replace`."
         )
-    if isinstance(value, (np.ndarray, jax.Array)) and value.shape == ():
+    if _is_array(value) and value.shape == ():
         number = value.item()
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
         raise ValueError(f"`{name}` must be a number, got {value!r}.")
@@ -169,7 +169,7 @@ def _is_real(array: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, jax.Array))
+    return isinstance(value, (np.ndarray, np.generic, jax.Array))  # of these, bfloat16 scalars are no `numbers.Real`
 
 
 def _integer(value: Any, name: str) -> int:

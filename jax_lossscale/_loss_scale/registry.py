@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -38,7 +39,8 @@ def get(identifier: Any) -> LossScale:
       The loss scale.
 
     Raises:
-      ValueError: for anything else, bools included; the message lists what is accepted.
+      ValueError: for anything else, bools included; the message lists what is accepted. For a `LossScale` of a class
+        that is not registered as a pytree.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -52,7 +54,7 @@ def get(identifier: Any) -> LossScale:
       scalars, and gives ``None`` for ``None``.
     """
     if isinstance(identifier, LossScale):
-        return identifier
+        return _checked_pytree(identifier)
     if identifier is None:
         return NoOpLossScale()
     if isinstance(identifier, str) and identifier == "dynamic":
@@ -121,6 +123,16 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")
 
 
+def _checked_pytree(loss_scale: LossScale) -> LossScale:
+    kind = type(loss_scale).__name__
+    if jax.tree_util.all_leaves([loss_scale]):
+        raise ValueError(
+            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so no state can hold it. Put "
+            "`@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
+        )
+    return loss_scale
+
+
 def _from_dict(class_name: Any, config: Any) -> LossScale:
     kinds = _kinds()
     if not isinstance(class_name, str) or class_name not in kinds:
@@ -128,7 +140,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
             f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
         )
     try:
-        return kinds[class_name].from_config(config)
+        return _checked_pytree(kinds[class_name].from_config(config))
     except TypeError as error:
         raise ValueError(f"Could not make a `{class_name}` of the config {config!r}: {error}.") from error
 

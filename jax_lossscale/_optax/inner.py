@@ -45,7 +45,7 @@ def check_holds_no_loss_scale(inner_state: optax.OptState) -> None:
 def warn_of_float16(params: optax.Params, loss_scale: LossScale) -> None:
     """Warn of float16 parameters, which nobody may have asked for: some layers make them where the input is float16."""
     with_paths = jax.tree_util.tree_leaves_with_path(params) if loss_scale.checks_gradients else []
-    narrow = [path for path, leaf in with_paths if getattr(leaf, "dtype", None) == jnp.float16]
+    narrow = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
     if narrow:
         warn_user(
             f"`init(params)` got {len(narrow)} float16 parameters, the first at {jax.tree_util.keystr(narrow[0])!r}: "
@@ -138,11 +138,26 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
     def with_dtype(a: Any, b: Any) -> Any:
         if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
             a = jnp.asarray(a)
-        is_number = hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.number)
+        is_number = _tree.is_array(a) and jnp.issubdtype(a.dtype, jnp.number)
         is_abstract = isinstance(b, jax.ShapeDtypeStruct)  # of abstract parameters, where a state holds them
         return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
 
     return jax.tree.map(with_dtype, old, new)
+
+
+def with_own_buffers(state: optax.OptState) -> optax.OptState:
+    """A fresh state without any array twice, as some chains make it: it could not be donated."""
+    met: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) in met:
+            return jnp.copy(leaf)
+        met.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)
 
 
 def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
@@ -154,14 +169,17 @@ def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     )
 
 
-def updates_of_others(grads: optax.Updates, params: optax.Params) -> optax.Updates:
+def updates_of_others(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """What is added to the leaves of ``params`` that the inner chain is not shown; ``None`` for all others.
 
     Zeros for arrays. A Python number that has no gradient is part of the model's configuration, and gets no update.
+    Where parameters are not given, the gradients themselves.
     """
+    if params is None:
+        return grads
 
     def update(grad: Any, param: Any) -> Any:
-        is_array = hasattr(param, "dtype") and not jnp.issubdtype(param.dtype, jax.dtypes.extended)
+        is_array = _tree.is_array(param) and not jnp.issubdtype(param.dtype, jax.dtypes.extended)
         is_number = isinstance(param, (bool, int)) and grad is not None
         return jnp.zeros_like(param) if (is_array or is_number) and not _tree.is_inexact(param) else None
 

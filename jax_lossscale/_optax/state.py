@@ -168,4 +168,5 @@ def _no_bad_step() -> BadStep:
 
 
 def _saturating_add(count: jax.Array, increment: ArrayLike) -> jax.Array:
-    return jnp.where(count == jnp.iinfo(jnp.int32).max, count, count + increment)
+    largest = jnp.iinfo(jnp.int32).max
+    return jnp.where(count > largest - increment, largest, count + increment)

@@ -88,7 +88,7 @@ def loss_scaled(
     float32. Only ``skip_if``, if given, still skips steps, and the state still counts them.
 
     Args:
-      inner: any optax transformation, or `optax.MultiSteps`.
+      inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
       loss_scale: whatever `get` accepts.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree on the verdict, so
         that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them
@@ -179,6 +179,7 @@ class _Wrapped:
         _inner.warn_of_float16(params, self.initial_loss_scale)
         inner_state = self.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
         _inner.check_holds_no_loss_scale(inner_state)
+        inner_state = _inner.with_own_buffers(inner_state)
         # A copy: a state may be donated, and `initial_loss_scale` must serve again.
         loss_scale = jax.tree.map(jnp.array, self.initial_loss_scale)
         return initial_state(
@@ -203,7 +204,7 @@ class _Wrapped:
         told = Told(value, skip_if, parts_finite, grads_finite)
         shown = self._checked(updates, state, params, told)
         new_updates, state = self._updates(*shown, **extra_args)
-        return _fill(new_updates, updates if params is None else _inner.updates_of_others(updates, params)), state
+        return _fill(new_updates, lambda: _inner.updates_of_others(updates, params)), state
 
     def update_and_apply(
         self,
@@ -223,7 +224,7 @@ class _Wrapped:
         told = Told(value, skip_if, parts_finite, grads_finite)
         shown = self._checked(scaled_grads, state, _inner.with_gradients(scaled_grads, params), told)
         new_params, state = self._new_params(*shown, **extra_args)
-        return _fill(new_params, params), state
+        return _fill(new_params, lambda: params), state
 
     def _checked(
         self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params | None, told: Told
@@ -308,13 +309,13 @@ def _update_then_apply(
     return _inner.apply_updates(params, updates), state
 
 
-def _fill(tree: chex.ArrayTree, otherwise: chex.ArrayTree) -> chex.ArrayTree:
-    """``tree`` with the leaves of ``otherwise`` in the place of those that the inner chain was not shown."""
-    if len(jax.tree.leaves(otherwise)) == len(_tree.inexact_leaves(otherwise)):
+def _fill(tree: chex.ArrayTree, otherwise: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
+    """``tree`` with the leaves of ``otherwise()`` in the place of those that the inner chain was not shown."""
+    if len(jax.tree.leaves(tree)) == len(_tree.leaves_and_nones(tree)):
         return tree
     return jax.tree.map(
         lambda given, other: other if given is None else given,
         tree,
-        otherwise,
+        otherwise(),
         is_leaf=lambda leaf: leaf is None,
     )

@@ -51,6 +51,7 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
     if largest is not None:
         agreed, largest = agree_on_largest(jnp.stack(list(flags.values())), largest, axis_name)
         flags = dict(zip(flags, agreed, strict=True))
+        largest = jnp.where(flags["leaves_finite"], largest, 0)  # not that of the devices without an overflow
     elif flags:
         flags = dict(zip(flags, agree(jnp.stack(list(flags.values())), axis_name), strict=True))
 

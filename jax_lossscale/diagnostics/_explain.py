@@ -186,7 +186,8 @@ def _cause_of_last_step(state: LossScaledState) -> _Cause:
     if not state.loss_scale.checks_gradients:
         return _Cause(loss=False, grads=False, part=False, condition=True)
     record = state.last_bad_step
-    if record is not None and record.step == state.applied_steps + state.skipped_steps - 1:
+    number = int(state.applied_steps) + int(state.skipped_steps) - 1
+    if record is not None and record.step == min(number, np.iinfo(np.int32).max):
         return _recorded_cause(record)
     if state.grads_finite:
         return _Cause(loss=None, grads=False, part=False, condition=None)

@@ -55,6 +55,17 @@ def test_steps_are_counted_whether_they_were_applied_or_not():
     assert state.last_bad_step.step == 3
 
 
+@pytest.mark.parametrize(
+    ("applied", "skipped"), [(2**31 - 8, 6), (2**31 - 8, 7), (2**31 - 8, 8), (2**31 - 1, 2**31 - 1)]
+)
+def test_the_number_of_a_step_stays_at_the_largest_int32(applied, skipped):
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    state = tx.init(PARAMS)._replace(applied_steps=jnp.int32(applied), skipped_steps=jnp.int32(skipped))
+    _, state = tx.update_and_apply(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS)
+    assert state.last_bad_step.step == min(applied + skipped, 2**31 - 1)
+    assert "there was a NaN in the gradients" in jls.diagnostics.explain(state)
+
+
 def test_before_the_first_bad_step_there_is_no_leaf_and_by_default_there_is_no_record():
     recording = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [GOOD])
     assert (recording.last_bad_step.step, recording.last_bad_step.leaf) == (-1, -1)

@@ -1,6 +1,7 @@
 """`accumulate_gradients`: the gradients of the whole batch, one verdict and one move of the loss scale per window."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -231,6 +232,27 @@ def test_a_function_may_name_what_is_assigned_later():
     assert value(False) == 1
     assigned_later = 3
     assert value(True) == 3
+
+
+@pytest.mark.parametrize("zeros", [(0.0, -0.0), (complex(0.0, 0.0), complex(0.0, -0.0))], ids=repr)
+def test_zeros_of_different_signs_are_different_arguments(zeros):
+    def sign(zero):
+        return math.copysign(1.0, zero.imag if isinstance(zero, complex) else zero)
+
+    def fun(w, x, zero):
+        return jnp.mean(w * x) * sign(zero)
+
+    window = jls.accumulate_gradients(fun, 8.0, 2)
+    assert [window(jnp.float32(1.0), jnp.ones(4), zero).grads / 8 for zero in zeros] == [1, -1]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, np.float32, np.dtype(np.float32), "float32"], ids=repr)
+def test_a_dtype_may_be_among_the_arguments(dtype):
+    def fun(w, x, dtype, *, other):
+        return jnp.mean(w * x.astype(dtype).astype(other))
+
+    window = jls.accumulate_gradients(fun, 8.0, 2)
+    assert window(jnp.float32(1.0), jnp.ones(4, jnp.float16), dtype, other=dtype).grads == 8
 
 
 class Unhashable:

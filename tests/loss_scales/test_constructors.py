@@ -13,7 +13,8 @@ from kinds import Dynamic, Fixed
 
 import jax_lossscale as jls
 
-NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jnp.int32(8), jnp.array(8.0)]
+OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # a NumPy scalar
+NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jnp.int32(8), jnp.array(8.0), OF_BFLOAT16]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{type(number).__name__}-{number!r}")

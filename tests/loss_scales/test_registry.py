@@ -97,6 +97,31 @@ def test_get_finds_a_class_below_another():
     assert (type(rebuilt), float(rebuilt())) == (BelowHalvingLossScale, 16)
 
 
+@dataclasses.dataclass(frozen=True)
+class UnregisteredLossScale(jls.LossScale):
+    scale_value: float = 8.0
+
+    def __call__(self):
+        return jnp.float32(self.scale_value)
+
+    def adjust(self, grads_finite):
+        return self
+
+    def get_config(self):
+        return {"scale_value": self.scale_value}
+
+
+class UnregisteredBelowOurs(jls.DynamicLossScale):
+    pass
+
+
+@pytest.mark.parametrize("kind", [UnregisteredLossScale, UnregisteredBelowOurs])
+def test_get_refuses_what_is_no_pytree(kind):
+    for identifier in (kind(), {"class_name": kind.__name__, "config": {}}):
+        with pytest.raises(ValueError, match=f"{kind.__name__}` is not registered as a pytree"):
+            jls.get(identifier)
+
+
 def test_get_lists_the_known_classes():
     with pytest.raises(ValueError) as error:
         jls.get({"class_name": "NoLossScale", "config": {}})

@@ -124,21 +124,38 @@ def test_init_takes_abstract_parameters(dtype, loss_scale):
 
 def test_leaves_that_are_no_arrays_are_the_same_objects():
     tx = make()
-    model = {"layer": PARAMS, "activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3}
-    grads = {"layer": GRADS, "activation": None, "name": None, "frozen": None, "steps": None}
+    others = {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3, "dtype": jnp.float16}
+    model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
     params, state = tx.update_and_apply(grads, tx.init(model), model)
     expected, _ = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
     jax.tree.map(np.testing.assert_array_equal, params.pop("layer"), expected)
-    assert params == {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3}
+    assert params == others
     assert state.applied_steps == 1
+
+
+@pytest.mark.parametrize("skip_if", [False, True])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_arrays_that_have_no_gradient_stay_where_all_leaves_are_arrays(compiled, skip_if):
+    """As frozen layers are: alone, and as a whole branch of the tree."""
+    tx = make()
+    frozen = {"embedding": jnp.ones(3), "norm": {"scale": jnp.ones(2), "offset": jnp.zeros(2)}}
+    grads = {"layer": GRADS, "embedding": None, "norm": None}
+    state = tx.init({"layer": PARAMS, "embedding": None, "norm": None})
+    step = jax.jit(tx.update_and_apply) if compiled else tx.update_and_apply
+    after, state = step(grads, state, {"layer": PARAMS, **frozen}, skip_if=skip_if)
+    expected, _ = step(GRADS, tx.init(PARAMS), PARAMS, skip_if=skip_if)
+    jax.tree.map(np.testing.assert_array_equal, after, {"layer": expected, **frozen})
+    assert compiled or after["embedding"] is frozen["embedding"]
+    assert state.skipped_steps == skip_if
 
 
 def test_what_has_no_gradient_and_is_no_array_gets_no_update():
     tx = make()
-    model = {"layer": PARAMS, "inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
-    grads = {"layer": GRADS, "inference": None, "depth": None, "steps": None, "activation": None}
+    others = {"inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
+    others |= {"dtype": jnp.float16, "names": np.array(["a", "b"])}
+    model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
     updates, _ = jax.jit(lambda grads: tx.update(grads, tx.init(model), model))(grads)
-    assert (updates["inference"], updates["depth"], updates["activation"]) == (None, None, None)
+    assert all(updates[name] is None for name in others if name != "steps")
     assert updates["steps"] == 0
     after = eqx.apply_updates(model, updates)
     assert (after["inference"], after["depth"], after["steps"]) == (False, 3, 3)

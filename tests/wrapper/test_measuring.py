@@ -227,6 +227,7 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma,
             before.loss_scale,
         ][number]
         chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
+        assert state.largest == [3.0, 0.0, 1.0][number]  # seven devices have a largest gradient in each case
         assert (np.asarray(after) != 1).all() == (number == 0)
         assert state.skipped_steps == (number > 0)
     text = step.lower(ones, ones, before, params).compile().as_text()
@@ -235,6 +236,14 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma,
 
 
 # --- What is kept ---
+
+
+def test_of_gradients_that_are_known_not_to_be_finite_none_is_the_largest():
+    tx = jls.loss_scaled(optax.sgd(0.1), "auto")
+    before = tx.init(PARAMS)
+    for grads in (scaled(before), scaled(before, NAN)):
+        _, state = tx.update(grads, before, PARAMS, grads_finite=False)
+        assert state.largest == 0
 
 
 def test_another_kind_may_be_put_into_the_state_and_taken_out_again():

@@ -43,7 +43,10 @@ def test_a_value_that_is_no_real_scalar_is_refused(name, value, call, loss_scale
         step(GRADS)
 
 
-@pytest.mark.parametrize("value", [1, 1.0, np.float16(1), np.array(1.0), jnp.bfloat16(1), jnp.int32(1)], ids=repr)
+SCALARS = [1, 1.0, np.float16(1), np.array(1.0), np.ones(1, jnp.bfloat16)[0], jnp.bfloat16(1), jnp.int32(1)]
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: f"{type(value).__name__}-{value!r}")
 def test_real_scalars_of_every_library_are_values(value):
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     _, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, value=value)

@@ -324,6 +324,33 @@ def test_a_skipped_step_keeps_negative_zeros_and_what_is_not_finite(skip):
         assert np.asarray(leaf).tobytes() == np.asarray(params).tobytes()
 
 
+def keeps_everything_twice():
+    def init(params):
+        key = jax.random.key(0)
+        return {"keys": [key, key], "params": [params, params], "gradients": [params, params]}
+
+    def update(updates, state, params):
+        return updates, {**state, "params": [params, params], "gradients": [updates, updates]}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("loss_scale", [SCALE, "auto", None], ids=["dynamic", "auto", "none"])
+@pytest.mark.parametrize(
+    "inner",
+    [optax.scale_by_lbfgs(), optax.contrib.cocob(), keeps_everything_twice()],
+    ids=["L-BFGS", "COCOB", "everything twice"],
+)
+def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale):
+    tx = jls.loss_scaled(inner, loss_scale)
+    expected = jax.jit(tx.update_and_apply)(GRADS, tx.init(PARAMS), PARAMS)
+    donating = jax.jit(tx.update_and_apply, donate_argnums=(1, 2))
+    after = donating(GRADS, tx.init(PARAMS), jax.tree.map(jnp.copy, PARAMS))
+    chex.assert_trees_all_equal(after, expected)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    chex.assert_trees_all_equal(donating(GRADS, tx.init(params), params), expected)
+
+
 def test_parameters_are_optional_where_the_chain_does_not_need_them():
     tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))
