@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kinds import Dynamic, Fixed
+from kinds import F32_MAX, Dynamic, Fixed
 
 import jax_lossscale as jls
 
@@ -63,6 +63,19 @@ def test_what_is_not_for_users_is_not_shown(kind):
 def test_only_these_arguments_need_no_name(kind, names):
     parameters = inspect.signature(kind).parameters.values()
     assert [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD] == names
+
+
+@pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
+@pytest.mark.parametrize("scale", [float(np.finfo(np.float32).tiny), 1.0, F32_MAX])
+def test_a_scale_may_start_at_its_floor_and_at_its_ceiling(kind, scale):
+    loss_scale = kind(scale, min_loss_scale=scale, max_loss_scale=scale)
+    for finite in True, False:
+        assert loss_scale.adjust(finite)() == scale
+
+
+def test_a_period_may_be_the_largest_int32():
+    loss_scale = Dynamic(8, 2**31 - 1, num_good_steps=2**31 - 3)
+    assert [(loss_scale := loss_scale.adjust(True))() for _ in range(2)] == [8, 16]
 
 
 @pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
