@@ -57,6 +57,7 @@ TESTS = {  # the quickest to notice first
     "_loss_scale/base.py": [
         *(SCALES + name for name in ("test_interface.py", "test_dynamic.py", "test_pytrees.py", "test_registry.py")),
         HARD + "test_bad_input.py",
+        WRAPPER + "test_transform.py",
     ],
     "_loss_scale/dynamic.py": [
         *(SCALES + name for name in ("test_dynamic.py", "test_constructors.py", "test_pytrees.py")),
@@ -67,7 +68,8 @@ TESTS = {  # the quickest to notice first
         WRAPPER + "test_several.py",
         SCALES + "test_registry.py",
         GRADIENTS + "test_gradients.py",
-        HARD + "test_bad_input.py",
+        GRADIENTS + "test_cotangent.py",
+        WRAPPER + "test_readers.py",
     ],
     "_loss_scale/fixed.py": [
         *(SCALES + name for name in ("test_constructors.py", "test_interface.py", "test_pytrees.py")),

@@ -84,7 +84,8 @@ def accumulate_gradients(
       If all are bad, the gradients are NaN, and the window is skipped, if the loss scale skips such steps.
 
     Outside `jax.jit` it is compiled, too, once for each ``fun``, which must be pure and the same object in every call.
-    (A ``fun`` that cannot be hashed is traced and compiled at every call.)
+    (A ``fun`` that cannot be hashed is traced and compiled at every call.) Each new value of an argument that is no
+    array, such as a Python number, is compiled anew: pass a step counter as an array.
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.

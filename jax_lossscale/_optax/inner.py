@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -167,6 +168,18 @@ def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     return jax.tree.map(
         lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None
     )
+
+
+def check_no_integers(grads: optax.Updates, params: optax.Params | None) -> None:
+    """Raise a `ValueError` if a floating parameter has an integer for a gradient, which would be taken for none."""
+    param_at = dict(jax.tree_util.tree_leaves_with_path(params))
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        is_integer = isinstance(grad, int) or (_tree.is_array(grad) and jnp.issubdtype(grad.dtype, np.integer))
+        if is_integer and _tree.is_inexact(param_at.get(path)):
+            raise ValueError(
+                f"`update(updates=...)` must hold floating gradients for floating parameters, got {grad!r} at "
+                f"{jax.tree_util.keystr(path)!r}. `jax.grad` makes them so; cast what was made otherwise."
+            )
 
 
 def updates_of_others(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:

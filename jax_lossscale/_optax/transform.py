@@ -232,7 +232,10 @@ class _Wrapped:
         """The arguments of a step, without the leaves that are no numbers; a `ValueError` names what is wrong."""
         check_state(state)
         check_told(told)
-        return _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
+        grads = _tree.inexact_only(scaled_grads)
+        if jax.tree.structure(grads) != jax.tree.structure(scaled_grads):  # type: ignore[operator]
+            _inner.check_no_integers(scaled_grads, params)
+        return grads, state, _tree.inexact_only(params), told
 
     @compiled_when_eager
     def _updates(

@@ -156,14 +156,15 @@ def test_what_carries_a_scale(holder):
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        ("dynamic", "'dynamic'"),
-        (None, "None"),
+        ("dynamic", "got 'dynamic'. One made here would be forgotten"),
+        (None, "got None. One made here would be forgotten"),
         (True, "True"),
         (0.5, "at least 1"),
         (NAN, "nan"),
         (jnp.ones(2), "real scalar"),
         (jls.FixedLossScale(jnp.ones(3)), "shape (3,)"),
-        (optax.sgd(0.1).init(X), "holds no `LossScale`"),
+        (optax.sgd(0.1).init(X), "holds no `LossScale`. It should be the state of an optimizer"),
+        ({"w": X}, "holds no `LossScale`. It should be the state of an optimizer"),  # a dict has an `update`, too
         (TX, "tx.init"),
         ((TX.init(X), TX.init(X)), "holds 2"),
     ],

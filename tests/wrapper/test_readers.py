@@ -141,7 +141,11 @@ def in_nnx(state):
     return optimizer.opt_state
 
 
-COATS = {"nnx": in_nnx, "another": lambda state: jax.tree.map(Wrapped, state)}
+COATS = {
+    "nnx": in_nnx,
+    "another": lambda state: jax.tree.map(Wrapped, state),
+    "of one leaf": lambda state: state._replace(applied_steps=Wrapped(state.applied_steps)),
+}
 
 
 @pytest.mark.parametrize("wrap", COATS.values(), ids=COATS)

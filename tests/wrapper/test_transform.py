@@ -594,6 +594,18 @@ MISUSE = {
         ),
         r"update_and_apply\(params",
     ),
+    "gradients of integers": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update(
+            jax.tree.map(jnp.int32, GRADS), jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), PARAMS
+        ),
+        r"floating gradients .*'bias'",
+    ),
+    "the gradient of one Python number is an integer": (
+        lambda: jls.loss_scaled(optax.sgd(0.1)).update_and_apply(
+            [1.0, 1], jls.loss_scaled(optax.sgd(0.1)).init([2.0, 2.0]), [2.0, 2.0]
+        ),
+        r"got 1 at '\[1\]'",
+    ),
     "skip_if of many": (
         lambda: jls.loss_scaled(optax.sgd(0.1)).update(
             GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), skip_if=jnp.array([True, False])
