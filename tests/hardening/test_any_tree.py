@@ -1,0 +1,103 @@
+"""Random trees of parameters: what is trained is trained as if it were alone, and everything else stays as it is."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import MOMENTUM
+
+import jax_lossscale as jls
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")  # they are meant
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter, or a subtree, and its gradient."""
+
+    param: Any
+    grad: Any = None
+
+    @property
+    def is_trained(self):
+        return self.grad is not None and jnp.result_type(self.grad) != jax.dtypes.float0
+
+
+def trained(param):
+    return Leaf(param, jnp.full(np.shape(param), 0.5, jnp.result_type(param)))
+
+
+def no_gradient(param):
+    return Leaf(param, np.zeros(np.shape(param), jax.dtypes.float0))
+
+
+LEAVES = [
+    *(trained(jnp.ones(2, dtype)) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.complex64)),
+    *(trained(param) for param in (np.ones((2, 1), np.float32), jnp.zeros((0, 2)), jnp.float32(1), 0.5)),
+    *(Leaf(param) for param in (jnp.ones(2), jnp.ones(2, jnp.float16), 1.5, {"a": jnp.ones(1), "f": [len, None]})),
+    *(Leaf(param) for param in (None, 3, True, "name", len, jnp.float16, np.array(["a"]), jax.random.key(1))),
+    *(no_gradient(param) for param in (jnp.int32(3), jnp.array([True]), np.int8(4), jax.random.key(1))),
+]
+trees = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.sampled_from("abc"), below, max_size=3),
+    max_leaves=8,
+).filter(lambda tree: any(leaf.is_trained and np.size(leaf.grad) for leaf in jax.tree.leaves(tree)))
+
+
+def of_each(tree, what):
+    return jax.tree.map(what, tree)
+
+
+def check(tree, loss_scale, skip, is_bad):
+    """Eager, so that what is no array may be among the arguments."""
+    tx = jls.loss_scaled(MOMENTUM, loss_scale, skip=skip)
+    params = of_each(tree, lambda leaf: leaf.param)
+    grads = of_each(tree, lambda leaf: leaf.grad * np.float32(np.nan) if is_bad and leaf.is_trained else leaf.grad)
+    state = tx.init(of_each(tree, lambda leaf: None if leaf.grad is None else leaf.param))
+
+    leaves = jax.tree.leaves(tree)
+    grads_by_leaf = [grad for grad in jax.tree.leaves(grads) if jnp.result_type(grad) != jax.dtypes.float0]
+    alone = [leaf.param for leaf in leaves if leaf.is_trained]
+    expected, expected_state = tx.update_and_apply(grads_by_leaf, tx.init(alone), alone)
+    expected_updates, _ = tx.update(grads_by_leaf, tx.init(alone), alone)
+
+    after, after_state = tx.update_and_apply(grads, state, params)
+    updates, _ = tx.update(grads, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(params)
+    assert jax.tree.structure(after_state) == jax.tree.structure(state)
+    assert after_state.applied_steps == expected_state.applied_steps == (not is_bad)
+    expected, expected_updates = iter(expected), iter(expected_updates)
+    for leaf, new, update in zip(leaves, below(tree, after), below(tree, updates), strict=True):
+        if leaf.is_trained:
+            np.testing.assert_array_equal(new, next(expected), strict=True)
+            np.testing.assert_array_equal(update, next(expected_updates), strict=True)
+        else:
+            assert jax.tree.all(jax.tree.map(lambda a, b: a is b, new, leaf.param))
+
+
+def below(tree, other):
+    """What stands in ``other`` where ``tree`` has its leaves."""
+    return jax.tree.structure(tree).flatten_up_to(other)
+
+
+kinds = st.sampled_from(["dynamic", "auto", jls.FixedLossScale(8.0, skip_nonfinite=True)])
+arguments = {"tree": trees, "loss_scale": kinds, "skip": st.sampled_from(["cond", "select"]), "is_bad": st.booleans()}
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(**arguments)
+def test_what_is_trained_is_trained_as_if_it_were_alone(tree, loss_scale, skip, is_bad):
+    check(tree, loss_scale, skip, is_bad)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(**arguments)
+def test_many_more_trees(tree, loss_scale, skip, is_bad):
+    check(tree, loss_scale, skip, is_bad)
