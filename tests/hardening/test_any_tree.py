@@ -36,18 +36,29 @@ def no_gradient(param):
     return Leaf(param, np.zeros(np.shape(param), jax.dtypes.float0))
 
 
-LEAVES = [
+# Trees of numbers alone, trained or frozen, and of everything that a model may hold.
+NUMBERS = [
     *(trained(jnp.ones(2, dtype)) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.complex64)),
     *(trained(param) for param in (np.ones((2, 1), np.float32), jnp.zeros((0, 2)), jnp.float32(1), 0.5)),
-    *(Leaf(param) for param in (jnp.ones(2), jnp.ones(2, jnp.float16), 1.5, {"a": jnp.ones(1), "f": [len, None]})),
+    *(Leaf(param) for param in (jnp.ones(2), jnp.ones(2, jnp.float16), 1.5, {"a": jnp.ones(1)})),
+]
+ANYTHING = [
+    *NUMBERS,
     *(Leaf(param) for param in (None, 3, True, "name", len, jnp.float16, np.array(["a"]), jax.random.key(1))),
     *(no_gradient(param) for param in (jnp.int32(3), jnp.array([True]), np.int8(4), jax.random.key(1))),
+    Leaf({"a": jnp.ones(1), "f": [len, None]}),
 ]
-trees = st.recursive(
-    st.sampled_from(LEAVES),
-    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.sampled_from("abc"), below, max_size=3),
-    max_leaves=8,
-).filter(lambda tree: any(leaf.is_trained and np.size(leaf.grad) for leaf in jax.tree.leaves(tree)))
+
+
+def trees_of(leaves):
+    return st.recursive(
+        st.sampled_from(leaves),
+        lambda below: st.lists(below, max_size=4) | st.dictionaries(st.sampled_from("abc"), below, max_size=3),
+        max_leaves=8,
+    ).filter(lambda tree: any(leaf.is_trained and np.size(leaf.grad) for leaf in jax.tree.leaves(tree)))
+
+
+trees = trees_of(NUMBERS) | trees_of(ANYTHING)
 
 
 def of_each(tree, what):
