@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from functools import partial
 
 import jax
@@ -158,6 +159,21 @@ def test_strict_promotion(loss_scale, dtype, drop):
         window = jls.accumulate_gradients(fun, loss_scale, 2, drop=drop)(w, x)
         assert (window.value, window.grads / float(jls.get(loss_scale)())) == (1, 2)
         assert window.grads.dtype == ("float32" if dtype in ("float16", "bfloat16") else dtype)
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "warns"),
+    [(2.0**17, 1), (8.0, 0), (jls.DynamicLossScale(8), 1), (jls.FixedLossScale(2.0**17), 0)],
+    ids=["large number", "small number", "dynamic", "fixed, whose value is traced"],
+)
+def test_a_float16_loss_is_warned_of_where_the_scale_is_known_to_pass_it(loss_scale, warns):
+    def fun(w, x):
+        return jnp.mean(w * x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jls.accumulate_gradients(fun, loss_scale, 2)(jnp.float16(1), jnp.ones(4, jnp.float16))
+    assert ["The loss is float16" in str(warning.message) for warning in caught] == [True] * warns
 
 
 # Called outside `jax.jit`.
