@@ -35,7 +35,7 @@ CPU_SECONDS = 600  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
 
 SCALES, WRAPPER, HARD = "tests/loss_scales/", "tests/wrapper/", "tests/hardening/"
-MEASURE, GRADIENTS = "tests/measure/", "tests/gradients/"
+MEASURE, GRADIENTS, SIGNATURES = "tests/measure/", "tests/gradients/", "tests/test_public_api.py"
 RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"]
 TESTS = {  # the quickest to notice first
     "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
@@ -76,13 +76,13 @@ TESTS = {  # the quickest to notice first
         HARD + "test_bad_input.py",
     ],
     "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
-    "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py"],
+    "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/cotangent.py": [
         GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")
     ],
     "_gradients/eager.py": [GRADIENTS + "test_accumulation.py"],
     "_gradients/microbatches.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py"],
-    "_gradients/scaled.py": [GRADIENTS + "test_gradients.py", HARD + "test_bad_input.py"],
+    "_gradients/scaled.py": [GRADIENTS + "test_gradients.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/warn.py": [GRADIENTS + "test_gradients.py", GRADIENTS + "test_accumulation.py"],
     "_optax/branch.py": [
         WRAPPER + name for name in ("test_transform.py", "test_lowering.py", "test_derivatives.py", "test_devices.py")

@@ -582,11 +582,17 @@ def test_a_batch_in_two_arguments_of_which_one_stays_whole_is_told_of():
         both(params, x, y, weight=jnp.ones((5, 1)))
 
 
-def test_micro_batches_of_one_example_would_broadcast():
-    params, batch = make_params(), make_batch(4)
+@pytest.mark.parametrize("number", [2, 4])
+def test_micro_batches_of_one_example_would_broadcast(number):
+    params, batch = make_params(), make_batch(number)
     with pytest.warns(UserWarning, match="leaves argument 2 whole.*broadcasts") as caught:
-        jls.accumulate_gradients(separate_loss, 8.0, 4)(params, batch["x"], batch["y"])
+        jls.accumulate_gradients(separate_loss, 8.0, number)(params, batch["x"], batch["y"])
     assert caught[0].filename == __file__
+
+
+def test_a_batch_of_one_example_is_not_split():
+    params, batch = make_params(), make_batch(1)
+    assert jls.accumulate_gradients(separate_loss, 8.0, 1)(params, batch["x"], batch["y"]).kept.all()  # and no warning
 
 
 def test_what_is_as_long_as_the_batch_by_chance_is_welcome():
