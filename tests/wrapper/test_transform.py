@@ -565,11 +565,28 @@ def test_what_flax_makes_of_a_record_that_the_target_has_not_is_refused():
         tx.update(BAD_GRADS, state, PARAMS)
 
 
+def test_in_a_users_jit_a_step_is_no_program_of_its_own():
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    state = tx.init(PARAMS)  # concrete, beside gradients that are traced
+    for step in tx.update, tx.update_and_apply:
+        equations = jax.make_jaxpr(lambda grads, step=step: step(grads, state, PARAMS))(GRADS).jaxpr.eqns
+        assert not {"_updates", "_new_params"} & {equation.params.get("name") for equation in equations}
+
+
+def test_float16_parameters_are_warned_of_where_gradients_are_checked():
+    params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
+    with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
+        jls.loss_scaled(optax.sgd(0.1)).init(params)
+    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # without a loss scale nothing is said
+    jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
+
+
 # Misuse.
 
 MISUSE = {
     "not called": (lambda: jls.loss_scaled(optax.adam), "inner"),
     "not a transformation": (lambda: jls.loss_scaled(None), "inner"),
+    "half a transformation": (lambda: jls.loss_scaled({}), "inner"),  # it has an `update`
     "no such scale": (lambda: jls.loss_scaled(optax.sgd(0.1), "Dynamic"), "Dynamic"),
     "no such skip": (lambda: jls.loss_scaled(optax.sgd(0.1), skip="where"), "skip"),
     "no such axis": (lambda: jls.loss_scaled(optax.sgd(0.1), axis_name=3), "axis_name"),
