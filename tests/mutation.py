@@ -88,12 +88,16 @@ TESTS = {  # the quickest to notice first
         WRAPPER + name for name in ("test_transform.py", "test_lowering.py", "test_derivatives.py", "test_devices.py")
     ],
     "_optax/eager.py": [WRAPPER + "test_transform.py", WRAPPER + "test_told.py"],
-    "_optax/inner.py": [WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_derivatives.py")],
+    "_optax/inner.py": [
+        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_derivatives.py")),
+        HARD + "test_any_tree.py",
+    ],
     "_optax/readers.py": [WRAPPER + "test_readers.py", HARD + "test_bad_input.py"],
     "_optax/state.py": [WRAPPER + "test_transform.py", RECORDS[1], WRAPPER + "test_readers.py"],
     "_optax/transform.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py")),
         HARD + "test_bad_input.py",
+        HARD + "test_any_tree.py",
     ],
     "_optax/verdict.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_measuring.py")),
