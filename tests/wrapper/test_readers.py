@@ -71,6 +71,12 @@ def test_one_stuck_member_of_an_ensemble_suffices():
         jls.raise_if_stuck(jax.tree.map(lambda a, b: jnp.stack([a, b]), one, other), patience=10)
 
 
+def test_one_member_without_a_finite_loss_suffices():
+    one, other = (skipping("dynamic", steps, value=jnp.float32(jnp.nan)) for steps in (1000, 0))
+    with pytest.raises(RuntimeError, match="more than any overflow"):
+        jls.raise_if_stuck(jax.tree.map(lambda a, b: jnp.stack([a, b]), one, other))
+
+
 def test_patience_is_at_least_one():
     with pytest.raises(ValueError, match="patience"):
         jls.raise_if_stuck(skipping("dynamic", 0), patience=0)
@@ -80,6 +86,8 @@ def test_a_run_that_is_traced_is_not_read():
     state = skipping("dynamic", 0)
     with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):
         jax.jit(jls.raise_if_stuck)(state)
+    with pytest.raises(ValueError, match="traced"):
+        jax.jit(lambda skips: jls.raise_if_stuck(state._replace(consecutive_skips=skips)))(state.consecutive_skips)
 
 
 def test_messages_say_what_stands_where():

@@ -335,6 +335,12 @@ def keeps_everything_twice():
     return optax.GradientTransformation(init, update)
 
 
+def test_a_fresh_state():
+    state = jls.loss_scaled(optax.sgd(0.1), "auto").init(PARAMS)
+    counters = (state.applied_steps, state.skipped_steps, state.consecutive_skips)
+    assert (*counters, state.grads_finite, state.largest, state.last_bad_step) == (0, 0, 0, True, 0, None)
+
+
 @pytest.mark.parametrize("loss_scale", [SCALE, "auto", None], ids=["dynamic", "auto", "none"])
 @pytest.mark.parametrize(
     "inner",
@@ -526,6 +532,29 @@ class Halved(jls.LossScale):
 
     def get_config(self):
         return {}
+
+
+LATER = {
+    "another one": lambda early: type(early)(8.0),
+    "a state that holds it": lambda early: jls.loss_scaled(optax.sgd(0.1), early).init(jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+def test_a_kind_made_before_flax_was_imported_is_known_to_it_later(later, monkeypatch):
+    @functools.partial(
+        jax.tree_util.register_dataclass, data_fields=["loss_scale_value"], meta_fields=["skip_nonfinite"]
+    )
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class MadeEarly(jls.FixedLossScale):
+        pass
+
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "flax.serialization")
+        early = MadeEarly(8.0)
+    assert not flax.serialization.is_serializable(MadeEarly)
+    later(early)
+    assert flax.serialization.is_serializable(MadeEarly)
 
 
 def test_flax_keeps_the_leaves_of_a_kind_that_wraps_another():
