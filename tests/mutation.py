@@ -93,7 +93,12 @@ TESTS = {  # the quickest to notice first
         HARD + "test_any_tree.py",
     ],
     "_optax/readers.py": [WRAPPER + "test_readers.py", HARD + "test_bad_input.py"],
-    "_optax/state.py": [WRAPPER + "test_transform.py", RECORDS[1], WRAPPER + "test_readers.py"],
+    "_optax/state.py": [
+        WRAPPER + "test_transform.py",
+        RECORDS[1],
+        WRAPPER + "test_readers.py",
+        WRAPPER + "test_measuring.py",
+    ],
     "_optax/transform.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py")),
         HARD + "test_bad_input.py",
@@ -315,13 +320,16 @@ def main():
     parser.add_argument("--trust", action="store_true", help="do not look first whether the tests pass as it is")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--afresh", action="store_true", help="run again what is known, too")
-    parser.add_argument("--survivors", action="store_true", help="run again what has survived")
+    parser.add_argument("--survivors", action="store_true", help="run again what has survived unexplained")
     given = parser.parse_args()
     if unknown := set(given.files) - set(TESTS):
         parser.error(f"no tests are named for {', '.join(sorted(unknown))}; there are {', '.join(TESTS)}")
     results = read(RESULTS)
     mutants = list(all_mutants(given.files))
-    known = {key for key, outcome in results.items() if not (given.survivors and outcome == "survived")}
+    explained = read(EXPLAINED)
+    known = {
+        key for key, outcome in results.items() if outcome != "survived" or key in explained or not given.survivors
+    }
     todo = [mutant for mutant in mutants if given.afresh or mutant["key"] not in known]
     if not given.report and todo:
         if not given.trust:
