@@ -60,9 +60,15 @@ def _all_finite(tree: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisN
 
 
 def _of_local(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+    return jax.lax.platform_dependent(list(leaves), scale, cpu=measure_on_cpu, default=finite_anywhere)
+
+
+def finite_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+    """The answer for leaves that live on one device, of whatever platform."""
+    if scale is None:
+        return measure_anywhere(leaves, scale)
     # To divide each element would make a GPU launch more kernels than to find the largest and divide that.
-    default = measure_anywhere if scale is None else lambda *operands: largest_anywhere(*operands) < jnp.inf
-    return jax.lax.platform_dependent(list(leaves), scale, cpu=measure_on_cpu, default=default)
+    return largest_anywhere(leaves, scale) < jnp.inf
 
 
 _ARE_FINITE = Question(of_local=_of_local, of_each=exact, agree=agree, of_nothing=np.bool_(True))

@@ -66,6 +66,20 @@ def test_the_number_of_a_step_stays_at_the_largest_int32(applied, skipped):
     assert "there was a NaN in the gradients" in jls.diagnostics.explain(state)
 
 
+def test_a_fresh_record():
+    record = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True).init(PARAMS).last_bad_step
+    assert record._asdict() == {
+        "step": -1,
+        "leaf": -1,
+        "num_leaves": 0,
+        "has_nan": False,
+        "leaves_finite": True,
+        "parts_finite": True,
+        "value_finite": True,
+        "skip_if": False,
+    }
+
+
 def test_before_the_first_bad_step_there_is_no_leaf_and_by_default_there_is_no_record():
     recording = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [GOOD])
     assert (recording.last_bad_step.step, recording.last_bad_step.leaf) == (-1, -1)

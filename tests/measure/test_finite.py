@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from jax_lossscale._measure import reading
+from jax_lossscale._measure import finite
 
 DTYPES = (
     "float8_e3m4",
@@ -125,7 +125,11 @@ def test_one_bad_value_among_values_whose_sum_overflows(dtype, bad):
 # So many leaves that several of one shape and dtype are read together; a CPU reads them in one way, others in another.
 MANY_SHAPES = [(200, 200), (2**15 + 3,), (100, 401)]
 MANY = [(MANY_SHAPES[n % 3], ("float16", "bfloat16", "float32", "complex64")[n % 4]) for n in range(140)]
-READINGS = {"here": jls.all_finite, "elsewhere": lambda tree: reading.measure_anywhere(tree, None)}
+READINGS = {
+    "here": jls.all_finite,
+    "elsewhere": lambda tree: finite.finite_anywhere(tree, None),
+    "elsewhere, divided": lambda tree: finite.finite_anywhere(tree, jnp.float32(8)),
+}
 
 
 # So many small leaves of each dtype that they are read in more blocks than one.
