@@ -92,7 +92,9 @@ def test_jitted_again_and_again_it_compiles_once(compilations):
 
 def test_what_it_shows_of_itself():
     tx = make()
-    assert "update_and_apply" in repr(tx)
+    assert repr(tx).startswith("LossScaledTransformation(loss_scaled(")
+    assert repr(tx).endswith("): init, update, update_and_apply)")
+    assert "<built-in function len>: init" in repr(tx._replace(update=len))
     assert "update_and_apply" in dir(tx)
     for function in tx.init, tx.update, tx.update_and_apply, type(tx).update_and_apply:
         assert function.__doc__
