@@ -50,7 +50,10 @@ TESTS = {  # the quickest to notice first
     "_measure/finite.py": [MEASURE + "test_finite.py", HARD + "test_bad_input.py"],
     "_measure/largest.py": [MEASURE + "test_largest.py", WRAPPER + "test_measuring.py", HARD + "test_bad_input.py"],
     "_measure/reading.py": [MEASURE + name for name in ("test_finite.py", "test_largest.py", "test_shards.py")],
-    "_measure/shards.py": [MEASURE + name for name in ("test_shards.py", "test_finite.py", "test_largest.py")],
+    "_measure/shards.py": [
+        *(MEASURE + name for name in ("test_shards.py", "test_finite.py", "test_largest.py")),
+        *(WRAPPER + name for name in ("test_lowering.py", "test_sharded_programs.py")),
+    ],
     "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
     "_loss_scale/_flax_serialization.py": [WRAPPER + "test_transform.py", WRAPPER + "test_resume.py"],
     "_loss_scale/auto.py": [SCALES + "test_auto.py", SCALES + "test_constructors.py", HARD + "test_bad_input.py"],

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale._gradients.warn import warn_if_narrow
 
 SCALE = 1024.0
 X, Y = jnp.array([0.3, -1.7, 2.9]), jnp.array([1.1, 0.7, -0.2])
@@ -454,6 +455,24 @@ def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(ji
         assert issubclass(warning.category, UserWarning)
         assert "float32" in str(warning.message)
         assert "max_loss_scale=32768.0" in str(warning.message)
+
+
+@pytest.mark.filterwarnings("ignore:The loss is:UserWarning")
+@pytest.mark.parametrize(
+    ("value", "loss_scale", "warned"),
+    [
+        (jnp.float16(1), jls.DynamicLossScale(), True),
+        (jnp.ones(2, jnp.float16), jls.DynamicLossScale(), False),  # no loss
+        (1.0, jls.DynamicLossScale(), False),
+        (jnp.int32(1), jls.DynamicLossScale(), False),
+        (jnp.float32(1), jls.DynamicLossScale(), False),
+        (jnp.float16(1), jls.FixedLossScale(8), False),
+        (jnp.float16(1), jls.FixedLossScale(np.float32([8, 2.0**16])), True),  # one of a batch suffices
+    ],
+    ids=str,
+)
+def test_it_is_known_whether_a_narrow_loss_was_warned_of(value, loss_scale, warned):
+    assert warn_if_narrow(value, loss_scale) is warned
 
 
 def float16_step(tx):
