@@ -33,7 +33,10 @@ NOT_COMPILED = "says what is compiled"
 # Name: (what sets it, {part of a test's name: why it is left out})
 CONFIGURATIONS = {
     "x64": ("JAX_ENABLE_X64=1", {"without_x64": "says what is so without it"}),
-    "strict_promotion": ("JAX_NUMPY_DTYPE_PROMOTION=strict", {}),
+    "strict_promotion": (
+        "JAX_NUMPY_DTYPE_PROMOTION=strict",
+        {"bits_of_the_straightforward_one": "its program, a process of its own, runs Adam"},
+    ),
     "leak_checks": ("JAX_CHECK_TRACER_LEAKS=1", {}),
     "disable_jit": ("JAX_DISABLE_JIT=1", {}),
 }
