@@ -68,6 +68,11 @@ def skips_and_unused_bits(trace, loss_scale=None, float16=True):
     return int(np.sum(~finite)), float(np.mean(unused[finite & np.isfinite(unused)]))
 
 
+def test_it_asks_for_the_largest_gradient():
+    assert Auto().needs_largest
+    assert not jls.DynamicLossScale().needs_largest
+
+
 def test_a_fresh_state():
     assert state_of(Auto(8.0)) == {
         "current_loss_scale": 8,
