@@ -170,5 +170,5 @@ class AnyRunWithOrbax(AnyRun):
 @pytest.mark.slow
 def test_any_run_and_many_of_them(tmp_path):
     AnyRunWithOrbax.folder = tmp_path
-    many = settings(max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    many = settings(max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(AnyRunWithOrbax, settings=many)
