@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from any_jax import NO_GRAD_OF_WHAT_VARIES, enable_x64, is_older_than, pcast, shard_map, skip_before
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
@@ -326,7 +326,7 @@ def test_scan_over_micro_batches():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     batch = jax.device_put(jnp.linspace(-1, 1, 24).reshape(8, 3), NamedSharding(mesh, P("data")))
 
     def mean_loss(x, y):
@@ -347,7 +347,7 @@ def test_a_replicated_loss_with_a_scale_for_each_device(check_vma, vary_params):
     """The definition, ``scale * value``, differentiated by JAX, is the oracle; the value stays replicated."""
     if check_vma:
         skip_before("0.6.1", NO_GRAD_OF_WHAT_VARIES)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
 
     def mean_loss(x, y):

@@ -9,7 +9,7 @@ from any_jax import enable_x64, shard_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import sparse
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
@@ -220,7 +220,7 @@ BAD_COLUMN = np.array([[1, 0]] * 4, bool)
     ids=str,
 )
 def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma):
-    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     values = jax.device_put(jnp.ones((4, 2)).at[1, 1].set(jnp.nan), NamedSharding(mesh, spec))
 
     def verdicts(tree):
@@ -234,7 +234,7 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_tree_of_nothing_is_finite_on_all_shards(check_vma):
-    mesh = jax.make_mesh((8,), ("x",))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     verdict = shard_map(
         lambda: jls.all_finite([], axis_name="x"), mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma
     )

@@ -226,7 +226,7 @@ def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 2**16)], ids=["small", "large"])
 def test_inside_shard_map_shards_agree(shape, check_vma):
-    mesh = jax.make_mesh((8,), ("x",))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     values = np.ones(shape, np.float32)
     values[5, 1] = -7
 
