@@ -1,6 +1,6 @@
 """A run under each of JAX's strict settings, and trees, threads and meshes out of the ordinary.
 
-The whole core is run under them by ``python tests/configurations.py``.
+The tests of the core are run under some of them by ``python tests/configurations.py``.
 """
 
 import functools

@@ -22,6 +22,7 @@ from any_jax import needs_optax
 
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
+from jax_lossscale._loss_scale.base import register
 
 SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
 PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
@@ -542,9 +543,7 @@ LATER = {
 
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER)
 def test_a_kind_made_before_flax_was_imported_is_known_to_it_later(later, monkeypatch):
-    @functools.partial(
-        jax.tree_util.register_dataclass, data_fields=["loss_scale_value"], meta_fields=["skip_nonfinite"]
-    )
+    @register  # as the kinds of this library are
     @dataclasses.dataclass(frozen=True, eq=False)
     class MadeEarly(jls.FixedLossScale):
         pass
