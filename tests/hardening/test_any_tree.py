@@ -108,7 +108,7 @@ def test_what_is_trained_is_trained_as_if_it_were_alone(tree, loss_scale, skip, 
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(**arguments)
 def test_many_more_trees(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)
