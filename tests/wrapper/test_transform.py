@@ -362,6 +362,10 @@ def test_parameters_are_optional_where_the_chain_does_not_need_them():
     tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))
     chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -g / 16, GRADS))
+    no_gradients = {"count": np.zeros((), jax.dtypes.float0), "frozen": None}
+    beside, _ = tx.update({**GRADS, **no_gradients}, tx.init({**PARAMS, "count": jnp.int32(3), "frozen": None}))
+    assert beside["count"] is no_gradients["count"]
+    chex.assert_trees_all_equal({name: beside[name] for name in updates}, updates)
 
 
 @pytest.mark.parametrize("grads", [GRADS, BAD_GRADS], ids=["good", "bad"])
