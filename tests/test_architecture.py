@@ -21,7 +21,7 @@ PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-CORE = {"_check", "_compat", "_warn", "_tree", "_measure", "_loss_scale"}
+CORE = {"_check", "_compat", "_warn", "_tree", "_measure", "_loss_scale", "_program"}
 MIDDLE = CORE | {"_gradients", "_optax", "optax", "_version"}
 LAYERS = {
     "_version": set(),
@@ -31,6 +31,7 @@ LAYERS = {
     "_tree": {"_compat"},
     "_measure": {"_check", "_tree", "_compat"},
     "_loss_scale": {"_check", "_tree", "_measure"},
+    "_program": {"_check", "_compat", "_tree"},
     "_gradients": CORE,
     "_optax": CORE | {"optax"},
     "diagnostics": MIDDLE,

@@ -1,13 +1,13 @@
 """What the gradients do, and why steps are skipped: for when a float16 run goes wrong, and before it does."""
 
 from jax_lossscale._measure import first_nonfinite
+from jax_lossscale._program.widen import in_precision
 from jax_lossscale.diagnostics._compare import compare_gradients
 from jax_lossscale.diagnostics._explain import explain
 from jax_lossscale.diagnostics._gradient_error import GradientComparison, LeafGradientError
 from jax_lossscale.diagnostics._histogram import ExponentHistogram, exponent_histogram
 from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._operations import OperationRange, RangeReport, range_report
-from jax_lossscale.diagnostics._precision import in_precision
 from jax_lossscale.diagnostics._range import LossScaleSuggestion, Underflow, suggest_loss_scale, underflow_fraction
 from jax_lossscale.diagnostics._simulate import Simulation, simulate
 

@@ -17,12 +17,12 @@ from jax_lossscale import _tree
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
+from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics import _cause
 from jax_lossscale.diagnostics._gradient_error import GradientComparison
 from jax_lossscale.diagnostics._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics._jaxpr import Traced, narrow_dtypes
 from jax_lossscale.diagnostics._operations import range_report
-from jax_lossscale.diagnostics._precision import Evaluator, checked_precision
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 _NUDGE = 2.0**-22

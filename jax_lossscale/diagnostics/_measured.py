@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_lossscale import _compat
-from jax_lossscale.diagnostics._jaxpr import in_context, is_equation_narrow, is_narrow, last_uses
-from jax_lossscale.diagnostics._place import Place, place_of
-from jax_lossscale.diagnostics._precision import Evaluator
+from jax_lossscale._program.jaxpr import in_context, is_equation_narrow, is_narrow, last_uses
+from jax_lossscale._program.place import Place, place_of
+from jax_lossscale._program.widen import Evaluator
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")

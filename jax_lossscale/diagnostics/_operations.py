@@ -16,10 +16,10 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics import _cures, _table
-from jax_lossscale.diagnostics._jaxpr import Traced
 from jax_lossscale.diagnostics._measured import Limits, MeasuringEvaluator, Site, Statistics, limits_of, sites
-from jax_lossscale.diagnostics._precision import Evaluator, checked_precision
 from jax_lossscale.diagnostics._table import percent, power_of_two
 
 _MOST_ROWS = 16

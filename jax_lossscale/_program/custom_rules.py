@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_lossscale import _compat
 
 if TYPE_CHECKING:
-    from jax_lossscale.diagnostics._precision import Evaluator
+    from jax_lossscale._program.widen import Evaluator
 
 
 def _custom_jvp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> list[Any]:

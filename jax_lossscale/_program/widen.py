@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from jax_lossscale import _compat, _tree
 from jax_lossscale._check import check_function
-from jax_lossscale.diagnostics import _custom_rules
-from jax_lossscale.diagnostics._jaxpr import (
+from jax_lossscale._program import custom_rules as _custom_rules
+from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
     bind,
