@@ -1,6 +1,7 @@
 """Loss scaling for float16 training in JAX and optax."""
 
 from jax_lossscale import diagnostics, plotting
+from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, keep_float32
 from jax_lossscale._gradients import (
     AccumulatedGradients,
     accumulate_gradients,
@@ -42,13 +43,17 @@ __all__ = [
     "LossScaledState",
     "LossScaledTransformation",
     "NoOpLossScale",
+    "PrecisionPolicy",
+    "PrecisionRule",
     "__version__",
     "accumulate_gradients",
     "all_finite",
+    "autocast",
     "cast_floating",
     "diagnostics",
     "get",
     "get_loss_scale",
+    "keep_float32",
     "loss_scale_for",
     "loss_scaled",
     "metrics",

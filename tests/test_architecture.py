@@ -22,7 +22,7 @@ MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
 CORE = {"_check", "_compat", "_warn", "_tree", "_measure", "_loss_scale", "_program"}
-MIDDLE = CORE | {"_gradients", "_optax", "optax", "_version"}
+MIDDLE = CORE | {"_autocast", "_gradients", "_optax", "optax", "_version"}
 LAYERS = {
     "_version": set(),
     "_check": set(),
@@ -32,6 +32,7 @@ LAYERS = {
     "_measure": {"_check", "_tree", "_compat"},
     "_loss_scale": {"_check", "_tree", "_measure"},
     "_program": {"_check", "_compat", "_tree"},
+    "_autocast": {"_check", "_program", "_tree", "_warn", "_compat"},
     "_gradients": CORE,
     "_optax": CORE | {"optax"},
     "diagnostics": MIDDLE,

@@ -1,29 +1,32 @@
-"""Functions with derivatives of their own, `jax.custom_jvp` and `jax.custom_vjp`, evaluated in another precision.
+"""Functions with rules of their own, such as `jax.custom_jvp` and `jax.custom_vjp`, evaluated by another evaluator.
 
-The rule of such a function is not looked for in the equation, where it is private to JAX. It is had by differentiating
-the equation as it stands, which applies the rule, and the jaxpr of that is evaluated like any other.
+The rule of such a function is not looked for in the equation, where it is private to JAX. It is had by transforming the
+equation as it stands, which applies the rule, and the jaxpr of that is evaluated like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale import _compat
 
-if TYPE_CHECKING:
-    from jax_lossscale._program.widen import Evaluator
+# The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
+Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
-def _custom_jvp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a `jax.custom_jvp`."""
+
     @jax.custom_jvp
     def function(*primals: Any) -> list[Any]:
-        return evaluator.evaluate(_compat.called_jaxpr(eqn.params), primals)
+        return evaluate(_compat.called_jaxpr(eqn.params), primals)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
@@ -34,7 +37,7 @@ def _custom_jvp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
 
         types = _types(eqn)
         jaxpr = jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
-        results = evaluator.evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
+        results = evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
         outputs, out_tangents = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
         return outputs, [
             next(out_tangents) if _is_inexact(variable) else np.zeros(variable.aval.shape, jax.dtypes.float0)
@@ -45,10 +48,12 @@ def _custom_jvp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
     return function(*inputs)
 
 
-def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a `jax.custom_vjp`."""
+
     @jax.custom_vjp
     def function(*primals: Any) -> list[Any]:
-        return evaluator.evaluate(_compat.called_jaxpr(eqn.params), primals)
+        return evaluate(_compat.called_jaxpr(eqn.params), primals)
 
     def forward(*boxes: Any) -> tuple[list[Any], Any]:
         moved = [n for n, box in enumerate(boxes) if box.perturbed]
@@ -61,7 +66,7 @@ def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
             return outputs, residuals
 
         jaxpr, (_, residual_types) = jax.make_jaxpr(as_it_stands, return_shape=True)(*_types(eqn))
-        results = evaluator.evaluate(jaxpr, [box.value for box in boxes])
+        results = evaluate(jaxpr, [box.value for box in boxes])
 
         def pull_back(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
             def as_it_stands(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -69,8 +74,8 @@ def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
 
             cotangent_types = [_cotangent_type(variable.aval) for variable in eqn.outvars]
             jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, cotangent_types)
-            of_moved = evaluator.evaluate(jaxpr, [*residuals, *cotangents])
-            found = dict(zip(moved, of_moved, strict=True))
+            of_moved = evaluate(jaxpr, [*residuals, *cotangents])
+            found = {n: _like(cotangent, inputs[n]) for n, cotangent in zip(moved, of_moved, strict=True)}
             return tuple(found.get(n) for n in range(len(inputs)))
 
         outputs, residuals = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
@@ -83,11 +88,45 @@ def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
     return function(*inputs)
 
 
-CALLS = {
-    "custom_jvp_call": _custom_jvp_call,
-    "custom_vjp_call": _custom_vjp_call,
-    "custom_vjp_call_jaxpr": _custom_vjp_call,  # its name before jax 0.6.1
-}
+def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a `jax.custom_batching.custom_vmap`."""
+
+    @jax.custom_batching.custom_vmap
+    def function(*inputs: Any) -> list[Any]:
+        return evaluate(eqn.params["call"], inputs)
+
+    @function.def_vmap
+    def rule(axis_size: int, is_batched: Sequence[bool], *inputs: Any) -> tuple[list[Any], list[bool]]:
+        axes = [0 if batched else None for batched in is_batched]
+        types = [
+            jax.ShapeDtypeStruct((axis_size, *aval.shape) if batched else aval.shape, aval.dtype)
+            for aval, batched in zip(_types(eqn), is_batched, strict=True)
+        ]
+        as_it_stands = jax.vmap(_of(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
+        outputs = evaluate(jax.make_jaxpr(as_it_stands)(*types), inputs)
+        return outputs, [True] * len(outputs)
+
+    return function(*inputs)
+
+
+def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a `jax.custom_derivatives.linear_call`."""
+    number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
+    residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
+
+    def function(residuals: Sequence[Any], linear: Sequence[Any]) -> list[Any]:
+        return evaluate(eqn.params["callee"], [*residuals, *linear])
+
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def as_it_stands(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            positions = range(number, number + len(linear_types))
+            of_linear = _of(eqn, [*residuals, *linear_types], positions)
+            return jax.linear_transpose(of_linear, *linear_types)(cotangents)
+
+        jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, [variable.aval for variable in eqn.outvars])
+        return evaluate(jaxpr, [*residuals, *cotangents])
+
+    return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
 
 
 def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
@@ -116,3 +155,7 @@ def _cotangent_type(aval: Any) -> Any:
 
 def _instantiated(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _like(cotangent: Any, primal: Any) -> Any:
+    return cotangent if cotangent.dtype == jax.dtypes.float0 else cotangent.astype(jnp.result_type(primal))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,15 +110,17 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
     return uses[::-1]
 
 
-def in_context(eqn: Any) -> Any:
-    """A context in which what is computed has the layer and the source line of the equation."""
-    stack = current_name_stack() + eqn.source_info.name_stack
+def in_context(eqn: Any, within: Sequence[Any] = ()) -> Any:
+    """A context in which what is computed has the layer and the source line of the equation, called from ``within``."""
+    stack = current_name_stack()
+    for each in (*within, eqn):
+        stack = stack + each.source_info.name_stack
     return user_context(eqn.source_info.traceback, name_stack=stack)
 
 
-def bind(eqn: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any], within: Sequence[Any] = ()) -> list[Any]:
     """The outputs of the equation's primitive."""
-    with in_context(eqn), eqn.ctx.manager:
+    with in_context(eqn, within), eqn.ctx.manager:
         outputs = _compat.bind(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 

@@ -30,6 +30,7 @@ class Place(NamedTuple):
       source: file and line of the innermost frame that belongs to no installed library; for a file, the cell of a
         notebook.
       column: the same of the innermost frame outside of JAX, to the column: what tells operations apart.
+      functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether it belongs to the backward pass.
     """
 
@@ -37,12 +38,13 @@ class Place(NamedTuple):
     layer: str
     source: str
     column: str
+    functions: tuple[str, ...]
     is_backward: bool
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:
     """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
-    outer = within or Place("", "", "", "", False)
+    outer = within or Place("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     return Place(
@@ -51,6 +53,7 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
         # What is compiled apart, and perhaps called from elsewhere, does not know from where.
         source=_source(frames) or outer.source or summarize(eqn.source_info),
         column=summarize(eqn.source_info),
+        functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
     )
 

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale import _compat, _tree
 from jax_lossscale._check import check_function
-from jax_lossscale._program import custom_rules as _custom_rules
+from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
@@ -36,6 +36,11 @@ from jax_lossscale._program.jaxpr import (
 _BITS = ("bitcast_convert_type", "debug_callback", "debug_print")
 # What they compute lies outside of the jaxpr, or was written for the types it is given.
 _OPAQUE = ("ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_module")
+_CUSTOM_RULES = {
+    "custom_jvp_call": custom_rules.custom_jvp_call,
+    "custom_vjp_call": custom_rules.custom_vjp_call,
+    "custom_vjp_call_jaxpr": custom_rules.custom_vjp_call,  # its name before jax 0.6.1
+}
 
 
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
@@ -159,9 +164,9 @@ class Evaluator:
         if name in _OPAQUE or any(hasattr(atom.aval, "inner_aval") for atom in [*eqn.invars, *eqn.outvars]):
             self.as_they_are[name] = None
             return self._as_it_is(eqn, inputs)
-        if name in _custom_rules.CALLS:
+        if name in _CUSTOM_RULES:
             with in_context(eqn):
-                return self._outputs(eqn, _custom_rules.CALLS[name](self, eqn, inputs))
+                return self._outputs(eqn, _CUSTOM_RULES[name](self.evaluate, eqn, inputs))
         if name == "reduce_precision" and self._rounds_to_its_own(eqn):
             return list(inputs)
         try:

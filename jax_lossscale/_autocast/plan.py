@@ -1,0 +1,229 @@
+"""What becomes of each step of a program: the rule of `autocast`, and its few exceptions, in one place."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jax_lossscale._autocast import linear_algebra
+from jax_lossscale._autocast.calls import CALLS
+from jax_lossscale._autocast.operations import (
+    COMPUTED_ONCE,
+    MOVES,
+    MOVES_BETWEEN_DEVICES,
+    MOVES_EACH_BY_ITSELF,
+    PRODUCTS,
+    REPEATING_MOVES,
+)
+from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
+from jax_lossscale._program.inline import Name, Program, Step, inlined
+from jax_lossscale._program.jaxpr import jaxprs_of
+from jax_lossscale._program.place import place_of
+
+_ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
+
+
+class Kind(enum.Enum):
+    """What a step does."""
+
+    PRODUCT = enum.auto()
+    MOVE = enum.auto()
+    CALL = enum.auto()  # of jaxprs with narrow products
+    OTHER = enum.auto()
+
+
+class Decision(NamedTuple):
+    """What becomes of a step.
+
+    Attributes:
+      kind: what it does.
+      is_alone: whether it is in no stretch with other steps, and so is computed once.
+      is_narrow: whether it is computed in half precision.
+      has_wide_result: of a narrow product: whether its result is float32 all the same.
+      reason: why it is not narrow, where one could expect it.
+    """
+
+    kind: Kind
+    is_alone: bool = False
+    is_narrow: bool = False
+    has_wide_result: bool = False
+    reason: str = ""
+
+
+class Plan(NamedTuple):
+    """A program, and what becomes of it.
+
+    Attributes:
+      program: the steps.
+      decisions: one for each step.
+      inner: the plans of the jaxprs in steps that are a `Kind.CALL`, by position of the step.
+      is_narrow: whether anything in it is computed in half precision.
+    """
+
+    program: Program
+    decisions: tuple[Decision, ...]
+    inner: dict[int, list[Plan]]
+    is_narrow: bool
+
+
+class Planner:
+    """Plans programs by the rule of `autocast` and a policy.
+
+    Attributes:
+      dtype: the half precision.
+      policy: the exceptions.
+      matched: the rules of it that spoke of an operation.
+    """
+
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+        self.dtype = dtype
+        self.policy = policy
+        self.matched: set[PrecisionRule] = set()
+        # What everybody's products are marked with is no mark of the author's.
+        self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    def plan(
+        self, closed: ClosedJaxpr, within: tuple[Any, ...] = (), outputs_feeding: Sequence[bool] | None = None
+    ) -> Plan:
+        """The plan of a jaxpr.
+
+        Args:
+          closed: the jaxpr.
+          within: the equations that it lies in, the outermost first.
+          outputs_feeding: of each result, whether a factorization is made of it.
+        """
+        program = inlined(closed)
+        feeding = linear_algebra.feeding(program, outputs_feeding or [False] * len(program.outputs))
+        constants = dict(program.constants)
+        inner: dict[int, list[Plan]] = {}
+        decisions = []
+        for position, step in enumerate(program.steps):
+            decision = self._decide(step, within, feeding, constants)
+            if decision.kind is Kind.CALL:
+                plans = self._inner(step, within, feeding)
+                if any(plan.is_narrow for plan in plans):
+                    inner[position] = plans
+                else:
+                    decision = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
+            decisions.append(decision)
+        is_narrow = bool(inner) or any(decision.is_narrow for decision in decisions)
+        return Plan(program, tuple(decisions), inner, is_narrow)
+
+    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name]) -> list[Plan]:
+        eqn = step.eqn
+        goes_on = [name in feeding for name in step.outputs]
+        if eqn.primitive.name == "scan":
+            goes_on = linear_algebra.outputs_feeding(eqn, goes_on)
+        around = (*within, *step.within, eqn)
+        return [
+            self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None)
+            for closed in CALLS[eqn.primitive.name].jaxprs(eqn)
+        ]
+
+    def _decide(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> Decision:
+        eqn, name = step.eqn, step.eqn.primitive.name
+        around = (*within, *step.within)
+        if name in CALLS:
+            return Decision(Kind.CALL, is_alone=True)
+        if eqn.effects or name in COMPUTED_ONCE or any(map(jaxprs_of, eqn.params.values())):
+            return Decision(Kind.OTHER, is_alone=True)
+        rule = self._rule(eqn, around)
+        wide_by_rule = rule is not None and rule.precision == "wide"
+        if (name in _ALL_MOVES or _changes_nothing(eqn)) and not wide_by_rule:
+            _move_constants(step, constants)
+            return Decision(Kind.MOVE, is_alone=name in MOVES_BETWEEN_DEVICES)
+        if name not in PRODUCTS or not _contracts(eqn):
+            return Decision(Kind.OTHER, is_narrow=rule is not None and rule.precision == "narrow")
+        if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
+            return Decision(Kind.PRODUCT, reason="not float32 in the source")
+        if wide_by_rule:
+            return Decision(Kind.PRODUCT, reason=f"a rule of the policy: {rule!r}")
+        has_wide_result = rule is not None and rule.precision == "wide_result"
+        reason = "" if rule is not None else self._exception(step, around, feeding, constants)
+        return Decision(Kind.PRODUCT, False, not reason, has_wide_result, reason)
+
+    def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> str:
+        """Why a product of float32 arrays stays one; "" if it does not."""
+        eqn = step.eqn
+        if any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn)):
+            return "inside `keep_float32`"
+        if self._is_marked(eqn.params.get("precision")):
+            return f"marked with the precision {eqn.params['precision']}"
+        if step.outputs[0] in feeding:
+            return "a factorization is made of its result"
+        if any(not self._holds(atom.val if isinstance(atom, Literal) else constants.get(atom)) for atom in step.inputs):
+            return f"{self.dtype.name} cannot hold its constant operand"
+        return ""
+
+    def _is_marked(self, precision: Any) -> bool:
+        if precision is None or isinstance(precision, jax.lax.Precision):
+            precision = (precision, precision)
+        if not isinstance(precision, tuple):
+            return str(precision) != str(self._usual_precision)
+        is_usual = str(self._usual_precision).lower() in ("highest", "float32")
+        return not is_usual and jax.lax.Precision.HIGHEST in precision
+
+    def _holds(self, constant: Any) -> bool:
+        """Whether the largest number in a constant is a normal one in half precision; of what is no constant, yes."""
+        if constant is None or isinstance(constant, jax.core.Tracer) or np.size(constant) == 0:
+            return True
+        values = np.abs(np.asarray(constant, np.float32))
+        largest = np.max(values, where=np.isfinite(values), initial=0)
+        info = jnp.finfo(self.dtype)
+        return bool(largest == 0 or float(info.smallest_normal) <= largest <= float(info.max))
+
+    def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
+        """The first rule that speaks of the equation."""
+        if not self.policy.rules:
+            return None
+        place = None
+        for outer in (*around, eqn):
+            place = place_of(outer, place)
+        for rule in self.policy.rules:
+            if place is not None and rule.matches(eqn.primitive.name, place):
+                self.matched.add(rule)
+                return rule
+        return None
+
+
+def _changes_nothing(eqn: Any) -> bool:
+    """Whether it casts float32 to float32, which is done to numbers that follow the dtype of others."""
+    return eqn.primitive.name == "convert_element_type" and {
+        eqn.invars[0].aval.dtype,
+        eqn.params["new_dtype"],
+    } == {np.dtype(np.float32)}
+
+
+def _contracts(eqn: Any) -> bool:
+    """Whether a product sums anything up: without that it is a multiplication."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return len(contracted) > 0
+
+
+def _move_constants(step: Step, constants: dict[Name, Any]) -> None:
+    """Note that a move of a constant is one: its numbers are the same."""
+    arrays: list[Any] = [atom for atom in step.inputs if not isinstance(atom, Literal)] or list(step.inputs)
+    constant = arrays[0].val if isinstance(arrays[0], Literal) else constants.get(arrays[0])
+    if len(arrays) == 1 and constant is not None:
+        constants.update(dict.fromkeys(step.outputs, constant))
+
+
+def _is_arithmetic(eqn: Any) -> bool:
+    """Whether a function with derivatives of its own computes nothing that should be computed once."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    (closed,) = CALLS["custom_jvp_call"].jaxprs(eqn)
+    return all(
+        not step.eqn.effects
+        and step.eqn.primitive.name not in COMPUTED_ONCE | PRODUCTS | MOVES_BETWEEN_DEVICES
+        and (not any(map(jaxprs_of, step.eqn.params.values())) or _is_arithmetic(step.eqn))
+        for step in inlined(closed).steps
+    )

@@ -1,0 +1,203 @@
+"""Rules for places where the one rule of `autocast` is not what is wanted; and the mark that keeps a place float32."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, TypeVar, overload
+
+import jax
+
+from jax_lossscale._check import check_flag, check_function
+from jax_lossscale._program.place import Place
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SCOPE = "keep_float32"
+_IN_SCOPE = re.compile(rf"\b{_SCOPE}\b")
+_PRECISIONS = ("narrow", "wide", "wide_result")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionRule:
+    """What is computed in which precision, of the operations that match every pattern.
+
+    Patterns are those of `fnmatch`: ``*`` stands for anything, ``?`` for one character.
+
+    Args:
+      precision: ``"narrow"``: in the dtype of `autocast`. ``"wide"``: in float32. ``"wide_result"``, for matrix
+        products and convolutions: narrow operands, a float32 result.
+      layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
+        (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
+      operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
+      source: file and line, such as ``"model.py:41"``; folders may be left out.
+      function: the name of a function that was running, such as ``"RungeKutta.step"``, of whatever library.
+      reason: why. It is shown, and changes nothing.
+
+    Raises:
+      ValueError: if ``precision`` is none of the three, or another argument is not a string.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> jls.PrecisionRule("wide", layer="decoder/head")
+      PrecisionRule('wide', layer='decoder/head')
+    """
+
+    precision: str
+    layer: str = "*"
+    operation: str = "*"
+    source: str = "*"
+    function: str = "*"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.precision not in _PRECISIONS:
+            raise ValueError(
+                f"`PrecisionRule(precision=...)` must be one of {', '.join(map(repr, _PRECISIONS))}, got "
+                f"{self.precision!r}."
+            )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str) or (not value and field.name != "reason"):
+                raise ValueError(
+                    f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
+                    "everything, leave it out."
+                )
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision"]
+        return f"PrecisionRule({', '.join([repr(self.precision), *given])})"
+
+    def matches(self, operation: str, place: Place) -> bool:
+        """Whether it speaks of an operation at a place."""
+        return (
+            fnmatch.fnmatchcase(operation, self.operation)
+            and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
+            and any(fnmatch.fnmatchcase(place.source, pattern) for pattern in (self.source, f"*/{self.source}"))
+            and (self.function == "*" or any(fnmatch.fnmatchcase(name, self.function) for name in place.functions))
+        )
+
+    def get_config(self) -> dict[str, str]:
+        """The constructor's arguments, as far as they are not the defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionPolicy:
+    """Exceptions from the rule of `autocast`: the first rule that matches an operation decides about it.
+
+    An immutable, hashable value. Without rules, `autocast` does what it does by itself.
+
+    Args:
+      rules: each a `PrecisionRule`, or the dictionary of one.
+      recompute: whether the arithmetic between products is computed again in the backward pass. If not, its float32
+        intermediate values are kept, which takes more memory and less time.
+
+    Raises:
+      ValueError: if an argument is not of its kind.
+
+    Examples:
+      >>> import jax_lossscale as jls
+      >>> policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")])
+      >>> print(policy)
+      wide: layer 'head' (logits of 1e5)
+      >>> jls.PrecisionPolicy.from_config(policy.get_config()) == policy
+      True
+    """
+
+    rules: tuple[PrecisionRule, ...] = ()
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag(self.recompute, "PrecisionPolicy(recompute=...)")
+        if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
+            raise ValueError(
+                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {self.rules!r}. Put a single "
+                "one into a list."
+            )
+        object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
+        object.__setattr__(self, "recompute", bool(self.recompute))
+
+    def __str__(self) -> str:
+        lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
+        return "\n".join([*lines, *([] if self.recompute else ["Nothing is computed again in the backward pass."])])
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, of values that JSON can hold."""
+        return {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The policy that `get_config` described; a `ValueError` names what is not known."""
+        try:
+            return cls(**config)
+        except TypeError as error:
+            raise ValueError(f"Could not make a `PrecisionPolicy` of the config {config!r}: {error}.") from error
+
+
+def _as_rule(rule: Any) -> PrecisionRule:
+    if isinstance(rule, PrecisionRule):
+        return rule
+    try:
+        return PrecisionRule(**rule)
+    except TypeError as error:
+        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {rule!r}.") from error
+
+
+def _sentence(rule: PrecisionRule) -> str:
+    config = rule.get_config()
+    reason = f" ({config.pop('reason')})" if rule.reason else ""
+    precision = {"wide_result": "narrow operands, float32 result"}.get(config.pop("precision"), rule.precision)
+    return f"{precision}: {', '.join(f'{name} {value!r}' for name, value in config.items()) or 'everything'}{reason}"
+
+
+@overload
+def keep_float32() -> contextlib.AbstractContextManager[None]: ...
+@overload
+def keep_float32(function: _Function) -> _Function: ...
+def keep_float32(function: Any = None) -> Any:
+    """Keep what is computed inside in float32, under `autocast`.
+
+    To cast a float32 array to float32 leaves no trace in a program, so `autocast` cannot see it. This does: it writes a
+    scope around the operations, which is found again below `jax.jit`, `jax.vmap`, `jax.grad` and in loops. Matrix
+    products and convolutions inside are computed in float32, from operands that may have been rounded before, outside.
+    Without `autocast` nothing changes.
+
+    Args:
+      function: what is to be computed in float32. Without it, the result is a context manager.
+
+    Returns:
+      The function, or ``with jls.keep_float32():``.
+
+    Raises:
+      ValueError: if ``function`` cannot be called.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def distance(x, y):
+      ...     with jls.keep_float32():
+      ...         return jnp.sum(x * x) + jnp.sum(y * y) - 2 * x @ y
+      >>> x = jnp.full(3, 100.0) + jnp.arange(3)
+      >>> float(jls.autocast(distance)(x, x + 0.5))
+      0.75
+    """
+    if function is None:
+        return jax.named_scope(_SCOPE)
+    check_function(function, "keep_float32(function=...)")
+
+    @functools.wraps(function)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_SCOPE):
+            return function(*args, **kwargs)
+
+    return kept
+
+
+def is_kept_float32(stack: Any) -> bool:
+    """Whether a name stack holds the scope of `keep_float32`."""
+    return bool(_IN_SCOPE.search(str(stack)))

@@ -1,0 +1,238 @@
+"""Small float32 programs, one for each thing that JAX puts around operations; each is a loss of two arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+def end(y):
+    return jnp.mean(jnp.square(y - 0.5))
+
+
+def plain(w, x):
+    return end(jnp.tanh(x @ w + 1.0) @ w)
+
+
+def gelu(w, x):
+    return end(jax.nn.gelu(x @ w) @ w)
+
+
+def jitted(w, x):
+    return end(jax.jit(lambda w, x: jnp.tanh(x @ w))(w, jax.jit(lambda x: x * 2)(x)))
+
+
+def einsum(w, x):
+    return end(jnp.einsum("bi,ij->bj", x, w, optimize=False))
+
+
+def scan(w, x):
+    def step(carry, x):
+        carry = jnp.tanh(carry @ w + x)
+        return carry, carry * 2
+
+    carry, stacked = jax.lax.scan(step, x, jnp.stack([x] * 5))
+    return end(carry) + end(stacked @ w)
+
+
+def scan_over_layers(w, x):
+    return end(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, jnp.stack([w, 2 * w, 3 * w]))[0])
+
+
+def fori(w, x):
+    return end(jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x))
+
+
+def while_loop(w, x):
+    w, x = jax.lax.stop_gradient((w, x))
+    return end(jax.lax.while_loop(lambda x: jnp.sum(jnp.abs(x @ w)) > 1, lambda x: 0.5 * (x @ w), x))
+
+
+def cond(w, x):
+    return end(jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ w, lambda x: jnp.sin(x @ w) @ w, x))
+
+
+def cond_with_a_constant(w, x):
+    return end(jax.lax.cond(jnp.sum(x) > 1e9, jnp.ones_like, lambda x: x @ w, x))
+
+
+def switch(w, x):
+    return end(jax.lax.switch(jnp.argmax(x[0]) % 3, [lambda x: x @ w, lambda x: x, jnp.tanh], x) @ w)
+
+
+def remat(w, x):
+    return end(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w)(w, x))
+
+
+def remat_with_a_policy(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def function(w, x):
+        y = checkpoint_name(x @ w, "kept")
+        return jnp.tanh(y) @ w
+
+    return end(function(w, x))
+
+
+def custom_jvp(w, x):
+    @jax.custom_jvp
+    def function(w, x):
+        return jnp.tanh(x @ w)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        y = jnp.tanh(x @ w)
+        return y, (1 - y * y) * (x @ dw + dx @ w)
+
+    return end(function(w, x) @ w)
+
+
+def custom_jvp_with_an_integer(w, x):
+    @jax.custom_jvp
+    def function(w, x):
+        y = x @ w
+        return y, jnp.argmax(y, axis=-1)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        y = x @ w
+        largest = jnp.argmax(y, axis=-1)
+        return (y, largest), (x @ dw + dx @ w, jnp.zeros(largest.shape, jax.dtypes.float0))
+
+    y, largest = function(w, x)
+    return end(y * largest[:, None])
+
+
+def custom_vjp(w, x):
+    @jax.custom_vjp
+    def function(w, x):
+        return jnp.tanh(x @ w)
+
+    def forward(w, x):
+        y = jnp.tanh(x @ w)
+        return y, (w, x, y)
+
+    def backward(residuals, cotangent):
+        w, x, y = residuals
+        cotangent = cotangent * (1 - y * y)
+        return x.T @ cotangent, cotangent @ w.T
+
+    function.defvjp(forward, backward)
+    return end(function(w, jnp.sin(x @ w)))
+
+
+def custom_vmap(w, x):
+    @jax.custom_batching.custom_vmap
+    def function(w, x):
+        return x @ w
+
+    @function.def_vmap
+    def rule(axis_size, is_batched, w, x):
+        assert is_batched == [False, True]
+        return x @ w, True
+
+    return end(jax.vmap(lambda x: function(w, x))(x))
+
+
+def linear_call(w, x):
+    def forward(w, x):
+        return x @ w
+
+    def transpose(w, y):
+        return y @ w.T
+
+    return end(jax.custom_derivatives.linear_call(forward, transpose, jax.lax.stop_gradient(w), jnp.tanh(x)) @ w)
+
+
+def vmapped(w, x):
+    return end(jax.vmap(lambda x: jnp.tanh(x @ w) @ w)(x))
+
+
+def shard_map(w, x):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def function(w, x):
+        w = jax.lax.all_gather(w, "data", axis=0, tiled=True)
+        y = jnp.tanh(x @ w) @ w
+        return jax.lax.pmean(end(y), "data")
+
+    return jax.shard_map(function, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())(w, x)
+
+
+def convolution(w, x):
+    kernel = w.reshape(4, 2, 8)
+    image = jnp.tile(x[:, :, None], (1, 1, 2))
+    y = jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return end(jax.nn.relu(y))
+
+
+def batch_norm(w, x):
+    y = x @ w
+    mean, variance = jnp.mean(y, axis=0, keepdims=True), jnp.var(y, axis=0, keepdims=True)
+    return end((y - mean) * jax.lax.rsqrt(variance + 1e-5) @ w)
+
+
+def attention(w, x):
+    x = x[None]
+    q, k, v = (x @ w).reshape(1, 4, 2, 4), (x @ w.T).reshape(1, 4, 2, 4), x.reshape(1, 4, 2, 4)
+    return end(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+
+
+def inner_gradient(w, x):
+    """As in a PINN: the derivative of the network is part of the loss."""
+
+    def network(x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    return end(jax.vmap(jax.grad(network))(x))
+
+
+def second_derivative(w, x):
+    def network(t):
+        return jnp.sum(jnp.tanh(jnp.tanh(t * x[0] @ w) @ w))
+
+    return end(jax.vmap(jax.grad(jax.grad(network)))(x[:, 0]))
+
+
+def dropout(w, x):
+    y = jax.nn.relu(x @ w)
+    keep = jax.random.bernoulli(jax.random.key(3), 0.7, y.shape)
+    return end(jnp.where(keep, y / 0.7, 0.0) @ w)
+
+
+def embedding(w, x):
+    tokens = jnp.array([[1, 2, 2], [7, 0, 1]])
+    return end(w[tokens] @ w)
+
+
+def barrier(w, x):
+    x, y = jax.lax.optimization_barrier((x @ w, jnp.sin(x)))
+    return end(x @ w + y)
+
+
+def platform_dependent(w, x):
+    return end(jax.lax.platform_dependent(x, cpu=lambda x: x @ w, default=lambda x: jnp.sin(x @ w)) @ w)
+
+
+def associative_scan(w, x):
+    return end(jax.lax.associative_scan(jnp.matmul, jnp.stack([w, w, 2 * w])) @ w)
+
+
+def reference(w, x):
+    """Through an array that is written to."""
+    ref = jax.new_ref(jnp.zeros_like(x)) if hasattr(jax, "new_ref") else jax.array_ref(jnp.zeros_like(x))
+    ref[...] = x @ w
+    return end(ref[...] @ w)
+
+
+PROGRAMS = [
+    value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and value is not end
+]
