@@ -12,11 +12,16 @@ import jax_lossscale as jls
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
+def is_multiplication(eqn):
+    """Whether nothing is summed up, as in an outer product."""
+    return eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0] == ((), ())
+
+
 def products(jaxpr):
     """How many products there are of which operand dtypes, in a jaxpr and in all inside it."""
     found = Counter()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in PRODUCTS:
+        if eqn.primitive.name in PRODUCTS and not is_multiplication(eqn):
             found[tuple(atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars))] += 1
         for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(parameter, "jaxpr", parameter)
