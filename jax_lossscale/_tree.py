@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale import _compat
-
 # 1 / 2**64 and 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
 _LARGE_SCALE = 2.0**64
 
@@ -314,7 +312,7 @@ def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Arr
 
 def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf if leaf.dtype in keep else _compat.with_dtype(leaf, _wide_dtype(leaf.dtype))
+        return leaf if leaf.dtype in keep else leaf.update(dtype=_wide_dtype(leaf.dtype))
     return _widen([leaf], keep)[0]
 
 

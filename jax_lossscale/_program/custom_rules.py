@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jax_lossscale import _compat
+from jax_lossscale._program.jaxpr import bind_primitive
 
 if TYPE_CHECKING:
     from jax_lossscale._program.widen import Evaluator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _custom_jvp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     @jax.custom_jvp
     def function(*primals: Any) -> list[Any]:
-        return evaluator.evaluate(_compat.called_jaxpr(eqn.params), primals)
+        return evaluator.evaluate(eqn.params["call_jaxpr"], primals)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
@@ -48,7 +48,7 @@ def _custom_jvp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
 def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     @jax.custom_vjp
     def function(*primals: Any) -> list[Any]:
-        return evaluator.evaluate(_compat.called_jaxpr(eqn.params), primals)
+        return evaluator.evaluate(eqn.params["call_jaxpr"], primals)
 
     def forward(*boxes: Any) -> tuple[list[Any], Any]:
         moved = [n for n, box in enumerate(boxes) if box.perturbed]
@@ -83,11 +83,7 @@ def _custom_vjp_call(evaluator: Evaluator, eqn: Any, inputs: Sequence[Any]) -> l
     return function(*inputs)
 
 
-CALLS = {
-    "custom_jvp_call": _custom_jvp_call,
-    "custom_vjp_call": _custom_vjp_call,
-    "custom_vjp_call_jaxpr": _custom_vjp_call,  # its name before jax 0.6.1
-}
+CALLS = {"custom_jvp_call": _custom_jvp_call, "custom_vjp_call": _custom_vjp_call}
 
 
 def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
@@ -97,7 +93,7 @@ def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
         filled = list(inputs)
         for position, value in zip(moved, moved_inputs, strict=True):
             filled[position] = value
-        return list(_compat.bind(eqn.primitive, filled, eqn.params))
+        return list(bind_primitive(eqn.primitive, filled, eqn.params))
 
     return function
 

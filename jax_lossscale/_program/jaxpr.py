@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
-
-from jax_lossscale import _compat
 
 
 class Traced:
@@ -119,8 +117,17 @@ def in_context(eqn: Any) -> Any:
 def bind(eqn: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """The outputs of the equation's primitive."""
     with in_context(eqn), eqn.ctx.manager:
-        outputs = _compat.bind(eqn.primitive, inputs, params)
+        outputs = bind_primitive(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """What the primitive gives, with the parameters that its equation has in a jaxpr."""
+    bound = primitive.get_bind_params(params)
+    if isinstance(bound, tuple):  # needed before jax 0.9.0
+        functions, options = bound
+        return primitive.bind(*functions, *inputs, **options)
+    return primitive.bind(*inputs, **bound)
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-from jax_lossscale import _compat
-
 # What differentiation and vectorization write around the names of the layers.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
-_NO_LAYERS = {"", _RECOMPUTED, _compat.SCOPE, "checkpoint", "while", "body", "cond"}
+_NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 _JAX = str(Path(jax.__file__).parent)
 

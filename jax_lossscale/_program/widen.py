@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat, _tree
+from jax_lossscale import _tree
 from jax_lossscale._check import check_function
 from jax_lossscale._program import custom_rules as _custom_rules
 from jax_lossscale._program.jaxpr import (
@@ -192,8 +192,14 @@ class Evaluator:
     def _shard_map(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         """Made anew: its jaxpr knows the names of mesh axes, which are not bound out here."""
         closed = ClosedJaxpr(eqn.params["jaxpr"], ())
-        function = _compat.shard_map(
-            lambda *shards: self.evaluate(closed, shards), **_compat.shard_map_options(eqn.params)
+        function = jax.shard_map(
+            lambda *shards: self.evaluate(closed, shards),
+            mesh=eqn.params["mesh"],
+            in_specs=tuple(eqn.params["in_specs"]),
+            out_specs=list(eqn.params["out_specs"]),
+            # `manual_axes`: needed before jax 0.10.2.
+            axis_names=eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes")),
+            check_vma=eqn.params["check_vma"],
         )
         with in_context(eqn):
             return function(*inputs)

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jax_lossscale import _compat
 from jax_lossscale._program.jaxpr import in_context, is_equation_narrow, is_narrow, last_uses
 from jax_lossscale._program.place import Place, place_of
 from jax_lossscale._program.widen import Evaluator
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 # These only move or choose among numbers that were measured where they were made.
 _MOVES = frozenset(
     {"broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"}
@@ -159,7 +158,7 @@ def _call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[A
 
 
 def _custom_call(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
-    return self.evaluate(_closed(_compat.called_jaxpr(eqn.params)), inputs)
+    return self.evaluate(_closed(eqn.params["call_jaxpr"]), inputs)
 
 
 def _scan(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
@@ -228,7 +227,7 @@ def _inner(eqn: Any) -> list[Jaxpr]:
         return [params["body_jaxpr"].jaxpr]
     if name == "cond":
         return [branch.jaxpr for branch in params["branches"]]
-    return [_closed(_compat.called_jaxpr(params) if name in _CUSTOM_CALLS else params["jaxpr"]).jaxpr]
+    return [_closed(params["call_jaxpr" if name in _CUSTOM_CALLS else "jaxpr"]).jaxpr]
 
 
 def sites(jaxpr: Jaxpr, within: Place | None = None) -> list[Site]:

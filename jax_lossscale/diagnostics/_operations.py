@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import is_number
@@ -228,7 +227,7 @@ def range_report(
     scale = _scale_of(loss_scale)
 
     def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        return value_and_scaled_grad(_compat.in_a_scope(fun), scale, argnums, has_aux)(*args, **kwargs)
+        return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
 
     traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):

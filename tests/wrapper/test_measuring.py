@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh, shard_map
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -170,7 +169,7 @@ def test_under_vmap_each_member_measures_its_own(skip):
 def test_on_a_mesh_the_largest_is_that_of_all_devices(axis_type, skip):
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(MESH[axis_type],))
     tx = jls.loss_scaled(optax.adam(0.1), "auto", skip=skip)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         params = jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("shard")))
         before = jax.jit(tx.init)(params)
         scale = float(before.loss_scale())
@@ -205,7 +204,7 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma,
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(
-        shard_map(
+        jax.shard_map(
             local_step,
             mesh=mesh,
             in_specs=(P("shard"), P("shard"), specs, P("shard")),
