@@ -40,3 +40,8 @@ def pcast(x, axis_name, *, to):
         assert to == "varying"
         return jax.lax.pvary(x, axis_name)
     return jax.lax.pcast(x, axis_name, to=to)
+
+
+def set_mesh(mesh):
+    """As a context."""
+    return jax.sharding.use_mesh(mesh) if is_older_than("0.7.1") else jax.set_mesh(mesh)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64
+from any_jax import enable_x64, set_mesh
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
@@ -499,7 +499,7 @@ def test_on_a_mesh(axis_type):
 
         return loss
 
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, P("data")))
         expected = jax.jit(jax.value_and_grad(program(jnp.float32)))(w, x)
         assert_close(jax.jit(in_precision(jax.value_and_grad(program(jnp.float16))))(w, x), expected)

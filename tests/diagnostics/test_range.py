@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from any_jax import enable_x64
+from any_jax import enable_x64, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from samples import FLOATS, INF, NAN, random_bits
@@ -91,7 +91,7 @@ def test_more_numbers_than_can_be_counted_are_refused():
 def test_on_a_mesh_nothing_is_gathered(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     values = random_bits("float32", 4096 - 10).reshape(64, 64)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         sharded = jax.device_put(values, NamedSharding(mesh, P("data", "model")))
         compiled = jax.jit(exponent_histogram).lower(sharded).compile()
         text = compiled.as_text()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import enable_x64, pcast
+from any_jax import enable_x64, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -452,7 +452,7 @@ def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     params, batch = make_params(), make_batch(32)
     expected = jls.accumulate_gradients(loss_fn, SCALE, 4)(params, batch)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         placed = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P("data"))), batch)
         params = jax.device_put(params, NamedSharding(mesh, P()))
         compiled = jax.jit(jls.accumulate_gradients(loss_fn, SCALE, 4)).lower(params, placed).compile()
@@ -493,7 +493,7 @@ def test_under_shard_map_over_some_axes_of_a_mesh(drop):
         window = jls.accumulate_gradients(loss_fn, SCALE, 4, drop=drop, axis_name="data")(params, batch)
         return jax.lax.pmean(window.grads, "data")
 
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         mapped = jax.shard_map(local, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
         grads = jax.jit(mapped)(params, batch)
     for name, expected in jax.grad(loss_fn)(params, batch).items():

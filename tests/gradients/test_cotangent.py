@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import enable_x64
+from any_jax import enable_x64, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -296,7 +296,7 @@ def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_sharded_leaves_stay_where_they_are(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("data")))
         step = jax.jit(jax.grad(lambda x: jnp.sum(jls.scale_gradient(jls.unscale_gradient(x, 4.0) ** 2, 4.0))))
         text = step.lower(x).compile().as_text()

@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64
+from any_jax import enable_x64, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -209,7 +209,7 @@ SPECS = [P("x"), P(None, "x"), P()]
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
 def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         for shape in (16, 8), (512, 128):
             tree = [jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)) for spec in SPECS * 4]
             compiled = jax.jit(finite_and_largest).lower(tree, np.float32(2)).compile()
@@ -235,7 +235,7 @@ def test_inside_shard_map_shards_agree(shape, check_vma):
     mapped = jax.jit(
         jax.shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma)
     )
-    with jax.set_mesh(mesh) if check_vma else contextlib.nullcontext():
+    with set_mesh(mesh) if check_vma else contextlib.nullcontext():
         placed = jax.device_put(values, NamedSharding(mesh, P("x")))
         same = jax.device_put(np.ones(2**16, np.float16), NamedSharding(mesh, P()))
         assert answer_of(mapped(placed, same)) == (True, 3.5)

@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64, needs_jax
+from any_jax import enable_x64, needs_jax, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -131,7 +131,7 @@ SPECS = [P("x", "y"), P("y", "x"), P("x"), P(None, "y"), P(("x", "y")), P()]
 def test_one_bad_element_on_any_device_is_seen_by_all(axis_types, in_context):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
     is_finite = jax.jit(lambda *leaves: jls.all_finite([*leaves, np.float32([1, 2]), 3.0]))
-    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+    with set_mesh(mesh) if in_context else contextlib.nullcontext():
 
         def verdict(kernels):
             placed = [
@@ -172,7 +172,7 @@ def test_inside_a_shard_map_over_some_axes_the_others_are_seen_whole():
 def test_sums_over_devices_that_are_not_complete_are_refused_by_jax(beside):
     """No partial sum is taken for the sum: it may overflow only as a whole."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         left = jax.device_put(np.ones((8, 4), np.float32), P(None, "x"))
         right = jax.device_put(np.ones((4, 8), np.float32), P("x", None))
         split = [jax.device_put(leaf, P("x", None)) for leaf in beside]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -63,7 +64,7 @@ def main():
     for name, (shape, axes, axis_type) in MESHES.items():
         devices = jax.devices()[: np.prod(shape)]
         mesh = jax.make_mesh(shape, axes, axis_types=(axis_type,) * len(axes), devices=devices)
-        with jax.set_mesh(mesh):
+        with set_mesh(mesh):
             lowered = train_step.lower(*arguments(mesh))
             events.clear()
             lowered.compile()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import pcast
+from any_jax import pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +28,7 @@ MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 def sharded_step(tx, axis_type):
     """Parameters and state after a good and after a bad step, on eight devices, parameters fully sharded."""
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         params = {
             "kernel": jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("shard"))),
             "bias": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P())),
@@ -141,7 +141,7 @@ def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, chec
     def placed(tree, tree_specs):
         return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), tree, tree_specs)
 
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         first = step(placed(grads, specs), placed(tx.init(params), state_specs), placed(params, specs))
         second = step(placed(bad, specs), *reversed(first))
     (params, state), (after, after_state) = jax.device_get((first, second))
@@ -272,7 +272,7 @@ class Training:
             grads = {**grads, "kernel": grads["kernel"] + spoil}
             return *tx.update_and_apply(grads, state, params, value=loss), loss
 
-        with jax.set_mesh(self.mesh):
+        with set_mesh(self.mesh):
             self.params = {name: self.put(PARAMS[name], spec) for name, spec in layout.params.items()}
             state = tx.init(self.params)  # the moments lie as the parameters do; the scalars are put on every device
             self.state = jax.tree.map(lambda leaf: leaf if leaf.ndim else self.put(leaf, P()), state)
@@ -457,7 +457,7 @@ def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma,
     )
     step = jax.jit(step)
 
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         put = functools.partial(jax.tree.map, lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)))
         specs = dict.fromkeys(PARAMS, lies)
         batch_specs = dict.fromkeys(BATCH, P(names))

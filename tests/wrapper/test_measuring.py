@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -169,7 +170,7 @@ def test_under_vmap_each_member_measures_its_own(skip):
 def test_on_a_mesh_the_largest_is_that_of_all_devices(axis_type, skip):
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(MESH[axis_type],))
     tx = jls.loss_scaled(optax.adam(0.1), "auto", skip=skip)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         params = jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("shard")))
         before = jax.jit(tx.init)(params)
         scale = float(before.loss_scale())

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import enable_x64
+from any_jax import enable_x64, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_optimizers import CASES
@@ -195,7 +195,7 @@ def test_parameters_can_be_found_in_the_state(name):
 def test_a_step_keeps_explicit_shardings(module, name, arguments):
     """Wherever the bare optimizer does."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         params = {"kernel": jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("model")))}
         updates = bare_step_or_skip(module, name, arguments, params)
         if types(updates) != types(params):

@@ -10,6 +10,7 @@ import jax.export
 import numpy as np
 import optax
 import pytest
+from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import cached
@@ -68,7 +69,7 @@ def test_the_verdict_costs_as_many_scalar_all_reduces_whatever_the_number_of_lea
     shape, specs, with_auto_axes = SPLITS[split]
     expected = with_auto_axes if axis_type == "auto" else min(with_auto_axes, 1)
     mesh = mesh_of(shape, MESH[axis_type])
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         for number in len(specs), 16:
             params = leaves_on(mesh, specs, number)
             tx, function = PROGRAMS[program]
@@ -96,7 +97,7 @@ def test_a_sharded_step_is_exported_stored_and_called_again(axis_type):
         params, state = tx.update_and_apply(grads, jax.tree.unflatten(structure, state_leaves), params)
         return params, jax.tree.leaves(state)
 
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         state, structure = jax.tree.flatten(tx.init(params))
         state = [leaf if leaf.ndim else jax.device_put(leaf, NamedSharding(mesh, P())) for leaf in state]
         step = jax.jit(of_leaves)
