@@ -220,6 +220,14 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
         raise ValueError(f"`{name}` got {dtype!r}, which is no dtype.") from error
 
 
+def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
+    """`checked_dtype`, of real floats only."""
+    dtype = checked_dtype(dtype, name)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
+    return dtype
+
+
 def check_bool_scalar(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
     is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))

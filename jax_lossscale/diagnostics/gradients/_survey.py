@@ -1,0 +1,77 @@
+"""Where numbers lie in the range of a dtype, counted in one reading; underflow and a suggested scale follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_lossscale.diagnostics.gradients._bits import bits_of, count, joined, layout_of
+
+ALL_ZERO = (
+    "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
+    "compute them once in float32, or with a larger loss scale."
+)
+
+
+class Limits(NamedTuple):
+    """Magnitudes up to these become zero, and zero or subnormal, when they are rounded to nearest."""
+
+    zero: float
+    subnormal: float
+
+
+def limits_of(dtype: jnp.dtype) -> Limits:
+    """The limits of a dtype."""
+    info = jnp.finfo(dtype)
+    half_step = float(info.smallest_subnormal) / 2
+    # A tie goes to the even neighbour: to zero below, to the smallest normal number above.
+    return Limits(half_step, float(np.nextafter(float(info.smallest_normal) - half_step, 0)))
+
+
+class Survey(NamedTuple):
+    """What one reading of some numbers tells; the counts ``uint32[]``, the largest in the `Layout` of the numbers."""
+
+    numbers: jax.Array  # finite and not zero
+    zeros: jax.Array
+    become_zero: jax.Array
+    become_subnormal: jax.Array
+    largest: jax.Array  # that is finite
+
+
+@partial(jax.jit, static_argnums=1)
+def survey(part: list[ArrayLike], dtype: jnp.dtype) -> Survey:
+    """Of some leaves of one dtype, which are read together."""
+    numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
+    zero, subnormal = (bits_of(limit, layout) for limit in limits_of(dtype))
+    is_finite, is_zero = numbers < layout.infinity, numbers == 0
+    flags = (
+        is_finite & ~is_zero,
+        is_zero,
+        ~is_zero & (numbers <= zero),
+        (numbers > zero) & (numbers <= subnormal),
+    )
+    (not_zero, zeros, become_zero, become_subnormal), largest = count(flags, jnp.where(is_finite, numbers, 0))
+    return Survey(not_zero, zeros, become_zero, become_subnormal, largest)
+
+
+def already_zero(surveys: list[Survey]) -> jax.Array:
+    """The share of all finite numbers that are zero."""
+    zeros = total(one.zeros for one in surveys)
+    return share(zeros, zeros + total(one.numbers for one in surveys))
+
+
+def total(counts: Iterable[jax.Array]) -> jax.Array:
+    """``float32[]``, for it may be billions."""
+    counts = list(counts)
+    return jnp.stack(counts).astype(jnp.float32).sum() if counts else jnp.float32(0)
+
+
+def share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """``float32[]``; 0 of nothing."""
+    return part / jnp.maximum(whole, 1)
