@@ -7,6 +7,9 @@ import jax
 import optax
 import pytest
 
+NO_EXPORT = "what is inside a `shard_map` cannot be exported for several platforms"
+MORE_COLLECTIVES = "XLA does not join the all-reduces of the verdict, and may lay gradients out anew to read them"
+
 
 def as_numbers(version):
     return tuple(int(part) for part in version.split(".")[:3])
@@ -25,6 +28,12 @@ def needs_optax(version, reason):
     """`needs_jax`, for optax."""
     is_older = as_numbers(optax.__version__) < as_numbers(version)
     return pytest.mark.skipif(is_older, reason=f"before optax {version}: {reason}")
+
+
+def skip_before(version, reason):
+    """`needs_jax`, for what is known inside a test only."""
+    if is_older_than(version):
+        pytest.skip(f"before jax {version}: {reason}")
 
 
 def enable_x64(enabled=True):

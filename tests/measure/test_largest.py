@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64, set_mesh
+from any_jax import MORE_COLLECTIVES, enable_x64, needs_jax, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -206,6 +206,7 @@ COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w
 SPECS = [P("x"), P(None, "x"), P()]
 
 
+@needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
 def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import pcast, set_mesh
+from any_jax import MORE_COLLECTIVES, needs_jax, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -333,6 +333,7 @@ def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_train
         assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
 
 
+@needs_jax("0.7.2", MORE_COLLECTIVES)
 @on_every_mesh
 def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_type, skip):
     run = training(layout, axis_type, skip)

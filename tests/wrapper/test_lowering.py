@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from any_jax import NO_EXPORT, needs_jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -230,6 +231,7 @@ def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape
             assert found[1].applied_steps == np.isfinite(value)
 
 
+@needs_jax("0.7.1", NO_EXPORT)
 def test_a_sharded_step_is_exported_from_inside_shard_map():
     """There the verdict is agreed by name."""
     tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), axis_name="shard")
