@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale._arguments import finite_number
+from jax_lossscale.diagnostics._limits import limits_of
 from jax_lossscale.diagnostics.gradients._bits import (
     DOUBLE,
     SINGLE,
@@ -24,7 +25,7 @@ from jax_lossscale.diagnostics.gradients._bits import (
     layout_of,
     parts,
 )
-from jax_lossscale.diagnostics.gradients._survey import ALL_ZERO, Survey, already_zero, limits_of, share, survey, total
+from jax_lossscale.diagnostics.gradients._survey import ALL_ZERO, Survey, already_zero, share, survey, total
 
 
 class LossScaleSuggestion(NamedTuple):

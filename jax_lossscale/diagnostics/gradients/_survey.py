@@ -11,27 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_lossscale.diagnostics._limits import limits_of
 from jax_lossscale.diagnostics.gradients._bits import bits_of, count, joined, layout_of
 
 ALL_ZERO = (
     "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
     "compute them once in float32, or with a larger loss scale."
 )
-
-
-class Limits(NamedTuple):
-    """Magnitudes up to these become zero, and zero or subnormal, when they are rounded to nearest."""
-
-    zero: float
-    subnormal: float
-
-
-def limits_of(dtype: jnp.dtype) -> Limits:
-    """The limits of a dtype."""
-    info = jnp.finfo(dtype)
-    half_step = float(info.smallest_subnormal) / 2
-    # A tie goes to the even neighbour: to zero below, to the smallest normal number above.
-    return Limits(half_step, float(np.nextafter(float(info.smallest_normal) - half_step, 0)))
 
 
 class Survey(NamedTuple):
@@ -48,7 +34,8 @@ class Survey(NamedTuple):
 def survey(part: list[ArrayLike], dtype: jnp.dtype) -> Survey:
     """Of some leaves of one dtype, which are read together."""
     numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
-    zero, subnormal = (bits_of(limit, layout) for limit in limits_of(dtype))
+    limits = limits_of(dtype)
+    zero, subnormal = bits_of(limits.zero, layout), bits_of(np.nextafter(limits.subnormal, 0), layout)
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
     flags = (
         is_finite & ~is_zero,

@@ -5,7 +5,6 @@ Of each only five numbers are kept. What runs in a loop is measured in every ite
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.jaxpr import in_context, is_equation_narrow, last_uses
 from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics._limits import Limits
 from jax_lossscale.diagnostics.programs._sites import CALLS, CUSTOM_CALLS, closed, is_measured, number_of_sites
 
 
@@ -32,22 +32,6 @@ class Statistics(NamedTuple):
     nan: Any
     zero: Any
     subnormal: Any
-
-
-class Limits(NamedTuple):
-    """Magnitudes from ``overflow`` on round to infinity; up to ``zero`` to zero; up to ``subnormal``, lose digits."""
-
-    overflow: float
-    zero: float
-    subnormal: float
-
-
-def limits_of(dtype: jnp.dtype) -> Limits:
-    """Rounding to nearest, ties to even."""
-    info = jnp.finfo(dtype)
-    half_step = 2.0 ** (math.frexp(float(info.max))[1] - info.nmant - 2)
-    half_subnormal = float(info.smallest_subnormal) / 2
-    return Limits(float(info.max) + half_step, half_subnormal, float(info.smallest_normal) - half_subnormal)
 
 
 class MeasuringEvaluator:

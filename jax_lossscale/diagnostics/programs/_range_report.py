@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
+from jax_lossscale.diagnostics._limits import Limits, limits_of
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._measured import Limits, MeasuringEvaluator, Statistics, limits_of
+from jax_lossscale.diagnostics.programs._measured import MeasuringEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Site, sites
 
 _MOST_ROWS = 16
