@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale import _compat
-
 # 1 / 2**64 and 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
 _LARGE_SCALE = 2.0**64
 
@@ -222,6 +220,14 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
         raise ValueError(f"`{name}` got {dtype!r}, which is no dtype.") from error
 
 
+def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
+    """`checked_dtype`, of real floats only."""
+    dtype = checked_dtype(dtype, name)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
+    return dtype
+
+
 def check_bool_scalar(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
     is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
@@ -314,7 +320,7 @@ def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Arr
 
 def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf if leaf.dtype in keep else _compat.with_dtype(leaf, _wide_dtype(leaf.dtype))
+        return leaf if leaf.dtype in keep else leaf.update(dtype=_wide_dtype(leaf.dtype))
     return _widen([leaf], keep)[0]
 
 

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import shard_map
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -127,7 +126,7 @@ def test_08_one_shard_overflows_and_all_skip_with_one_scale__jmp_and_apply_if_fi
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), state)
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     step = jax.jit(
-        shard_map(
+        jax.shard_map(
             tx.update_and_apply,
             mesh=mesh,
             in_specs=(P("shard"), specs, P("shard")),

@@ -3,7 +3,7 @@
 ::
 
     python tests/versions.py                        # all of them: half an hour on two cores
-    python tests/versions.py --only 0.6 --only 0.8  # some of them
+    python tests/versions.py --only 0.7 --only 0.9  # some of them
     python tests/versions.py --only oldest --quick  # what `.ci/run` does
 
 The first is the oldest, with exactly the lower bounds of all dependencies. Of each minor version comes the last patch,

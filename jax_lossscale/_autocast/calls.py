@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale import _compat
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import as_dtype, bind
 
@@ -72,9 +71,8 @@ def _remat(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]
 
 
 def _shard_map(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Made anew: its jaxpr knows the names of mesh axes, which are not bound out here."""
     (body,) = bodies
-    return list(_compat.shard_map(lambda *shards: body(shards), **_compat.shard_map_options(eqn.params))(*inputs))
+    return custom_rules.shard_map(lambda _, shards: body(shards), eqn, inputs)
 
 
 def _custom(

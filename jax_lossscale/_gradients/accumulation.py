@@ -241,7 +241,7 @@ class _Window:
         if doubt is not None and jnp.shape(jax.tree.leaves(first)[0])[0] == 1:
             warn_user(f"{doubt} A micro-batch of one example broadcasts with it, without an error.")
         try:
-            return _compat.types_of_result(summands_of, first)[0]
+            return jax.eval_shape(summands_of, first)[0]
         except (TypeError, ValueError) as error:
             if doubt is None:
                 raise

@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale import _compat, _tree
+from jax_lossscale import _tree
 from jax_lossscale._gradients.warn import warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -155,13 +155,12 @@ def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array
     ``x = leaf``.
     """
     scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
-    solution = jax.lax.custom_linear_solve(
+    return jax.lax.custom_linear_solve(
         lambda x: x,
         leaf,
         solve=lambda _, right_side: right_side,
         transpose_solve=lambda _, cotangent: adjoint(scale, cotangent),
     )
-    return _compat.transposable(solution)
 
 
 def _scale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:

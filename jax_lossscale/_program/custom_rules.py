@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale import _compat
+from jax_lossscale._program.jaxpr import bind_primitive
 
 # The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
@@ -26,7 +26,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     @jax.custom_jvp
     def function(*primals: Any) -> list[Any]:
-        return evaluate(_compat.called_jaxpr(eqn.params), primals)
+        return evaluate(eqn.params["call_jaxpr"], primals)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
@@ -53,7 +53,7 @@ def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     @jax.custom_vjp
     def function(*primals: Any) -> list[Any]:
-        return evaluate(_compat.called_jaxpr(eqn.params), primals)
+        return evaluate(eqn.params["call_jaxpr"], primals)
 
     def forward(*boxes: Any) -> tuple[list[Any], Any]:
         moved = [n for n, box in enumerate(boxes) if box.perturbed]
@@ -129,6 +129,21 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
     return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
 
 
+def shard_map(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a `jax.shard_map`: made anew, since its jaxpr knows names of axes that are not bound outside."""
+    closed = ClosedJaxpr(eqn.params["jaxpr"], ())
+    function = jax.shard_map(
+        lambda *shards: evaluate(closed, shards),
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=list(eqn.params["out_specs"]),
+        # `manual_axes`: needed before jax 0.10.2.
+        axis_names=eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes")),
+        check_vma=eqn.params["check_vma"],
+    )
+    return list(function(*inputs))
+
+
 def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
     """The equation as it stands, as a function of some of its inputs."""
 
@@ -136,7 +151,7 @@ def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
         filled = list(inputs)
         for position, value in zip(moved, moved_inputs, strict=True):
             filled[position] = value
-        return list(_compat.bind(eqn.primitive, filled, eqn.params))
+        return list(bind_primitive(eqn.primitive, filled, eqn.params))
 
     return function
 

@@ -11,8 +11,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from jax_lossscale import _compat
-
 
 class Traced:
     """A function traced on arguments, of which the arrays are inputs and all else is handed on as it is.
@@ -121,8 +119,17 @@ def in_context(eqn: Any, within: Sequence[Any] = ()) -> Any:
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any], within: Sequence[Any] = ()) -> list[Any]:
     """The outputs of the equation's primitive."""
     with in_context(eqn, within), eqn.ctx.manager:
-        outputs = _compat.bind(eqn.primitive, inputs, params)
+        outputs = bind_primitive(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """What the primitive gives, with the parameters that its equation has in a jaxpr."""
+    bound = primitive.get_bind_params(params)
+    if isinstance(bound, tuple):  # needed before jax 0.9.0
+        functions, options = bound
+        return primitive.bind(*functions, *inputs, **options)
+    return primitive.bind(*inputs, **bound)
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:

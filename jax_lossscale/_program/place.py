@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import sysconfig
@@ -11,14 +12,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-from jax_lossscale import _compat
-
 # What differentiation and vectorization write around the names of the layers.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
-_NO_LAYERS = {"", _RECOMPUTED, _compat.SCOPE, "checkpoint", "while", "body", "cond"}
+_NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 _JAX = str(Path(jax.__file__).parent)
+_TRACED = str(Path(__file__).with_name("jaxpr.py"))
 
 
 class Place(NamedTuple):
@@ -72,9 +72,11 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """The frames outside of JAX, the innermost first."""
+    """The frames outside of JAX, the innermost first, up to where the function was traced."""
     traceback = eqn.source_info.traceback
-    return [frame for frame in (traceback.frames if traceback else []) if not frame.file_name.startswith(_JAX)]
+    # Needed before jax 0.9.1: a traceback goes on to whoever called, whose classes are no layers.
+    frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
+    return [frame for frame in frames if not frame.file_name.startswith(_JAX)]
 
 
 def _source(frames: list[Any]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat, _tree
+from jax_lossscale import _tree
 from jax_lossscale._check import check_function
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import (
@@ -39,7 +39,7 @@ _OPAQUE = ("ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_
 _CUSTOM_RULES = {
     "custom_jvp_call": custom_rules.custom_jvp_call,
     "custom_vjp_call": custom_rules.custom_vjp_call,
-    "custom_vjp_call_jaxpr": custom_rules.custom_vjp_call,  # its name before jax 0.6.1
+    "shard_map": custom_rules.shard_map,
 }
 
 
@@ -170,8 +170,6 @@ class Evaluator:
         if name == "reduce_precision" and self._rounds_to_its_own(eqn):
             return list(inputs)
         try:
-            if name == "shard_map":
-                return self._outputs(eqn, self._shard_map(eqn, inputs))
             return self._outputs(eqn, bind(eqn, inputs, self._params(eqn)))
         except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
             self.as_they_are[name] = None
@@ -193,15 +191,6 @@ class Evaluator:
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         return self._outputs(eqn, bind(eqn, narrowed(eqn, inputs), eqn.params))
-
-    def _shard_map(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-        """Made anew: its jaxpr knows the names of mesh axes, which are not bound out here."""
-        closed = ClosedJaxpr(eqn.params["jaxpr"], ())
-        function = _compat.shard_map(
-            lambda *shards: self.evaluate(closed, shards), **_compat.shard_map_options(eqn.params)
-        )
-        with in_context(eqn):
-            return function(*inputs)
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:
         """Whether a `reduce_precision` changes nothing on a number of its dtype: `jax.checkpoint` puts it there."""

@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale``: options, progress, and files that are written whole or not at all."""
+"""``python -m jax_lossscale``: its options, and its progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 import functools
 import importlib
 import os
-import stat
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 import jax_lossscale as jls
 from jax_lossscale.demo import job, report
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
       SystemExit: with code 2 and one line on stderr, before any training, if an option is wrong or a package missing;
-        with code 1, if a file could not be written after all.
+        with code 1, if a file could not be written.
     """
     parser = _make_parser()
     try:
@@ -39,17 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot:
             _require(parser, "plot", "matplotlib")
             _check_picture_format(parser, options.plot)
-        if options.plot and options.plot == options.json:
-            parser.error("--json and --plot name the same file")
         results = run(steps=options.steps, seed=options.seed)
         text = report.as_json(results, steps=options.steps, seed=options.seed)
         report.print_table(results, sys.stderr if options.json == _STANDARD_OUTPUT else sys.stdout)
         if options.json == _STANDARD_OUTPUT:
             sys.stdout.write(text)
         elif options.json:
-            _write_whole(parser, options.json, lambda file: file.write(text.encode()))
+            with open(options.json, "w") as file:
+                file.write(text)
         if options.plot:
-            _write_whole(parser, options.plot, lambda file: report.draw(results, file, _picture_format(options.plot)))
+            report.draw(results, options.plot)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return _INTERRUPTED
@@ -116,12 +115,12 @@ def _make_parser() -> _Parser:
     )
     parser.add_argument(
         "--json",
-        type=lambda text: text if text == _STANDARD_OUTPUT else _writable_file(text),
+        type=_file,
         metavar="PATH",
         help="write the results to this file; - is standard output, and the table then goes to stderr",
     )
     parser.add_argument(
-        "--plot", type=_writable_file, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
+        "--plot", type=_file, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
     )
     return parser
 
@@ -139,31 +138,10 @@ def _integer_up_to(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def _writable_file(text: str) -> Path:
-    """The path, links resolved; nothing need be there yet, but it must be possible to write it."""
-    try:
-        path = Path(os.path.realpath(text))
-        if not text:
-            problem = "the path is empty"
-        elif path.is_dir():
-            problem = "it is a directory"
-        elif not path.parent.is_dir():
-            problem = "its directory does not exist"
-        elif path.exists() and not path.is_file():
-            problem = "it is not a regular file"
-        elif path.exists() and not os.access(path, os.W_OK):
-            problem = "it is read-only"
-        else:
-            _unfinished(path).touch(exist_ok=False)
-            _unfinished(path).unlink()
-            return path
-    except (OSError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-    raise argparse.ArgumentTypeError(f"cannot write {text!r}: {problem}")
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+def _file(text: str) -> str:
+    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"must name a file, in a directory that exists, got {text!r}")
+    return text
 
 
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}  # what pip calls a module, where that differs
@@ -178,28 +156,9 @@ def _require(parser: _Parser, extra: str, *modules: str) -> None:
             parser.error(f"this needs {name}, which the extra `{extra}` brings; install it with: pip install {name}")
 
 
-def _picture_format(path: Path) -> str:
-    return path.suffix[1:].lower()
-
-
-def _check_picture_format(parser: _Parser, path: Path) -> None:
+def _check_picture_format(parser: _Parser, path: str) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
     formats = sorted(set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"})  # that one needs LaTeX
-    if _picture_format(path) not in formats:
-        parser.error(f"argument --plot: {path.name!r} must end in one of {', '.join('.' + name for name in formats)}")
-
-
-def _write_whole(parser: _Parser, path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file beside its place, then move it there: at any time ``path`` is as it was, or whole."""
-    unfinished = _unfinished(path)
-    try:
-        with open(unfinished, "xb") as file:
-            write(file)
-        if path.exists():
-            unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
-        os.replace(unfinished, path)
-    except OSError as error:
-        parser.exit(1, f"{parser.prog}: error: cannot write {str(path)!r}: {error.strerror or error}\n")
-    finally:
-        unfinished.unlink(missing_ok=True)
+    if os.path.splitext(path)[1][1:].lower() not in formats:
+        parser.error(f"argument --plot: {path!r} must end in one of {', '.join('.' + name for name in formats)}")

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import platform
+from os import PathLike
 from typing import IO, Any
 
 import numpy as np
@@ -118,13 +119,12 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
+def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     """Draw the losses, the gradients that vanished, and the loss scales that move, with the steps they skipped.
 
     Args:
       results: by name, as `command.run` gives them.
-      file: open for writing.
-      file_format: one that matplotlib writes, such as ``"png"``.
+      path: the file to write; its suffix gives the format.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -171,4 +171,4 @@ def draw(results: dict[str, Result], file: IO[bytes], file_format: str) -> None:
         for axes in panels.values():
             axes.set(xlabel="step", xlim=(-0.015 * len(steps), 1.015 * len(steps)))
         zeros_axes.set(xlabel="")
-        figure.savefig(file, format=file_format, dpi=150)
+        figure.savefig(path, dpi=150)

@@ -2,14 +2,15 @@
 
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale._program.widen import in_precision
-from jax_lossscale.diagnostics._compare import compare_gradients
-from jax_lossscale.diagnostics._explain import explain
-from jax_lossscale.diagnostics._gradient_error import GradientComparison, LeafGradientError
-from jax_lossscale.diagnostics._histogram import ExponentHistogram, exponent_histogram
-from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._operations import OperationRange, RangeReport, range_report
-from jax_lossscale.diagnostics._range import LossScaleSuggestion, Underflow, suggest_loss_scale, underflow_fraction
-from jax_lossscale.diagnostics._simulate import Simulation, simulate
+from jax_lossscale.diagnostics.gradients._histogram import ExponentHistogram, exponent_histogram
+from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics.gradients._suggestion import LossScaleSuggestion, suggest_loss_scale
+from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_fraction
+from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
+from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport, range_report
+from jax_lossscale.diagnostics.runs._explain import explain
+from jax_lossscale.diagnostics.runs._simulate import Simulation, simulate
 
 __all__ = [
     "ExponentHistogram",

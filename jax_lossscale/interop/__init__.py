@@ -10,8 +10,6 @@ module                  what the peer saves                               needs 
 ``interop.torch``       ``GradScaler.state_dict()``                       no
 ``interop.keras``       ``LossScaleOptimizer.get_config()``, two numbers  no
 ``interop.tensorflow``  ``DynamicLossScale.get_config()``, two numbers    no
-``interop.deepspeed``   ``FP16_Optimizer.state_dict()``, `loss_scaler`    no
-``interop.megatron``    constructor arguments, ``state_dict()``           no
 ``interop.flax``        a `DynamicScale`                                  yes
 ``interop.jmp``         a loss scale                                      yes
 ======================  ================================================  ============================

@@ -1,4 +1,4 @@
-"""What every peer's file does alike: read numbers, set a state, say what was lost."""
+"""What every peer's file does alike: read numbers, say what was lost."""
 
 from __future__ import annotations
 
@@ -65,14 +65,9 @@ def entries(mapping: Any, keys: tuple[str, ...], name: str) -> tuple[Any, ...]:
     return tuple(mapping[key] for key in keys)
 
 
-def with_state(
-    fresh: DynamicLossScale, scale: float, num_good_steps: int, hysteresis_left: int | None = None
-) -> DynamicLossScale:
+def with_state(fresh: DynamicLossScale, scale: Any, num_good_steps: Any) -> DynamicLossScale:
     """``fresh``, in the middle of a run."""
-    state: dict[str, Any] = {"current_loss_scale": scale, "num_good_steps": num_good_steps}
-    if hysteresis_left is not None and fresh.hysteresis > 1:
-        state["hysteresis_left"] = hysteresis_left
-    return dataclasses.replace(fresh, **state)
+    return dataclasses.replace(fresh, current_loss_scale=scale, num_good_steps=num_good_steps)
 
 
 def check_dynamic(loss_scale: Any, call: str) -> DynamicLossScale:
@@ -143,7 +138,6 @@ def without_counterpart(
     multiplier: float | None = None,
     floor: float | None = None,
     takes_backoff: bool = False,
-    takes_hysteresis: bool = False,
 ) -> list[str]:
     """What of a configuration a peer has no place for.
 
@@ -152,7 +146,6 @@ def without_counterpart(
       multiplier: the only one that the peer has; ``None`` where any can be set.
       floor: likewise.
       takes_backoff: whether the peer can lower the scale by another factor than it raises it.
-      takes_hysteresis: whether the peer can forgive bad steps.
     """
     found = []
     if multiplier is not None and loss_scale.multiplier != multiplier:
@@ -164,7 +157,7 @@ def without_counterpart(
         found.append(f"`min_loss_scale` is {loss_scale.min_loss_scale:g}, the peer's floor is {floor:g}")
     if loss_scale.max_loss_scale is not None and loss_scale.max_loss_scale < LARGEST_SCALE:
         found.append(f"`max_loss_scale` is {loss_scale.max_loss_scale:g}, and the peer has no ceiling")
-    if loss_scale.hysteresis > 1 and not takes_hysteresis:
+    if loss_scale.hysteresis > 1:
         found.append(f"`hysteresis` is {loss_scale.hysteresis}, and the peer lowers the scale on every bad step")
     return found
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import is_number
-from jax_lossscale._tree import checked_dtype, widen
+from jax_lossscale._tree import checked_floating_dtype, widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
 from jax_lossscale.plotting._axes import (
     BLUE,
@@ -78,9 +78,7 @@ def plot_exponents(
     require_matplotlib("plot_exponents")
     from matplotlib.ticker import MaxNLocator
 
-    dtype = checked_dtype(dtype, "plot_exponents(dtype=...)")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`plot_exponents(dtype=...)` must be a real floating dtype, got {dtype.name}.")
+    dtype = checked_floating_dtype(dtype, "plot_exponents(dtype=...)")
     if yscale not in ("linear", "log"):
         raise ValueError(f"`plot_exponents(yscale=...)` must be 'linear' or 'log', got {yscale!r}.")
     scale = _as_number(loss_scale)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _METRICS = ("grads_finite", "applied_steps", "skipped_steps", "consecutive_skips", "last_bad_leaf")
 _FLAGS = ("skipped", "grads_finite")
 _HISTORY = ("step", "loss", "loss_scale", "skipped", "underflow", *_METRICS)
-# How flags look in a file.
-_TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 
 
 def plot_loss_scale(
@@ -83,8 +81,7 @@ def plot_run(
         as in `plot_loss_scale`; ``"skipped"``, or else the rest of `jax_lossscale.metrics`, that is
         ``"consecutive_skips"``, ``"skipped_steps"`` or ``"grads_finite"``, the first of them that is there;
         ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured;
-        ``"step"``, the number of each step, if not all were logged. Other entries are ignored. Text, as read from a CSV
-        file, is converted to numbers and flags.
+        ``"step"``, the number of each step, if not all were logged. Other entries are ignored.
       axes: where to draw, as many Axes as there are panels; by default a new figure of `matplotlib.pyplot`.
 
     Returns:
@@ -92,8 +89,8 @@ def plot_run(
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if a sequence is not one-dimensional or not as long as the others, steps do not increase, there is
-        nothing to draw, or the number of Axes is not that of the panels.
+      ValueError: if a sequence is not one-dimensional, not of numbers, or not as long as the others; if steps do not
+        increase, there is nothing to draw, or the number of Axes is not that of the panels.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -162,7 +159,7 @@ def _by_name(history: Any) -> dict[str, Any]:
 def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
     """What can be drawn, as NumPy arrays of the same length."""
     history = jax.device_get({name: values for name, values in history.items() if name in _HISTORY})
-    columns = {name: _as_numbers(values, name in _FLAGS) for name, values in history.items()}
+    columns = {name: np.asarray(values) for name, values in history.items()}
     shapes = {name: column.shape for name, column in columns.items()}
     if any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(f"`{caller}` needs sequences of one number a step, got the shapes {shapes}.")
@@ -171,28 +168,13 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
         raise ValueError(
             f"`{caller}` got sequences of unequal length: {lengths}. Where a number was not measured, write NaN."
         )
+    for name, column in columns.items():
+        if column.dtype.kind in "OSU":
+            raise ValueError(f"`{caller}` needs numbers in {name}, got {column[0]!r}. Convert text before.")
     for name in set(columns) & set(_FLAGS):
         if np.isnan(columns[name].astype(float)).any():
             raise ValueError(f"`{caller}` got NaN in {name}, which must be known for every step.")
     return {name: column.astype(bool if name in _FLAGS else float) for name, column in columns.items()}
-
-
-def _as_numbers(values: Any, are_flags: bool) -> np.ndarray:
-    """An array, of floats where text was given; NaN for what spells nothing."""
-    column = np.asarray(values)
-    if column.dtype.kind not in "OSU":
-        return column
-
-    def number(value: Any) -> float:
-        text = str(value).strip().lower()
-        if are_flags and text in (*_TRUE, *_FALSE):
-            return float(text in _TRUE)
-        try:
-            return float(text)
-        except ValueError:
-            return float("nan")
-
-    return np.array([number(value) for value in column.ravel().tolist()]).reshape(column.shape)
 
 
 def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:

@@ -162,8 +162,7 @@ def test_one_step_is_enough_to_draw(tmp_path):
     for name, result in results.items():
         first_step = job.Trace(*(values[:1] for values in result.trace))
         results[name] = job.Result(**vars(result) | {"trace": first_step})
-    with open(tmp_path / "picture.png", "wb") as file:
-        report.draw(results, file, "png")
+    report.draw(results, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
@@ -270,22 +269,17 @@ def test_the_figure_of_a_run_shows_the_scale_after_each_step():
         (["--seed", "-1"], "--seed"),
         (["--seed", str(2**32)], "--seed"),
         (["--seed", "x"], "--seed"),
-        (["--json", ""], "empty"),
-        (["--json", "missing/results.json"], "directory does not exist"),
-        (["--json", "folder"], "is a directory"),
-        (["--json", "/dev/null"], "not a regular file"),
-        (["--json", "n" * 300], "too long"),
-        (["--json", "a\0b"], "null"),
-        (["--plot", "missing/picture.png"], "directory does not exist"),
-        (["--plot", "folder"], "is a directory"),
+        (["--json", "missing/results.json"], "directory that exists"),
+        (["--json", "folder"], "must name a file"),
+        (["--plot", "missing/picture.png"], "directory that exists"),
+        (["--plot", "folder"], "must name a file"),
         (["--plot", "picture"], ".png"),
         (["--plot", "-"], ".png"),
         (["--plot", "picture.txt"], ".png"),
-        (["--json", "same.png", "--plot", "same.png"], "same file"),
         (["--step", "3"], "--step"),
         (["3"], "3"),
     ],
-    ids=lambda value: " ".join(value)[:40].replace("\0", "0") if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_bad_option_ends_it_with_one_line(options, words, tmp_path, monkeypatch, capsys, must_not_train):
     monkeypatch.chdir(tmp_path)
@@ -298,16 +292,6 @@ def test_a_bad_option_ends_it_with_one_line(options, words, tmp_path, monkeypatc
     assert output.err.count("\n") == 1
     assert words in output.err
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
-
-
-def test_a_read_only_file_is_not_replaced(tmp_path, monkeypatch, capsys, must_not_train):
-    path = tmp_path / "results.json"
-    path.write_text("old")
-    monkeypatch.setattr(command.os, "access", lambda *_: False)  # chmod would not stop a superuser
-    with pytest.raises(SystemExit, match="2"):
-        main(["--json", str(path)])
-    assert "read-only" in capsys.readouterr().err
-    assert path.read_text() == "old"
 
 
 @pytest.mark.parametrize(
@@ -354,33 +338,8 @@ def test_an_interrupt_ends_it_with_one_line_and_writes_nothing(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("error", "ending"), [(OSError(28, "No space left on device"), SystemExit), (RuntimeError(), RuntimeError)]
-)
-def test_a_file_is_written_whole_or_not_at_all(error, ending, tmp_path, monkeypatch, capsys, trains_in_no_time):
-    path = tmp_path / "picture.png"
-    path.write_text("old")
-
-    def write_half(results, file, file_format):
-        file.write(b"half")
-        raise error
-
-    monkeypatch.setattr(report, "draw", write_half)
-    with pytest.raises(ending) as exit_info:
-        main(["--plot", str(path)])
-    if ending is SystemExit:
-        assert exit_info.value.code == 1
-        assert "No space left on device" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
-    assert path.read_text() == "old"
-
-
-def test_a_file_that_is_replaced_keeps_its_permissions_and_a_link_stays_a_link(tmp_path, trains_in_no_time):
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    target.write_text("old")
-    target.chmod(0o640)
-    link.symlink_to(target)
-    assert main(["--json", str(link)]) == 0
-    assert link.is_symlink()
-    assert json.loads(target.read_text())["steps"] == job.STEPS
-    assert target.stat().st_mode & 0o777 == 0o640
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_ends_it_with_one_line(option, tmp_path, capsys, trains_in_no_time):
+    with pytest.raises(SystemExit, match="1"):
+        main([option, str(tmp_path / f"{'n' * 300}.png")])
+    assert capsys.readouterr().err.count("\n") == 1

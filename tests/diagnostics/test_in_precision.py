@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import NO_LINEN_RNN, enable_x64, set_mesh, shard_map
+from any_jax import enable_x64, set_mesh
 from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
@@ -326,7 +326,7 @@ either_order = pytest.mark.parametrize(
     [
         "convolutions",
         pytest.param("attention", marks=pytest.mark.slow),
-        pytest.param("recurrent", marks=NO_LINEN_RNN),
+        "recurrent",
     ],
 )
 def test_linen(name, order):
@@ -494,7 +494,7 @@ def test_on_a_mesh(axis_type):
             return lax.pmean(jnp.sum(jax.nn.relu(x.astype(dtype) @ w) ** 2), "data")
 
         def loss(w, x):
-            total = shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
             return (total(w.astype(dtype), x) + jnp.sum(x.astype(dtype))).astype(jnp.float32)
 
         return loss

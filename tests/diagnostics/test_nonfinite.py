@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64, shard_map
+from any_jax import enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -163,7 +163,7 @@ def test_under_shard_map_the_first_bad_leaf_of_any_device_is_agreed():
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     values = np.ones((2, 8), np.float32)
     values[1, 3] = NAN
-    find = shard_map(
+    find = jax.shard_map(
         lambda a, b: first_nonfinite([a, b], axis_name="shard"), mesh=mesh, in_specs=P("shard"), out_specs=P()
     )
     assert jax.jit(find)(*values) == 1

@@ -90,7 +90,7 @@ def test_more_numbers_than_can_be_counted_are_refused():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_on_a_mesh_nothing_is_gathered(axis_type):
     if axis_type is AxisType.Explicit:
-        skip_before("0.7.0", "`.at[...].add` takes no `out_sharding`")
+        skip_before("0.7.1", "`.at[...].add` takes no `out_sharding`")
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     values = random_bits("float32", 4096 - 10).reshape(64, 64)
     with set_mesh(mesh):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import workloads
-from any_jax import needs_jax
 from jax import lax
 
 import jax_lossscale as jls
@@ -284,7 +283,6 @@ def test_layers_of_linen():
     assert worst.source.startswith("tests/diagnostics/test_range_report.py:")  # not a line of flax
 
 
-@needs_jax("0.7.0", "a traceback does not say of which class a method is")
 def test_layers_of_nnx():
     from flax import nnx
 

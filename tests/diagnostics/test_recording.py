@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import shard_map
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from samples import GOOD, INF, NAN, PARAMS, recorded
@@ -132,7 +131,7 @@ def test_under_shard_map_all_devices_record_the_same(check_vma):
     params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
     state = tx.init(params)
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), state)
-    step = shard_map(
+    step = jax.shard_map(
         tx.update_and_apply,
         mesh=mesh,
         in_specs=(P("shard"), specs, P("shard")),

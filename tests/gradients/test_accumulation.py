@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import (
-    NO_GRAD_OF_WHAT_VARIES,
-    NO_RESHAPE_OF_EXPLICIT,
-    enable_x64,
-    needs_jax,
-    pcast,
-    set_mesh,
-    shard_map,
-    skip_before,
-)
+from any_jax import enable_x64, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -458,8 +449,6 @@ def test_explain_tells_of_a_dropped_microbatch():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
-    if axis_type is AxisType.Explicit:
-        skip_before("0.7.0", NO_RESHAPE_OF_EXPLICIT)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     params, batch = make_params(), make_batch(32)
     expected = jls.accumulate_gradients(loss_fn, SCALE, 4)(params, batch)
@@ -477,8 +466,6 @@ def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
 def test_under_shard_map_the_devices_agree_which_microbatches_are_kept(check_vma):
-    if check_vma:
-        skip_before("0.6.1", NO_GRAD_OF_WHAT_VARIES)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, batch = make_params(), with_bad_example(make_batch(32), 5, NAN)  # device 1, its micro-batch 1 of 4
 
@@ -488,7 +475,7 @@ def test_under_shard_map_the_devices_agree_which_microbatches_are_kept(check_vma
         window = jls.accumulate_gradients(loss_fn, SCALE, 4, drop="microbatch", axis_name="data")(params, batch)
         return jax.lax.pmean(window.grads, "data"), window.kept.sum()[None]
 
-    mapped = shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")), check_vma=check_vma)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")), check_vma=check_vma)
     grads, kept = jax.jit(mapped)(params, batch)
     assert kept.tolist() == [3] * 8
     good = jax.tree.map(lambda leaf: jnp.delete(leaf, jnp.arange(1, 32, 4), axis=0), batch)
@@ -496,7 +483,6 @@ def test_under_shard_map_the_devices_agree_which_microbatches_are_kept(check_vma
         np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)
 
 
-@needs_jax("0.6.1", NO_GRAD_OF_WHAT_VARIES)
 @pytest.mark.parametrize("drop", DROPS)
 def test_under_shard_map_over_some_axes_of_a_mesh(drop):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -508,7 +494,7 @@ def test_under_shard_map_over_some_axes_of_a_mesh(drop):
         return jax.lax.pmean(window.grads, "data")
 
     with set_mesh(mesh):
-        mapped = shard_map(local, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+        mapped = jax.shard_map(local, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
         grads = jax.jit(mapped)(params, batch)
     for name, expected in jax.grad(loss_fn)(params, batch).items():
         np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)

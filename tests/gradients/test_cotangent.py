@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import NO_GRAD_OF_WHAT_VARIES, enable_x64, set_mesh, shard_map, skip_before
+from any_jax import enable_x64, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -272,8 +272,6 @@ def test_the_scale_is_a_constant():
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
 def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
-    if check_vma:
-        skip_before("0.6.1", NO_GRAD_OF_WHAT_VARIES)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x, scales = jnp.linspace(-1, 1, 8), 2.0 ** jnp.arange(8)
 
@@ -283,7 +281,7 @@ def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
                 return jax.lax.psum(jax.grad(lambda w: part(w, x, *scale))(w), "data")
             return jax.grad(lambda w: part(w, x, *scale))(w)  # of the sum over devices, since w does not vary
 
-        return jax.jit(shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma))
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma))
 
     def loss(w, x):
         return jnp.tanh(w * x[0])

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import NO_GRAD_OF_WHAT_VARIES, needs_jax, shard_map
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -102,7 +101,6 @@ def test_complex_gradients_keep_their_imaginary_part():
     np.testing.assert_allclose(grads, 2 - 4j, rtol=1e-6)
 
 
-@needs_jax("0.6.1", NO_GRAD_OF_WHAT_VARIES)
 def test_the_verdict_is_agreed_and_the_gradients_are_left_alone():
     """On purpose: flax's ``axis_name`` averages gradients, which is wrong where parameters are sharded."""
     mesh = jax.make_mesh((4,), ("shard",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -111,7 +109,7 @@ def test_the_verdict_is_agreed_and_the_gradients_are_left_alone():
         grads = jls.scaled_grad(lambda x: jnp.sum(x**2), 8.0)(x)
         return grads / 8.0, jls.all_finite(grads, axis_name="shard")
 
-    step = shard_map(one_shard, mesh=mesh, in_specs=P("shard"), out_specs=(P("shard"), P()))
+    step = jax.shard_map(one_shard, mesh=mesh, in_specs=P("shard"), out_specs=(P("shard"), P()))
     grads, finite = step(jnp.array([1.0, 2.0, 3.0, 4.0]))
     np.testing.assert_array_equal(grads, [2.0, 4.0, 6.0, 8.0])
     assert finite

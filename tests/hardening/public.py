@@ -267,30 +267,6 @@ ROWS = {
         ),
         "to_tensorflow": ({}, _TRANSFER),
     },
-    "interop.deepspeed": {
-        "from_deepspeed": (
-            {
-                "state": {
-                    **{"dynamic_loss_scale": True, "cur_scale": 8.0, "cur_iter": 3},
-                    **{"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 5},
-                }
-            },
-            {"state": MAPPING, "min_loss_scale": POSITIVE},
-        ),
-        "to_deepspeed": ({}, _TRANSFER),
-    },
-    "interop.megatron": {
-        "from_megatron": (
-            {
-                "config": {
-                    **{"initial_scale": 8.0, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5},
-                    **{"growth_interval": 3, "hysteresis": 2},
-                }
-            },
-            {"config": MAPPING, "state_dict": MAPPING[1:]},
-        ),
-        "to_megatron": ({}, _TRANSFER),
-    },
     "interop.flax": {
         "Optimizer": ({}, {"args": PASSED_ON, "kwargs": PASSED_ON}),
         "TrainState": (

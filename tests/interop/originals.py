@@ -7,7 +7,6 @@ our ``from_<peer>`` takes, ``load`` takes what our ``to_<peer>`` gives. Only the
 import importlib
 import os
 import tempfile
-import types
 import warnings
 
 import jax
@@ -34,7 +33,6 @@ def ours(peer):
 
 class Peer:
     losses = ()  # what the warnings of ``from_<peer>`` say, one each
-    overflows_after_growth = False  # whether the verdicts must be so
 
 
 class Torch(Peer):
@@ -141,35 +139,6 @@ class TensorFlow(Peer):
             self._variable(name).assign(value)
 
 
-class DeepSpeed(Peer):
-    """The scaler of ZeRO. It agrees with ours as long as no growth follows on another without an overflow between."""
-
-    losses = ("finite step", "raises at the floor")
-    overflows_after_growth = True
-
-    def __init__(self, initial=8.0, period=4):
-        needs("deepspeed")
-        module = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
-        # Its log asks for the rank of a process group, which there is none of here.
-        module.dist = types.SimpleNamespace(get_rank=lambda: 1)
-        self.scaler = module.DynamicLossScaler(
-            initial, period, min_scale=2.0**-120, delayed_shift=2, consecutive_hysteresis=False
-        )
-
-    def step(self, finite):
-        self.scaler.update_scale(not finite)
-        return finite
-
-    def scale_and_counter(self):
-        return self.scaler.cur_scale, None  # it counts otherwise
-
-    def save(self):
-        return ({"loss_scaler": self.scaler},)
-
-    def load(self, state):
-        vars(self.scaler).update(state)
-
-
 class Flax(Peer):
     losses = ("grows on the finite step",)
 
@@ -224,7 +193,6 @@ PEERS = {
     "torch": Torch,
     "keras": Keras,
     "tensorflow": TensorFlow,
-    "deepspeed": DeepSpeed,
     "flax": Flax,
     "jmp": Jmp,
 }

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from originals import ours
 
 import jax_lossscale as jls
-from jax_lossscale.interop.deepspeed import from_deepspeed, to_deepspeed
 from jax_lossscale.interop.keras import from_keras, to_keras
-from jax_lossscale.interop.megatron import MEGATRON_DEFAULTS, from_megatron, to_megatron
 from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
 from jax_lossscale.interop.torch import from_torch, to_torch
 
@@ -22,12 +20,10 @@ TINY = float(np.finfo(np.float32).tiny)
 TORCH = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 3}
 KERAS = {"initial_scale": 8.0, "dynamic_growth_steps": 9, "name": "scaled", "inner_optimizer": {}}
 TENSORFLOW = {"initial_loss_scale": 8.0, "increment_period": 9, "multiplier": 2.0}
-DEEPSPEED = {"cur_scale": 4.0, "cur_iter": 7, "last_overflow_iter": 3, "scale_factor": 2.0, "scale_window": 8}
-ZERO = {"min_scale": 1.0, "delayed_shift": 2, "cur_hysteresis": 1, "consecutive_hysteresis": True}
 
 
-def at(loss_scale, scale, num_good_steps, **state):
-    return dataclasses.replace(loss_scale, current_loss_scale=scale, num_good_steps=num_good_steps, **state)
+def at(loss_scale, scale, num_good_steps):
+    return dataclasses.replace(loss_scale, current_loss_scale=scale, num_good_steps=num_good_steps)
 
 
 def warned(function, *arguments, **keywords):
@@ -82,43 +78,6 @@ def test_tensorflow_below_its_floor():
     result, message = sole_warning(from_tensorflow, {**TENSORFLOW, "initial_loss_scale": 0.5})
     assert float(result.adjust(False)()) == 0.5  # TensorFlow's would rise to 1
     assert "never raises" in message
-
-
-def test_megatron():
-    config = {**MEGATRON_DEFAULTS, "initial_scale": 8.0, "growth_interval": 9, "hysteresis": 3}
-    state = {"scale": jnp.float32([4.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
-    fresh = jls.DynamicLossScale(8.0, 9, 2.0, backoff_factor=0.5, hysteresis=3)
-    assert from_megatron(config) == fresh
-    assert from_megatron(config, state) == at(fresh, 4.0, 3, hysteresis_left=2)
-    assert from_megatron(config, {**state, "hysteresis_tracker": -4}) == at(fresh, 4.0, 3, hysteresis_left=0)
-    result, message = sole_warning(from_megatron, config, {**state, "hysteresis_tracker": 5})
-    assert result == at(fresh, 4.0, 3, hysteresis_left=3)
-    assert "another configuration" in message
-
-
-def test_megatron_defaults():
-    assert from_megatron(MEGATRON_DEFAULTS) == jls.DynamicLossScale(2.0**32, 1000, backoff_factor=0.5, hysteresis=2)
-
-
-@pytest.mark.filterwarnings("ignore:`from_deepspeed`. DeepSpeed")
-def test_deepspeed():
-    fresh = jls.DynamicLossScale(4.0, 9)
-    assert from_deepspeed(DEEPSPEED, min_loss_scale=1.0) == at(fresh, 4.0, 3)
-    scaler = type("Scaler", (), {})()
-    vars(scaler).update({**DEEPSPEED, **ZERO, "dynamic": True})
-    with_hysteresis = jls.DynamicLossScale(4.0, 9, hysteresis=2, hysteresis_refill="finite")
-    assert from_deepspeed({"loss_scaler": scaler}) == at(with_hysteresis, 4.0, 3, hysteresis_left=1)
-    static = {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 5}
-    assert from_deepspeed(static) == jls.FixedLossScale(128.0, skip_nonfinite=True)
-
-
-def test_deepspeed_says_what_its_state_does_not():
-    result, (late, floor) = warned(from_deepspeed, DEEPSPEED)
-    assert result.min_loss_scale == 1.0
-    assert "finite step 8 + 1" in late
-    assert "does not say what the floor was" in floor
-    _, (late, raises) = warned(from_deepspeed, {**DEEPSPEED, **ZERO})
-    assert "raise_if_stuck" in raises
 
 
 def test_flax():
@@ -186,16 +145,8 @@ def test_jmp():
     [
         (from_torch, ({**TORCH, "_growth_tracker": 9},), {"min_loss_scale": 1.0}),
         (from_keras, (KERAS, {"dynamic_scale": 8.0, "step_counter": 9}), {"min_loss_scale": 1.0}),
-        (
-            from_megatron,
-            (
-                {**MEGATRON_DEFAULTS, "growth_interval": 9},
-                {"scale": 8.0, "growth_tracker": 9, "hysteresis_tracker": 2},
-            ),
-            {},
-        ),
     ],
-    ids=["torch", "keras", "megatron"],
+    ids=["torch", "keras"],
 )
 def test_a_counter_that_is_past_the_period(function, arguments, keywords):
     loss_scale, message = sole_warning(function, *arguments, **keywords)
@@ -221,8 +172,6 @@ LOST = {
     "torch": {"min_loss_scale", "max_loss_scale", "hysteresis"},
     "keras": {"multiplier", "backoff_factor", "min_loss_scale", "max_loss_scale", "hysteresis"},
     "tensorflow": {"backoff_factor", "min_loss_scale", "max_loss_scale", "hysteresis"},
-    "deepspeed": {"backoff_factor", "max_loss_scale", "increment_period"},
-    "megatron": {"max_loss_scale", "hysteresis_refill"},
     "flax": {"max_loss_scale", "hysteresis"},
     "jmp": {"backoff_factor", "min_loss_scale", "max_loss_scale", "hysteresis"},
 }
@@ -243,8 +192,6 @@ PAIRS = {
     "torch": (from_torch, to_torch, {"min_loss_scale": TINY}),
     "keras": (from_keras, to_keras, {"min_loss_scale": TINY, "multiplier": 2.0, "backoff_factor": None}),
     "tensorflow": (from_tensorflow, to_tensorflow, {"min_loss_scale": 1.0, "backoff_factor": None}),
-    "deepspeed": (from_deepspeed, to_deepspeed, {"backoff_factor": None}),
-    "megatron": (from_megatron, to_megatron, {}),
 }
 
 
@@ -254,26 +201,21 @@ PAIRS = {
 def test_there_and_back_again(peer, data):
     """What the peer has a place for comes back as it was, and the state to the last bit."""
     to_here, to_peer, fixed = PAIRS[peer]
-    hysteresis = data.draw(st.integers(1, 3)) if peer in ("deepspeed", "megatron") else 1
     config = {
         "initial_loss_scale": 2.0 ** data.draw(st.integers(0, 30)),
         "increment_period": data.draw(st.integers(2, 5000)),
         "multiplier": data.draw(st.sampled_from([2.0, 4.0])),
         "backoff_factor": data.draw(st.sampled_from([0.5, 0.25])),
         "min_loss_scale": data.draw(st.sampled_from([1.0, 0.25])),
-        "hysteresis": hysteresis,
         **fixed,
     }
-    left = {"hysteresis_left": data.draw(st.integers(1, hysteresis))} if hysteresis > 1 else {}
     scale = 2.0 ** data.draw(st.integers(0, 30))
-    loss_scale = at(
-        jls.DynamicLossScale(**config), scale, data.draw(st.integers(0, config["increment_period"] - 1)), **left
-    )
+    loss_scale = at(jls.DynamicLossScale(**config), scale, data.draw(st.integers(0, config["increment_period"] - 1)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         saved = to_peer(loss_scale)
         back = to_here(*saved) if isinstance(saved, tuple) else to_here(saved)
-    if peer in ("torch", "deepspeed"):  # which keep the current scale only
+    if peer == "torch":  # which keeps the current scale only
         config["initial_loss_scale"] = scale
     assert jax.tree.leaves(back) == jax.tree.leaves(loss_scale)
     expected = jls.DynamicLossScale(**config)
@@ -305,14 +247,9 @@ def test_there_and_back_again(peer, data):
         (lambda: from_keras(KERAS, {}, min_loss_scale=1.0), ["from_keras(state=...)", "dynamic_scale"]),
         (lambda: from_tensorflow({"loss_scale": 1.0}), ["from_tensorflow(config=...)", "multiplier", "loss_scale"]),
         (lambda: from_tensorflow({**TENSORFLOW, "multiplier": 0.5}), ["multiplier", "more than 1"]),
-        (lambda: from_megatron({"initial_scale": 1.0}), ["from_megatron(config=...)", "hysteresis"]),
-        (lambda: from_deepspeed({"dynamic_loss_scale": True}), ["from_deepspeed(state=...)", "cur_scale"]),
-        (lambda: from_deepspeed({**DEEPSPEED, **ZERO, "delayed_shift": 0}), ["hysteresis", "at least 1"]),
         (lambda: to_torch(jls.FixedLossScale(8.0)), ["to_torch(loss_scale=...)", "DynamicLossScale"]),
         (lambda: to_keras("dynamic"), ["to_keras(loss_scale=...)", "'dynamic'"]),
         (lambda: to_tensorflow(None), ["to_tensorflow(loss_scale=...)", "None"]),
-        (lambda: to_deepspeed(jls.NoOpLossScale()), ["to_deepspeed(loss_scale=...)"]),
-        (lambda: to_megatron(jls.NoOpLossScale()), ["to_megatron(loss_scale=...)"]),
         (
             lambda: to_torch(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale())),
             ["batch of shape (3,)", "one by one"],

@@ -3,25 +3,27 @@
 `golden/README.md` says where the records come from. None of the packages is needed.
 """
 
+import inspect
 import json
-import warnings
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale.interop.deepspeed import from_deepspeed
 from jax_lossscale.interop.keras import from_keras
-from jax_lossscale.interop.megatron import from_megatron
 from jax_lossscale.interop.tensorflow import from_tensorflow
 from jax_lossscale.interop.torch import from_torch
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ULP = 2.0**-23
 adjust = jax.jit(jls.DynamicLossScale.adjust)
+
+PAGE = (GOLDEN.parent.parent / "docs" / "migrating.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+CALLS = [block for block in BLOCKS if re.search(r"increment_period=(state|config)\[", block)]
 
 
 def torch_at(record, step):
@@ -40,21 +42,29 @@ def tensorflow_at(record, step):
     return from_tensorflow(record["config"], state)
 
 
-def megatron_at(record, step):
-    state = {
-        "scale": np.float32([record["scale"][step]]),
-        "growth_tracker": record["counter"][step],
-        "hysteresis_tracker": record["hysteresis_tracker"][step],
-    }
-    return from_megatron(record["config"], state)
+def called_on_the_page(number, **names):
+    """What a block of `docs/migrating.md` makes that calls the constructor with what the other library saves."""
+    exec(CALLS[number], names | {"jls": jls}, names)
+    return names["loss_scale"]
 
 
 def deepspeed_at(record, step):
     state = {key: record[key][step] for key in ("cur_iter", "last_overflow_iter")}
-    state |= {"cur_scale": record["scale"][step], "scale_window": record["config"]["scale_window"], "scale_factor": 2.0}
-    if "cur_hysteresis" not in record:  # the copy of `FP16_Optimizer`
-        return from_deepspeed({"dynamic_loss_scale": True, **state}, min_loss_scale=record["config"]["min_scale"])
-    return from_deepspeed({**record["config"], **state, "cur_hysteresis": record["cur_hysteresis"][step]})
+    state |= {"cur_scale": record["scale"][step], "scale_factor": 2.0} | record["config"]
+    if "cur_hysteresis" in record:
+        state["cur_hysteresis"] = record["cur_hysteresis"][step]
+    else:  # the copy of `FP16_Optimizer`
+        state |= {"delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
+    return called_on_the_page(0, state=state)
+
+
+def megatron_state(record, step):
+    of_state = {"scale": "scale", "growth_tracker": "counter", "hysteresis_tracker": "hysteresis_tracker"}
+    return {name: record[recorded][step] for name, recorded in of_state.items()}
+
+
+def megatron_at(record, step):
+    return called_on_the_page(1, config=record["config"], state_dict=megatron_state(record, step))
 
 
 FILES = {
@@ -87,7 +97,7 @@ def second_growth(record, cut):
 def test_the_record_goes_on(file, case, cut):
     record = RECORDS[file][case]
     loss_scale = FILES[file](record, cut)
-    # After two growths in a row DeepSpeed is a step ahead, which `from_deepspeed` warns of.
+    # After two growths in a row DeepSpeed is a step ahead, as the page says.
     end = second_growth(record, cut) if file == "deepspeed_loss_scalers" else len(record["finite"])
     assert end > cut + 1
     num_changes = 0
@@ -102,7 +112,7 @@ def test_the_record_goes_on(file, case, cut):
 
 
 def test_deepspeed_grows_late_after_an_overflow_only():
-    """What `from_deepspeed` warns of: N + 1 finite steps after an overflow, N after a growth."""
+    """N + 1 finite steps after an overflow, N after a growth."""
     intervals = {"overflow": set(), "growth": set()}
     for record in RECORDS["deepspeed_loss_scalers"]:
         window, last, since = record["config"]["scale_window"], "overflow", int(record["finite"][0])
@@ -116,9 +126,19 @@ def test_deepspeed_grows_late_after_an_overflow_only():
     assert intervals == {"overflow": {1}, "growth": {0}}
 
 
+def test_the_table_of_names_says_the_same_of_megatron():
+    rows = PAGE[PAGE.index("| jax_lossscale | TensorFlow 1 |") :].partition("\n\n")[0].splitlines()
+    column = [cell.strip() for cell in rows[0].split("|")].index("Megatron-LM")
+    record = RECORDS["megatron_dynamic_grad_scaler"][0]
+    known = record["config"] | megatron_state(record, 30)
+    cells = [[cell.strip().partition(" = ")[0].strip("`") for cell in row.split("|")] for row in rows]
+    arguments = {cell[1]: known[cell[column]] for cell in cells if cell[column] in known}
+    assert set(arguments) | {"max_loss_scale", "hysteresis_refill"} == {
+        name for name in inspect.signature(jls.DynamicLossScale).parameters if name[0] != "_"
+    }
+    assert jls.DynamicLossScale(**arguments) == megatron_at(record, 30)
+
+
 def test_the_records_are_there():
     assert len(RECORDS["deepspeed_loss_scalers"]) == 20
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        deepspeed_at(RECORDS["deepspeed_loss_scalers"][0], 0)
-    assert len(caught) == 1
+    assert len(CALLS) == 2

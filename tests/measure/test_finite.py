@@ -5,7 +5,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64, shard_map
+from any_jax import enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import sparse
@@ -227,7 +227,7 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
         return jls.all_finite(tree, axis_name=axis_name)[None, None]
 
     in_specs = ({"w": spec, "b": P()},)
-    sharded = jax.jit(shard_map(verdicts, mesh=mesh, in_specs=in_specs, out_specs=P("x", "y"), check_vma=check_vma))
+    sharded = jax.jit(jax.shard_map(verdicts, mesh=mesh, in_specs=in_specs, out_specs=P("x", "y"), check_vma=check_vma))
     np.testing.assert_array_equal(sharded({"w": values, "b": jnp.ones(3)}), expected)
     np.testing.assert_array_equal(sharded({"w": jnp.ones_like(values), "b": jnp.ones(3)}), ALL)
 
@@ -235,7 +235,7 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_tree_of_nothing_is_finite_on_all_shards(check_vma):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    verdict = shard_map(
+    verdict = jax.shard_map(
         lambda: jls.all_finite([], axis_name="x"), mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma
     )
     assert jax.jit(verdict)()

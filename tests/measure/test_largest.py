@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import MORE_COLLECTIVES, enable_x64, needs_jax, set_mesh, shard_map
+from any_jax import MORE_COLLECTIVES, enable_x64, needs_jax, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -206,7 +206,7 @@ COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w
 SPECS = [P("x"), P(None, "x"), P()]
 
 
-@needs_jax("0.7.0", MORE_COLLECTIVES)
+@needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
 def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
@@ -233,7 +233,9 @@ def test_inside_shard_map_shards_agree(shape, check_vma):
     def of_shards(leaf, replicated):
         return finite_and_largest([leaf, replicated], jnp.float32(2), axis_name="x")
 
-    mapped = jax.jit(shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma))
+    mapped = jax.jit(
+        jax.shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma)
+    )
     with set_mesh(mesh) if check_vma else contextlib.nullcontext():
         placed = jax.device_put(values, NamedSharding(mesh, P("x")))
         same = jax.device_put(np.ones(2**16, np.float16), NamedSharding(mesh, P()))

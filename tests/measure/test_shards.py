@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64, needs_jax, set_mesh, shard_map, skip_before
+from any_jax import enable_x64, needs_jax, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -129,8 +129,6 @@ SPECS = [P("x", "y"), P("y", "x"), P("x"), P(None, "y"), P(("x", "y")), P()]
 @pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("axis_types", TYPES.values(), ids=TYPES)
 def test_one_bad_element_on_any_device_is_seen_by_all(axis_types, in_context):
-    if axis_types == TYPES["mixed"]:
-        skip_before("0.7.0", "axes of two types cannot split one dimension")
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
     is_finite = jax.jit(lambda *leaves: jls.all_finite([*leaves, np.float32([1, 2]), 3.0]))
     with set_mesh(mesh) if in_context else contextlib.nullcontext():
@@ -165,7 +163,7 @@ def test_inside_a_shard_map_over_some_axes_the_others_are_seen_whole():
     def verdicts(shard):
         return jls.all_finite(shard)[None]
 
-    of_rows = jax.jit(shard_map(verdicts, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}))
+    of_rows = jax.jit(jax.shard_map(verdicts, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}))
     assert of_rows(values).tolist() == [True, True, False, True]
 
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from any_jax import is_older_than, shard_map
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -104,7 +103,7 @@ def step_under_shard_map(mesh, params_sharding, state_sharding):
         return params, state, loss[None]
 
     return jax.jit(
-        shard_map(
+        jax.shard_map(
             step,
             mesh=mesh,
             in_specs=(params_specs, state_specs, P("data")),
@@ -156,8 +155,6 @@ def train(make_step, devices, bad_shard):
 
 
 STEP_MAKERS = {"under_jit": step_under_jit, "under_shard_map": step_under_shard_map}
-if is_older_than("0.6.1"):  # its `jax.grad` inside `shard_map` takes no value that varies
-    del STEP_MAKERS["under_shard_map"]
 
 
 def main():

@@ -14,17 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import (
-    MORE_COLLECTIVES,
-    NO_GRAD_OF_WHAT_VARIES,
-    NO_OUT_SHARDING,
-    needs_jax,
-    pcast,
-    reshard,
-    set_mesh,
-    shard_map,
-    skip_before,
-)
+from any_jax import MORE_COLLECTIVES, needs_jax, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +76,7 @@ def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, s
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(
-        shard_map(
+        jax.shard_map(
             step,
             mesh=mesh,
             in_specs=(P("shard"), P("shard"), specs, spec),
@@ -119,7 +109,7 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
             params, state = tx.update_and_apply(grads[0], state, params)
         return params[None], state.skipped_steps[None]
 
-    step = shard_map(local_step, mesh=mesh, in_specs=(P("shard"), P(), P()), out_specs=P("shard"))
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), P(), P()), out_specs=P("shard"))
     grads = np.ones((8, 3), np.float32)
     grads[5, 1] = np.inf
     params, skipped = jax.jit(step)(grads, tx.init(jnp.ones(3)), jnp.ones(3))
@@ -136,7 +126,7 @@ def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, chec
     params = {"kernel": np.ones((8, 4), np.float32), "bias": np.ones(2, np.float32)}
     state_specs = jax.tree.map(lambda leaf: P("data", "model") if leaf.ndim == 2 else P(), tx.init(params))
     step = jax.jit(
-        shard_map(
+        jax.shard_map(
             tx.update_and_apply,
             mesh=mesh,
             in_specs=(specs, state_specs, specs),
@@ -262,14 +252,12 @@ class Training:
 
     def __init__(self, layout, axis_type, skip):
         is_explicit = axis_type is AxisType.Explicit
-        if is_explicit:
-            skip_before("0.7.0", NO_OUT_SHARDING)
         self.layout = layout
         self.mesh = jax.make_mesh(
             tuple(layout.mesh.values()), tuple(layout.mesh), axis_types=(axis_type,) * len(layout.mesh)
         )
         tx = jls.loss_scaled(optax.adam(0.1), START, skip=skip)
-        gather = reshard if is_explicit else jax.lax.with_sharding_constraint
+        gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
         # With explicit axes the user says how a product is laid out whose summed dimension is sharded.
         dot_options = {"out_sharding": P("data")} if is_explicit else {}
 
@@ -345,7 +333,7 @@ def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_train
         assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
 
 
-@needs_jax("0.7.0", MORE_COLLECTIVES)
+@needs_jax("0.7.2", MORE_COLLECTIVES)
 @on_every_mesh
 def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
@@ -456,14 +444,12 @@ DEVICES = {
     ],
 )
 def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma, devices):
-    if check_vma and way is not averaged_by_jax:
-        skip_before("0.6.1", NO_GRAD_OF_WHAT_VARIES)
     shape, names, axis_type = DEVICES[devices]
     mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
     lies = P(names) if WAYS[way]["sharded"] else P()
     state = transformation(names).init(PARAMS)
     state_specs = jax.tree.map(lambda leaf: lies if leaf.ndim else P(), state)
-    step = shard_map(
+    step = jax.shard_map(
         functools.partial(way, names),
         mesh=mesh,
         in_specs=(lies, state_specs, P(names)),
@@ -490,7 +476,7 @@ def test_under_shard_map_without_jit_one_bad_shard_is_seen_by_all():
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     params = jnp.ones(8)
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), (params, tx.init(params), params))
-    step = shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1]))
+    step = jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1]))
     good = step(params, tx.init(params), params)
     bad = step(params.at[5].set(jnp.nan), *reversed(good))
     assert (good[0] < 1).all()

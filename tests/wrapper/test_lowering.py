@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import needs_jax, shard_map
+from any_jax import NO_EXPORT, needs_jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,11 +28,6 @@ def transformation(skip="auto"):
 
 def lowered(function, platforms, *args):
     return jax.export.export(jax.jit(function), platforms=platforms)(*args).mlir_module()
-
-
-keeps_other_platforms = needs_jax(
-    "0.7.0", "what is lowered for one platform keeps the branches of the others, for XLA to drop"
-)
 
 
 class Branching(NamedTuple):
@@ -87,7 +82,6 @@ STEPS = {  # (skip, platforms): (conditionals on the verdict, on the platform, s
 }
 
 
-@keeps_other_platforms
 @pytest.mark.parametrize("method", ["update", "update_and_apply"])
 @pytest.mark.parametrize(
     ("skip", "platforms", "expected"),
@@ -116,7 +110,6 @@ READINGS = {  # (dtype, platform): (tests of each element, sums, views of bytes,
 }
 
 
-@keeps_other_platforms
 @pytest.mark.parametrize(("dtype", "platform", "expected"), [(*key, value) for key, value in READINGS.items()])
 def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, expected):
     text = lowered(jls.all_finite, [platform], jax.ShapeDtypeStruct(LARGE, dtype))
@@ -238,13 +231,14 @@ def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape
             assert found[1].applied_steps == np.isfinite(value)
 
 
+@needs_jax("0.7.1", NO_EXPORT)
 def test_a_sharded_step_is_exported_from_inside_shard_map():
     """There the verdict is agreed by name."""
     tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), axis_name="shard")
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     params = {"kernel": np.ones((16, 4), np.float32)}
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), (params, tx.init(params), params))
-    step = jax.jit(shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1])))
+    step = jax.jit(jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1])))
 
     def placed(*trees):
         return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), trees, specs)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh, shard_map
+from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -205,7 +205,7 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma,
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(
-        shard_map(
+        jax.shard_map(
             local_step,
             mesh=mesh,
             in_specs=(P("shard"), P("shard"), specs, P("shard")),

@@ -80,15 +80,10 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
     """A magnitude of either layout as that of the nearest float32, subnormal ones too: ``uint32``."""
     if largest.dtype == jnp.uint32:
         return largest
-    converted = jax.lax.bitcast_convert_type(largest, jnp.float64).astype(jnp.float32)
-    normal = jax.lax.bitcast_convert_type(converted, jnp.uint32)
-    # The bits of a subnormal float32 count multiples of 2**-149. The conversion above may have made a zero of it.
-    field = (largest >> DOUBLE.mantissa_bits).astype(jnp.int32)
-    mantissa = (largest & np.uint64(2**52 - 1)) | np.uint64(2**52)
-    shift = jnp.clip(52 - 149 - (field - DOUBLE.bias), 1, 63).astype(jnp.uint64)
-    half_less_one = (np.uint64(1) << (shift - np.uint64(1))) - np.uint64(1)
-    rounded = (mantissa + half_less_one + ((mantissa >> shift) & np.uint64(1))) >> shift
-    return jnp.where(field >= DOUBLE.bias - 126, normal, rounded.astype(jnp.uint32))
+    number = jax.lax.bitcast_convert_type(largest, jnp.float64)
+    converted = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.uint32)
+    # The bits of a subnormal float32, of which the conversion may have made a zero, count multiples of 2**-149.
+    return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
 def as_float32(bits: jax.Array) -> jax.Array:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat
-from jax_lossscale._check import as_argnums, check_flag, check_function
-from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator, checked_precision
-from jax_lossscale.diagnostics import _cures, _table
-from jax_lossscale.diagnostics._measured import Limits, MeasuringEvaluator, Site, Statistics, limits_of, sites
-from jax_lossscale.diagnostics._table import percent, power_of_two
+from jax_lossscale.diagnostics._limits import Limits, limits_of
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics.programs import _cures
+from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._measured import MeasuringEvaluator, Statistics
+from jax_lossscale.diagnostics.programs._sites import Site, sites
 
 _MOST_ROWS = 16
 # So many of an operation's results may become zero before it is told: a few always do.
@@ -68,7 +67,7 @@ class OperationRange:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RangeReport(Sequence[OperationRange]):
+class RangeReport(Report[OperationRange]):
     """An `OperationRange` for every operation whose result would be narrow, the worst first.
 
     Those that overflow come first: those of the forward pass before those of the backward pass, and within each in the
@@ -88,33 +87,15 @@ class RangeReport(Sequence[OperationRange]):
     loss_scale: float
     as_they_are: tuple[str, ...]
 
+    _name_columns: ClassVar[int] = 4
+
     @property
     def bad(self) -> tuple[OperationRange, ...]:
         """The operations that overflow, and those of which more than half becomes zero."""
         return tuple(operation for operation in self.operations if operation.cure)
 
-    @overload
-    def __getitem__(self, index: int) -> OperationRange: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[OperationRange, ...]: ...
-    def __getitem__(self, index: int | slice) -> OperationRange | tuple[OperationRange, ...]:
-        return self.operations[index]
-
-    def __len__(self) -> int:
-        return len(self.operations)
-
-    def __iter__(self) -> Iterator[OperationRange]:
-        return iter(self.operations)
-
-    def __repr__(self) -> str:
-        if not self.bad:
-            return self._summary()
-        return "\n".join([_table.as_text(self._summary(), self._rows(), names=4), *self._notes()])
-
-    def _repr_html_(self) -> str:
-        if not self.bad:
-            return _table.as_html(self._summary(), [])
-        return _table.as_html(self._summary(), self._rows()) + _table.as_html("\n".join(self._notes()), [])
+    def _entries(self) -> tuple[OperationRange, ...]:
+        return self.operations
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """The operations that overflow in the forward pass itself, which they do at every loss scale."""
@@ -134,30 +115,38 @@ class RangeReport(Sequence[OperationRange]):
         return f"{counts}, and more than half becomes zero in {len(self.bad) - len(over)}."
 
     def _rows(self) -> list[list[str]]:
-        headings = [
-            "operation",
-            "layer",
-            "line",
-            "pass",
-            "shape",
-            "largest",
-            "off by",
-            "overflow",
-            "zero",
-            "subnormal",
-            "cure",
-        ]
-        cures = list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
-        return [headings, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
+        if not self.bad:
+            return []
+        cures = self._cures()
+        return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
     def _notes(self) -> list[str]:
-        cures = list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
-        notes = [f"[{n}] {cure}" for n, cure in enumerate(cures, 1)]
+        if not self.bad:
+            return []
+        notes = [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
         if len(self.bad) > _MOST_ROWS:
             notes.insert(0, f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
         if self.as_they_are:
             notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
         return notes
+
+    def _cures(self) -> list[str]:
+        return list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
+
+
+_HEADINGS = [
+    "operation",
+    "layer",
+    "line",
+    "pass",
+    "shape",
+    "largest",
+    "off by",
+    "overflow",
+    "zero",
+    "subnormal",
+    "cure",
+]
 
 
 def _cells(of: OperationRange) -> list[str]:
@@ -221,18 +210,9 @@ def range_report(
       >>> report[0].operation, report[0].layer, report[0].largest
       ('dot_general', 'energy', 80000.0)
     """
-    check_function(fun, "range_report(fun=...)")
-    check_flag(has_aux, "range_report(has_aux=...)")
-    as_argnums(argnums, "range_report(argnums=...)")
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = _scale_of(loss_scale)
-
-    def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        return value_and_scaled_grad(_compat.in_a_scope(fun), scale, argnums, has_aux)(*args, **kwargs)
-
-    traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
-        raise ValueError("`range_report` got values that are traced. Call it outside of `jax.jit`.")
+    traced = gradient_program("range_report", fun, scale, args, kwargs, argnums, has_aux)
     limits = limits_of(dtype)
     evaluator = MeasuringEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits)
     blocks = jax.device_get(evaluator.evaluate(traced.jaxpr, traced.inputs)[1])

@@ -14,15 +14,15 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import as_argnums, check_flag, check_function
-from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._check import check_function
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
-from jax_lossscale.diagnostics import _cause
-from jax_lossscale.diagnostics._gradient_error import GradientComparison
-from jax_lossscale.diagnostics._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics._operations import range_report
+from jax_lossscale.diagnostics.programs import _cause
+from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
+from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._range_report import range_report
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 _NUDGE = 2.0**-22
@@ -86,21 +86,12 @@ def compare_gradients(
       >>> print(comparison.verdict)
       It will train; start from 2^29.
     """
-    check_function(fun, "compare_gradients(fun=...)")
-    check_flag(has_aux, "compare_gradients(has_aux=...)")
-    as_argnums(argnums, "compare_gradients(argnums=...)")
     for name, function in (("reference", reference), ("progress", progress)):
         if function is not None:
             check_function(function, f"compare_gradients({name}=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
-
-    def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
-
-    narrow = Traced(scaled, (_ONE, *args), kwargs)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in narrow.inputs):
-        raise ValueError("`compare_gradients(*args)` got values that are traced. Call it outside of `jax.jit`.")
+    narrow = gradient_program("compare_gradients", fun, 1.0, args, kwargs, argnums, has_aux)
     nudged = _nudged(args, argnums, keep_dtypes=reference is not None)
     if reference is None:
         exact = _made_reference(narrow, narrow.inputs_from((_ONE, *nudged), kwargs), has_aux)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import overload
 
-from jax_lossscale.diagnostics import _table
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 
 _MOST_ROWS = 12
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
@@ -51,7 +49,7 @@ class LeafGradientError:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class GradientComparison(Sequence[LeafGradientError]):
+class GradientComparison(Report[LeafGradientError]):
     """Gradients in float16 compared with those in float32: a verdict, and the numbers behind it.
 
     Printed, or shown in a notebook, it is the verdict and a table of the leaves, the worst first. Iterating over it
@@ -86,24 +84,8 @@ class GradientComparison(Sequence[LeafGradientError]):
     reference_value: float
     as_they_are: tuple[str, ...]
 
-    @overload
-    def __getitem__(self, index: int) -> LeafGradientError: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[LeafGradientError, ...]: ...
-    def __getitem__(self, index: int | slice) -> LeafGradientError | tuple[LeafGradientError, ...]:
-        return self.leaves[index]
-
-    def __len__(self) -> int:
-        return len(self.leaves)
-
-    def __iter__(self) -> Iterator[LeafGradientError]:
-        return iter(self.leaves)
-
-    def __repr__(self) -> str:
-        return _table.as_text(self._summary(), self._rows(), names=2)
-
-    def _repr_html_(self) -> str:
-        return _table.as_html(self._summary(), self._rows())
+    def _entries(self) -> tuple[LeafGradientError, ...]:
+        return self.leaves
 
     def _summary(self) -> str:
         lines = [self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
@@ -115,7 +97,7 @@ class GradientComparison(Sequence[LeafGradientError]):
         return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
-        scales = [_table.power_of_two(scale) for scale in self.loss_scales]
+        scales = [power_of_two(scale) for scale in self.loss_scales]
         rows = [["leaf", "shape", "largest", "smallest", *scales]]
         rows.append(["all leaves", "", *_magnitudes(self.total), *_errors(self.total)])
         rows.append(["  lost", "", "", "", *(f"{share:.1%}" for share in self.total.lost)])
@@ -133,4 +115,4 @@ def _magnitudes(leaf: LeafGradientError) -> tuple[str, str]:
 
 def _errors(leaf: LeafGradientError) -> list[str]:
     pairs = zip(leaf.relative_error, leaf.nonfinite, strict=True)
-    return ["overflow" if nonfinite else f"{_table.percent(error)}" for error, nonfinite in pairs]
+    return ["overflow" if nonfinite else percent(error) for error, nonfinite in pairs]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_lossscale.diagnostics._table import listed, percent, power_of_two
+from jax_lossscale.diagnostics._report import listed, percent, power_of_two
 
 if TYPE_CHECKING:
-    from jax_lossscale.diagnostics._gradient_error import LeafGradientError
-    from jax_lossscale.diagnostics._operations import OperationRange, RangeReport
+    from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+    from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport
 
 # Above these the gradients of all leaves together, and those of one, are wrong, and the loss is. Float16 that works
 # stays below 0.01 as a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.

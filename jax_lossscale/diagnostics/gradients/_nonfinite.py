@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale.diagnostics import _table
-from jax_lossscale.diagnostics._bits import count, layout_of, magnitudes, number_of
+from jax_lossscale.diagnostics._report import Report, Rows
+from jax_lossscale.diagnostics.gradients._bits import count, layout_of, magnitudes, number_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LeafReport:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class NonfiniteReport(Sequence[LeafReport]):
+class NonfiniteReport(Report[LeafReport]):
     """A `LeafReport` for every inexact leaf, the worst first.
 
     Leaves are ordered by the share of their elements that are not finite, then by their number, then by their largest
@@ -75,26 +75,8 @@ class NonfiniteReport(Sequence[LeafReport]):
         """The leaves that are not finite."""
         return tuple(leaf for leaf in self.leaves if leaf.nonfinite)
 
-    @overload
-    def __getitem__(self, index: int) -> LeafReport: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[LeafReport, ...]: ...
-    def __getitem__(self, index: int | slice) -> LeafReport | tuple[LeafReport, ...]:
-        return self.leaves[index]
-
-    def __len__(self) -> int:
-        return len(self.leaves)
-
-    def __iter__(self) -> Iterator[LeafReport]:
-        return iter(self.leaves)
-
-    def __repr__(self) -> str:
-        if not self.bad:
-            return self._summary()
-        return _table.as_text(self._summary(), [_HEADINGS, *map(_cells, self.bad)], names=2)
-
-    def _repr_html_(self) -> str:
-        return _table.as_html(self._summary(), [_HEADINGS, *map(_cells, self.bad)] if self.bad else [])
+    def _entries(self) -> tuple[LeafReport, ...]:
+        return self.leaves
 
     def _summary(self) -> str:
         if self.bad:
@@ -106,6 +88,9 @@ class NonfiniteReport(Sequence[LeafReport]):
             return f"All {len(self)} leaves are finite."
         where = first.path or "the only leaf"
         return f"All {len(self)} leaves are finite; the largest magnitude, {first.largest_finite:.4g}, is in {where}."
+
+    def _rows(self) -> Rows:
+        return [_HEADINGS, *map(_cells, self.bad)] if self.bad else []
 
 
 _HEADINGS = ("leaf", "dtype", "shape", "NaN", "+inf", "-inf", "share", "largest finite", "first at")

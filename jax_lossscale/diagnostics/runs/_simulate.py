@@ -100,9 +100,7 @@ def simulate(
         raise ValueError(
             f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Make one with `jls.get`."
         )
-    dtype = _tree.checked_dtype(dtype, "simulate(dtype=...)")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`simulate(dtype=...)` must be a real floating dtype, got {dtype.name}.")
+    dtype = _tree.checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
         raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
     if grads_finite is not None:

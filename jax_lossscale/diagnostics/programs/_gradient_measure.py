@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale.diagnostics._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 
 
 class Measurement(NamedTuple):

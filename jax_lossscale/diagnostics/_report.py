@@ -1,0 +1,86 @@
+"""What reports share: entries, the worst first, printed as a table; and how numbers and names are written in them."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar, overload
+
+Entry = TypeVar("Entry")
+Rows = Sequence[Sequence[str]]
+
+
+class Report(Sequence[Entry]):
+    """A sequence of entries. Printed, or shown in a notebook, it is a summary, a table, and notes below it."""
+
+    _name_columns: ClassVar[int] = 2  # set to the left; numbers, to the right
+
+    def _entries(self) -> tuple[Entry, ...]:
+        raise NotImplementedError
+
+    def _summary(self) -> str:
+        raise NotImplementedError
+
+    def _rows(self) -> Rows:
+        """The table, the headings first; empty for none."""
+        raise NotImplementedError
+
+    def _notes(self) -> Sequence[str]:
+        return ()
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Entry, ...]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._entries()[index]
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if n < self._name_columns else cell.rjust(width)
+                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self._summary(), *lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with every cell escaped."""
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        def paragraphs(lines: Sequence[str]) -> str:
+            return "".join(f"<p>{html.escape(text)}</p>" for text in lines)
+
+        table, rows = "", self._rows()
+        if rows:
+            body = "".join(line(cells, "td") for cells in rows[1:])
+            table = f"<table><thead>{line(rows[0], 'th')}</thead><tbody>{body}</tbody></table>"
+        return paragraphs(self._summary().splitlines()) + table + paragraphs(self._notes())
+
+
+def power_of_two(scale: float) -> str:
+    """2^k, or the number if it is none."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def percent(share: float) -> str:
+    """A share, with the digits that matter."""
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
+
+
+def listed(paths: Sequence[str], most: int = 3) -> str:
+    """The first few paths, and how many more there are, as a part of a sentence."""
+    shown = [path or "the only leaf" for path in paths[:most]]
+    if len(paths) > most:
+        shown.append(f"{len(paths) - most} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

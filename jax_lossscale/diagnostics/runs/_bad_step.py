@@ -1,0 +1,148 @@
+"""Why a step was bad, as far as the state of a run knows it, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import numpy as np
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
+from jax_lossscale._optax import BadStep, LossScaledState
+from jax_lossscale._optax.readers import cannot_go_lower
+from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
+
+# It takes 15 skipped steps from the default scale, 2**15, down to 1.
+_MANY_SKIPS_IN_A_ROW = 16
+
+_THE_LINE = "`range_report(loss_fn, params, batch)` names the line"
+_AN_OVERFLOW = "That is how the scale finds what the gradients bear: there is nothing to do."
+_PERHAPS_AN_OVERFLOW = "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
+_A_NAN_THAT_STAYS = (
+    "An overflow goes away when the scale falls, and a NaN that stays is none. Look for the derivative of a square "
+    "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16; "
+    f"{_THE_LINE}."
+)
+_AN_INFINITY_THAT_STAYS = (
+    "The gradients overflow almost without a scale. Look for a sum where a mean is meant, for inputs that are not "
+    f"normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with `min_loss_scale`."
+)
+_A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
+_A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'
+_UNKNOWN_GRADIENTS = "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
+_FORWARD_PASS = (
+    "that is the forward pass, which no loss scale touches, so the scale stays. Look for activations above 65504, for "
+    f"a logarithm or a division of zero, and for masks of -1e9 in float16 ({_THE_LINE}); compute those in float32."
+)
+_THE_LOSS = f"T{_FORWARD_PASS[1:]}"
+_PERHAPS_THE_LOSS = f"If it was the loss, {_FORWARD_PASS}"
+_THE_CONDITION = "That is a condition of your own"
+_OFTEN = "That is often. If these are overflows, a longer `increment_period` makes them rarer."
+
+
+class Cause(NamedTuple):
+    """What is known of a bad step: true, false, or ``None`` where nobody can tell."""
+
+    loss: bool | None  # whether it was not finite
+    grads: bool | None  # whether they were not finite
+    part: bool | None  # whether a micro-batch that was left out was not finite
+    condition: bool | None  # whether `skip_if` was true
+    record: BadStep | None = None
+
+
+def cause_of_last_step(state: LossScaledState) -> Cause:
+    """What is known of the last step, if it was bad."""
+    if not state.loss_scale.checks_gradients:
+        return Cause(loss=False, grads=False, part=False, condition=True)
+    record = state.last_bad_step
+    number = int(state.applied_steps) + int(state.skipped_steps) - 1
+    if record is not None and record.step == min(number, np.iinfo(np.int32).max):
+        return recorded_cause(record)
+    if state.grads_finite:
+        return Cause(loss=None, grads=False, part=False, condition=None)
+    is_applied = state.consecutive_skips == 0
+    if record is not None and is_applied:  # a step whose own gradients were bad would have been recorded
+        return Cause(loss=False, grads=False, part=True, condition=False)
+    return Cause(loss=None, grads=None, part=None, condition=None)
+
+
+def recorded_cause(record: BadStep) -> Cause:
+    """What a record says of its step."""
+    return Cause(
+        loss=not record.value_finite,
+        grads=not record.leaves_finite,
+        part=not record.parts_finite,
+        condition=bool(record.skip_if),
+        record=record,
+    )
+
+
+def why(cause: Cause, loss_scale: LossScale, params: chex.ArrayTree | None) -> str:
+    """Why a step was skipped, as a clause."""
+    if cause.loss:
+        return "its loss was not finite"
+    if cause.grads and cause.record is not None and (loss_scale.skip_nonfinite or not cause.condition):
+        return fault(cause.record, params) + (", and `skip_if` was true" if cause.condition else "")
+    if cause.condition:
+        also = ", and a micro-batch that was left out had overflowed" if cause.part else ""
+        return "`skip_if` was true" + (", and the gradients were not finite" if cause.grads else also)
+    if cause.grads is False or not loss_scale.skip_nonfinite:
+        return "its loss was not finite, or `skip_if` was true"
+    return (
+        "there was a NaN or an infinity in its gradients; or in a micro-batch that was left out of them, and `skip_if` "
+        "was true or the loss not finite. Which it was, only `record_bad_steps=True` keeps"
+    )
+
+
+def fault(record: BadStep, params: chex.ArrayTree | None) -> str:
+    """What was wrong with gradients, as a clause."""
+    if record.leaf >= 0:
+        what = "a NaN" if record.has_nan else "an infinity"
+        return f"there was {what} in the gradients, first in {_where(record, params)}"
+    return "`grads_finite` said that the gradients were not finite, though every leaf was"
+
+
+def _where(record: BadStep, params: chex.ArrayTree | None) -> str:
+    if params is None:
+        return f"leaf {int(record.leaf)}"
+    num_leaves = len(_tree.leaves_and_nones(params))
+    if num_leaves != record.num_leaves:
+        raise ValueError(
+            f"`explain(params=...)` has {num_leaves} leaves, but the gradients had {int(record.num_leaves)}. Pass a "
+            "tree of the structure of the gradients, such as the parameters that they were taken with respect to."
+        )
+    return leaf_path(params, record.leaf) or "the only leaf"
+
+
+def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> str:
+    """What to look at, or that there is nothing to do; ``often``: of many steps, not of one."""
+    if cause.loss:
+        return _THE_LOSS
+    is_about_gradients = cause.grads is not False and state.loss_scale.skip_nonfinite
+    if cause.condition and not is_about_gradients:
+        if not state.loss_scale.checks_gradients:
+            return f"{_THE_CONDITION}."
+        if cause.part:
+            return f"{_THE_CONDITION}; to the micro-batch the scale reacts as to any overflow."
+        return f"{_THE_CONDITION}; the scale stays."
+    if not is_about_gradients:
+        return _PERHAPS_THE_LOSS
+    if cannot_go_lower(state.loss_scale):
+        return f"The scale cannot go lower. {_why_it_stays(cause, state.loss_scale)}"
+    if often:
+        return _OFTEN
+    has_nan = cause.record is None or cause.record.leaf < 0 or bool(cause.record.has_nan)
+    if has_nan and state.consecutive_skips >= _MANY_SKIPS_IN_A_ROW:
+        return _why_it_stays(cause, state.loss_scale)
+    return _PERHAPS_AN_OVERFLOW if has_nan else _AN_OVERFLOW
+
+
+def _why_it_stays(cause: Cause, loss_scale: LossScale) -> str:
+    if cause.record is None:
+        return f"{_UNKNOWN_GRADIENTS} {_PERHAPS_THE_LOSS}"
+    if cause.record.has_nan:
+        return _A_NAN_THAT_STAYS
+    if isinstance(loss_scale, FixedLossScale):
+        return _A_FIXED_SCALE
+    return _AN_INFINITY_THAT_STAYS if loss_scale() <= 1 else _A_HIGH_FLOOR

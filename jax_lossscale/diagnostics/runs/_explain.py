@@ -1,0 +1,173 @@
+"""The state of a run in plain sentences."""
+
+from __future__ import annotations
+
+import math
+
+import chex
+import jax
+import numpy as np
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.finding import find_one
+from jax_lossscale._measure import all_finite, first_nonfinite
+from jax_lossscale._optax import LossScaledState
+from jax_lossscale._optax.readers import check_is_concrete
+from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
+from jax_lossscale.diagnostics.runs._bad_step import Cause, cause_of_last_step, fault, recorded_cause, what_to_do, why
+
+# A dynamic scale costs one step in `increment_period`; from here on something else is going on.
+_LARGE_SHARE_OF_SKIPS = 0.05
+_FEW_STEPS = 100
+
+_RIGHT_OR_WRONG = (
+    "Whether the gradients are those of float32, the state does not tell: `compare_gradients(loss_fn, params, batch)` "
+    "does."
+)
+_ALL_ZERO = (
+    "All gradients of the last step were exactly zero. Either float16 lost them, or they are zero in float32, too: "
+    "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
+)
+_A_PART = "In the last step a micro-batch overflowed, and was left out."
+_THE_OPTIMIZER = "how they began, and at the optimizer (a learning rate that is not finite, a division by zero)."
+_RESTART = "Restart from a checkpoint."
+_SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
+
+
+def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
+    """Say in plain sentences how a run stands, why steps are skipped, and what to try.
+
+    Call it on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)``, it says when the
+    last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
+    the gradients are if the loss scale measures them, as `AutoLossScale` does. For what the state does not show, it
+    refers to `compare_gradients` and `range_report`.
+
+    Args:
+      opt_state: any optimizer state that holds one `LossScaledState`.
+      params: the current parameters. They are checked, since a NaN in them explains all that follows, and they give the
+        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`.
+
+    Returns:
+      A few lines of text.
+
+    Raises:
+      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` does not
+        have as many leaves as the gradients.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+      >>> params = {"kernel": jnp.ones(2)}
+      >>> params, state = tx.update_and_apply({"kernel": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
+      >>> print(jls.diagnostics.explain(state, params))
+      The loss scale is 2^14 = 16384 (DynamicLossScale).
+      Of 1 step, 0 were applied and 1 skipped.
+      The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
+      That is how the scale finds what the gradients bear: there is nothing to do.
+    """
+    _, state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
+    check_is_concrete(state, "explain(opt_state=...)")
+    if np.ndim(state.consecutive_skips):
+        raise ValueError(
+            f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
+            "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
+        )
+    lines = [_the_scale(state.loss_scale), _the_steps(state), *_the_last_step(state, params)]
+    if _are_finite(params) is False:
+        lines.append(_the_parameters(state.loss_scale, params))
+    return "\n".join(lines)
+
+
+def _the_scale(loss_scale: LossScale) -> str:
+    if not loss_scale.checks_gradients:
+        return f"There is no loss scale, and the gradients are not checked ({type(loss_scale).__name__})."
+    scale = float(loss_scale())
+    log2_scale = math.log2(scale)
+    power = f"2^{log2_scale:.0f} = " if log2_scale.is_integer() else ""
+    return f"The loss scale is {power}{scale:.10g} ({type(loss_scale).__name__})."
+
+
+def _the_steps(state: LossScaledState) -> str:
+    applied, skipped = int(state.applied_steps), int(state.skipped_steps)
+    return f"Of {_steps(applied + skipped)}, {applied} were applied and {skipped} skipped."
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
+def _are_finite(params: chex.ArrayTree | None) -> bool | None:
+    """Whether the parameters are finite; ``None`` where they are not given, or have no values."""
+    leaves = _tree.inexact_leaves(params)
+    if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
+        return None
+    return bool(all_finite(params))
+
+
+def _the_parameters(loss_scale: LossScale, params: chex.ArrayTree) -> str:
+    where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
+    if loss_scale.skip_nonfinite:
+        cure = f"Steps with bad gradients were skipped, so look at {_THE_OPTIMIZER} {_RESTART}"
+    else:
+        cure = f"Most likely a step with bad gradients was applied. {_RESTART} {_SKIPPING}"
+    return f"The parameters themselves are not finite, first in {where}, and so no loss can be. {cure}"
+
+
+def _the_last_step(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+    skips = int(state.consecutive_skips)
+    cause = cause_of_last_step(state)
+    if not skips and state.grads_finite:
+        return [*_the_steps_before(state, params), *_the_gradients(state, params)]
+    if not skips:
+        return _applied_all_the_same(state.loss_scale, cause, params)
+    reason = why(cause, state.loss_scale, params)
+    said = f"The last step was skipped: {reason}."
+    if skips > 1:
+        said = f"The last {skips} steps were skipped, the last one because {reason}."
+    # Where the parameters are the cause, no other is to be looked for.
+    return [said] if _are_finite(params) is False else [said, what_to_do(cause, state)]
+
+
+def _applied_all_the_same(loss_scale: LossScale, cause: Cause, params: chex.ArrayTree | None) -> list[str]:
+    """Of a last step that was applied though something was not finite."""
+    if loss_scale.skip_nonfinite or (cause.part and not cause.grads):
+        return [_A_PART]
+    if cause.record is None:
+        said = "There was a NaN or an infinity in the gradients of the last step, or in a micro-batch left out of them"
+    else:
+        said = f"In the last step {fault(cause.record, params)}"
+    if _are_finite(params):
+        return [f"{said}; the step was applied, and the parameters are finite all the same."]
+    if _are_finite(params) is False:
+        return [f"{said}, and the step was applied all the same."]
+    unless = "Unless it was in such a micro-batch, the" if cause.record is None else "The"
+    return [f"{said}, and the step was applied all the same.", f"{unless} parameters are lost. {_RESTART} {_SKIPPING}"]
+
+
+def _the_steps_before(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+    skipped = int(state.skipped_steps)
+    steps = int(state.applied_steps) + skipped
+    record = state.last_bad_step
+    cause = Cause(*[None] * 4)
+    lines = []
+    if not state.loss_scale.checks_gradients:
+        cause = cause_of_last_step(state)
+    elif record is not None and record.step >= 0:
+        cause = recorded_cause(record)
+        ago = _steps(steps - 1 - int(record.step))
+        lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, params)}.")
+    if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
+        lines.append(f"{skipped / steps:.0%} of all steps were skipped. {what_to_do(cause, state, often=True)}")
+    return lines
+
+
+def _the_gradients(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+    """Of the gradients of a last step that was good."""
+    if not int(state.applied_steps) or _are_finite(params) is False:
+        return []
+    if state.largest is None or not state.loss_scale.needs_largest:
+        return [_RIGHT_OR_WRONG]
+    largest = float(state.largest)
+    return [f"The largest gradient of the last step was {largest:.3g}.", _RIGHT_OR_WRONG] if largest else [_ALL_ZERO]
