@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
@@ -44,7 +45,7 @@ def autocast(
                 "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."
             )
         if not plan.is_narrow:
-            return fun(*args, **kwargs)
+            return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
         body = Body(planner, traced.jaxpr, plan, recompute=policy.recompute)
         return traced.result(body(traced.inputs, declared=True))
 
