@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale.diagnostics._limits import limits_of
+from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics.gradients._bits import bits_of, count, joined, layout_of
 
 ALL_ZERO = (

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from jax_lossscale._limits import Limits
 from jax_lossscale._program.jaxpr import in_context, is_equation_narrow, last_uses
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics._limits import Limits
 from jax_lossscale.diagnostics.programs._sites import CALLS, CUSTOM_CALLS, closed, is_measured, number_of_sites
 
 
