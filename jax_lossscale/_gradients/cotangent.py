@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale import _compat, _tree
+from jax_lossscale import _tree
 from jax_lossscale._gradients.warn import warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -147,21 +148,35 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
     )
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    """``leaf``, whose tangents go through `_linear_identity`."""
+    del adjoint, scale
+    return leaf
+
+
+@_identity.defjvp
+def _differentiate_identity(
+    adjoint: _Adjoint, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    leaf, scale = primals
+    return _identity(adjoint, leaf, scale), _linear_identity(adjoint, tangents[0], scale)
+
+
+def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
 
     `jax.custom_vjp` would refuse forward mode, and would scale the way back of the way back once more. The solution of
     a linear system is the one public primitive with a transpose of one's own that `jax.vmap` takes; the system here is
-    ``x = leaf``.
+    ``x = leaf``. (`jax.experimental.jet` does not take it, and so meets it in tangents only.)
     """
     scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
-    solution = jax.lax.custom_linear_solve(
+    return jax.lax.custom_linear_solve(
         lambda x: x,
         leaf,
         solve=lambda _, right_side: right_side,
         transpose_solve=lambda _, cotangent: adjoint(scale, cotangent),
     )
-    return _compat.transposable(solution)
 
 
 def _scale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_flag
+from jax_lossscale._check import check_flag, checked_dtype
 from jax_lossscale._loss_scale._arguments import finite_number
 from jax_lossscale.diagnostics._bits import (
     DOUBLE,
@@ -167,7 +167,7 @@ def suggest_loss_scale(
 
 
 def _checked_floating(dtype: DTypeLike, name: str) -> jnp.dtype:
-    dtype = _tree.checked_dtype(dtype, name)
+    dtype = checked_dtype(dtype, name)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
     return dtype

@@ -12,9 +12,6 @@ on any other mesh                         one at a time
 Nothing tells how the leaves of the last row are split. To read two of them together XLA would have to lay them out
 alike first, and so gather whole gradients. One at a time, each gives a scalar, and XLA merges the all-reduces of those.
 
-Before jax 0.7.0 those on a mesh with explicit axes are read one at a time, too, and XLA for a CPU merges no all-reduces
-and may lay gradients out anew to read them: the verdict is the same, the number of collectives is not.
-
 Whether a program has one device is known when it is lowered, not yet when it is traced. So a question is a primitive,
 and its lowering rule chooses the row. No host callback has a part in this: programs are found again in the persistent
 compilation cache, and `jax.export` takes them.
@@ -32,7 +29,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from jax_lossscale import _compat
 from jax_lossscale._measure.devices import AxisName
 
 Scale: TypeAlias = jax.Array | None
@@ -100,7 +96,7 @@ def _answer_each_member(
 def _lower(context: mlir.LoweringRuleContext, *operands: Any, question: Question, is_scaled: bool) -> Any:
     if getattr(context.module_context.axis_context, "num_devices", None) == 1:
         answer = _on_operands(question.of_local, is_scaled)
-    elif _compat.CAN_LOWER_SHARD_MAP and _say_how_they_are_split(context.avals_in):
+    elif _say_how_they_are_split(context.avals_in):
         answer = _of_each_shard(question, is_scaled)
     else:
         answer = _on_operands(question.of_each, is_scaled)
@@ -131,7 +127,7 @@ def _of_each_shard(question: Question, is_scaled: bool) -> Callable[..., jax.Arr
             return question.agree(_on_operands(question.of_local, is_scaled)(*shards), names)
 
         specs = tuple(sharding.spec for sharding in shardings)
-        return _compat.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*operands)
+        return jax.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*operands)
 
     return answer
 
