@@ -1,6 +1,6 @@
 """`all_finite` alone, beside a plain sum, a plain `isfinite` and jmp; and the ways in which it could be written.
 
-The second half has no mark. It is where the table in ``jax_lossscale/_measure/reading.py`` comes from, and the way in
+The second half has no mark. It is where the table in ``jax_lossscale/_measure/finite.py`` comes from, and the way in
 which ``largest.py`` beside it reads on a CPU.
 """
 

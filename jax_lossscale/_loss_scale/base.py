@@ -129,8 +129,9 @@ class LossScale(abc.ABC):
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Divide the inexact leaves of a tree by the scale, in float32.
 
-        Exact when the scale is a power of two and the result a normal number, at every scale up to the largest
-        finite float32; otherwise within two units in the last place.
+        Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
+        place. The scale that is applied, here and wherever gradients are scaled, is at most 2**126 (and at least
+        2**-126), so that its reciprocal is a normal number.
 
         Args:
           tree: scaled gradients, any pytree.

@@ -77,7 +77,7 @@ def largest_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> ja
     A GPU launches two kernels for each reduction, one after another, and all of them before the step can begin; but one
     kernel reads many leaves. So ``python -m benchmarks cuda`` finds in the compiled program; no GPU was timed.
     """
-    return _largest_unscaled(_groups(leaves, _TOGETHER), scale)
+    return _largest_unscaled(_groups(leaves), scale)
 
 
 def largest_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
@@ -86,15 +86,15 @@ def largest_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.
     Where a reduction must also compute what it reduces, it goes element by element. So all that is computed of words is
     computed between arrays first, which are parts of one leaf where no others are like it.
     """
-    groups = _groups(leaves, _TOGETHER)
+    groups = _groups(leaves)
     parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]
     return _largest_unscaled(parts, scale)
 
 
-def _groups(leaves: Sequence[jax.Array], number: int) -> list[list[jax.Array]]:
-    """All real and imaginary parts, up to ``number`` of one shape and dtype together, and the small ones in blocks."""
+def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """All real and imaginary parts, the small ones in blocks; those of one shape and dtype together."""
     real = _real_and_imaginary(leaves)
-    return [*alike(large(real), number), *([block] for block in blocks(real))]
+    return list(alike([*large(real), *blocks(real)], _TOGETHER))
 
 
 def _largest_unscaled(groups: Sequence[Sequence[jax.Array]], scale: jax.Array | None) -> jax.Array:

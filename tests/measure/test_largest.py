@@ -96,15 +96,30 @@ def test_as_numpy_sees_it(dtype, data):
 
 
 @every_reading
-@pytest.mark.parametrize(
-    "scale", [2.0**-149, 2.0**-126, 2.0**-113, 2.0**-112, 2.0**-111, 0.25, 0.7, 1.0, 2.0**15, 2.0**127]
-)
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-126, 2.0**-113, 2.0**-112, 2.0**-111, 0.25, 1.0, 2.0**15, 2.0**127])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_divided_by_a_scale(dtype, scale, read):
     for value in float(jnp.finfo(dtype).max), 1.0, -3.0, float(jnp.finfo(dtype).smallest_normal):
         tree = [np.array([0, value], dtype), np.zeros((3, 4), dtype)]
         assert answer_of(read(tree, scale)) == oracle(tree, scale)
         assert bool(all_finite_unscaled(tree, scale)) == oracle(tree, scale)[0]
+
+
+@every_reading
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
+    read, is_finite = jax.jit(read), jax.jit(all_finite_unscaled)
+    for size in 3, 2**15 + 9:
+        for value in float(jnp.finfo(dtype).max), 1.5:
+            leaf = np.zeros(size, dtype)
+            leaf[-1] = -value
+            for exponent in range(-126, 128):
+                scale = np.float32(2.0**exponent)
+                assert answer_of(read([leaf], scale)) == (expected := oracle([leaf[-1:]], scale)), exponent
+                assert bool(is_finite([leaf], scale)) == expected[0]
+            leaf[0] = BAD[size % 3]
+            assert not is_finite([leaf], np.float32(0.5))
+            assert answer_of(read([leaf], np.float32(0.5))) == (False, 0.0)
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
