@@ -108,18 +108,20 @@ def test_divided_by_a_scale(dtype, scale, read):
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
-    read, is_finite = jax.jit(read), jax.jit(all_finite_unscaled)
+    scales = np.ldexp(np.float32(1), np.arange(-126, 128))
+
+    @jax.jit
+    def at_every_scale(tree):
+        return jax.lax.map(lambda scale: (*read(tree, scale), all_finite_unscaled(tree, scale)), scales)
+
     for size in 3, 2**15 + 9:
-        for value in float(jnp.finfo(dtype).max), 1.5:
+        for value in float(jnp.finfo(dtype).max), 1.5, *BAD:
             leaf = np.zeros(size, dtype)
             leaf[-1] = -value
-            for exponent in range(-126, 128):
-                scale = np.float32(2.0**exponent)
-                assert answer_of(read([leaf], scale)) == (expected := oracle([leaf[-1:]], scale)), exponent
-                assert bool(is_finite([leaf], scale)) == expected[0]
-            leaf[0] = BAD[size % 3]
-            assert not is_finite([leaf], np.float32(0.5))
-            assert answer_of(read([leaf], np.float32(0.5))) == (False, 0.0)
+            finite, magnitudes, verdicts = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
+            expected = [oracle([leaf[-1:]], scale) for scale in scales]
+            assert list(zip(finite, magnitudes, strict=True)) == expected
+            assert verdicts == [is_finite for is_finite, _ in expected]
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
