@@ -8,7 +8,7 @@ the leaves                    what is asked
 ============================  ========================================================================================
 on a CPU, small               the definition, of many leaves put together
 on a CPU, large, float16      is the largest magnitude finite? (A sum converts one element after another.)
-on a CPU, large, others       is the sum finite? Then so are all elements. If not, it may have overflowed: as float16
+on a CPU, large, others       is the sum finite? Then so are all elements. If not (it may overflow): as float16
 on any other platform         is the largest magnitude finite?
 ============================  ========================================================================================
 
