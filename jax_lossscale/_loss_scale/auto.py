@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale._arguments import (
     bounded_scale,
     check_real_scalar,
@@ -31,7 +32,6 @@ from jax_lossscale._loss_scale.base import (
     static_field,
     with_state,
 )
-from jax_lossscale._tree import check_bool_scalar
 
 # Float16 holds 65504, and 65520 rounds to infinity. Between the two, so that neither depends on how log2 is rounded.
 _LOG2_LIMIT = float(np.log2(65512.0))

@@ -6,8 +6,7 @@ import abc
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import chex
@@ -18,6 +17,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
+from jax_lossscale._dispatch import lie_together
 from jax_lossscale._loss_scale import _flax_serialization
 from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
 
@@ -129,8 +129,9 @@ class LossScale(abc.ABC):
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Divide the inexact leaves of a tree by the scale, in float32.
 
-        Exact when the scale is a power of two and the result a normal number, at every scale up to the largest
-        finite float32; otherwise within two units in the last place.
+        Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
+        place. The scale that is applied, here and wherever gradients are scaled, is at most 2**126 (and at least
+        2**-126), so that its reciprocal is a normal number.
 
         Args:
           tree: scaled gradients, any pytree.
@@ -155,11 +156,12 @@ class LossScale(abc.ABC):
         check_axis_name(axis_name, f"{type(self).__name__}.update(axis_name=...)")
         if not self.checks_gradients:
             return self, jnp.array(True)
-        return _update(self, _tree.inexact_leaves(grads), axis_name)
+        leaves = _tree.inexact_leaves(grads)
+        step: Callable[..., tuple[Self, jax.Array]] = _update if lie_together(leaves) else _update_op_by_op
+        return step(self, leaves, axis_name)
 
 
-@partial(jax.jit, static_argnums=2, inline=True)
-def _update(loss_scale: LossScale, grads: list[ArrayLike], axis_name: AxisName) -> tuple[LossScale, jax.Array]:
+def _update_op_by_op(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
     largest = None
     if loss_scale.needs_largest:
         grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
@@ -167,6 +169,9 @@ def _update(loss_scale: LossScale, grads: list[ArrayLike], axis_name: AxisName) 
         grads_finite = all_finite(grads, axis_name=axis_name)
     should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
     return adjust(loss_scale, grads_finite, largest), should_apply
+
+
+_update = jax.jit(_update_op_by_op, static_argnums=2, inline=True)
 
 
 def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale._arguments import (
     bounded_scale,
     count_leaf,
@@ -27,7 +28,6 @@ from jax_lossscale._loss_scale.base import (
     static_field,
     with_state,
 )
-from jax_lossscale._tree import check_bool_scalar
 
 HysteresisRefill = Literal["growth", "finite"]
 

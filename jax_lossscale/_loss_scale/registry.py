@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_lossscale._check import checked_dtype
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
-from jax_lossscale._tree import checked_dtype
 
 # A user's class of the same name does not take over what was saved of one of these.
 _OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)

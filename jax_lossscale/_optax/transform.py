@@ -267,7 +267,7 @@ class _Wrapped:
     ) -> tuple[optax.Params, LossScaledState]:
         verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
         extra_args = _with_value(extra_args, told, verdict)
-        params = _tree.strong(params)
+        params = _tree.without_weak_types(params)
 
         @jax.jit  # traced once, wherever it is used below
         def run() -> tuple[optax.Params, optax.OptState]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.base import adjust
@@ -90,7 +91,7 @@ def check_told(told: Told) -> None:
     for name in ("skip_if", "parts_finite", "grads_finite"):
         flag = getattr(told, name)
         if flag is not None:
-            _tree.check_bool_scalar(flag, f"update({name}=...)")
+            check_bool_scalar(flag, f"update({name}=...)")
 
 
 def _look(

@@ -69,7 +69,7 @@ def value():
 
 def unscaling():
     loss_scale = jls.FixedLossScale(asked.HIGHEST_POWER)
-    scaled = jnp.full(4, asked.HIGHEST_POWER)
+    scaled = loss_scale.scale(jnp.ones(4))  # by 2^126, the largest scale that is applied
     return asked.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
 
 
