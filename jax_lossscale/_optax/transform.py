@@ -55,7 +55,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: Any = "dynamic",
+    loss_scale: Any = "auto",
     *,
     axis_name: AxisName = None,
     skip: Skip = "auto",

@@ -14,7 +14,7 @@ from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import BadStep, LossScaledState
-from jax_lossscale._optax.readers import cannot_go_lower, check_is_concrete
+from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor
 from jax_lossscale.diagnostics._nonfinite import leaf_path
 
 # It takes 15 skipped steps from the default scale, 2**15, down to 1.
@@ -283,7 +283,7 @@ def _what_to_do(cause: _Cause, state: LossScaledState, often: bool = False) -> s
         return f"{_THE_CONDITION}; the scale stays."
     if not is_about_gradients:
         return _PERHAPS_THE_LOSS
-    if cannot_go_lower(state.loss_scale):
+    if is_at_its_floor(state.loss_scale):
         return f"The scale cannot go lower. {_why_it_stays(cause, state.loss_scale)}"
     if often:
         return _OFTEN
