@@ -20,8 +20,8 @@ from jax_lossscale._tree import check_bool_scalar
 # Between the largest number of float16 and the one that rounds to infinity: no rounding of log2 decides which it is.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The rule, in bits: what moves at once, at most; the least margin; what is forgotten in a step; how far above the peak a
-# gradient clears the margin of blame; how high a search goes: at 2**40 all is seen that is above 2**-65.
+# The rule, in bits: what moves at once, at most; the least margin; what is forgotten in a step; how far above the peak
+# a gradient clears the margin of blame; how high a search goes: at 2**40 all is seen that is above 2**-65.
 _LOG2_MOVE = 8
 _LOG2_LEAST_MARGIN = 1
 _LOG2_FORGOTTEN = 1 / 64
@@ -54,15 +54,14 @@ class AutoLossScale(LossScale):
                      s'      = min(target, max(s + 1, target - 8))
         all zero:    likewise, but  s' = min(target, s + 8),  which does not go above 40
         not finite:  s'      = s - 8,  n' = 0,  and the step is skipped
-                     margin' = what makes the target s - 1    where  n < 512,  or  n >= 2048 and margin > 1
+                     margin' = what makes the target s - 1    where  0 < n < 512,  or  n >= 2048, margin > 1
 
     The margin is for what gradients of parameters do not show: inside the backward pass numbers can be far larger, and
     only overflows tell by how much. The margin is to blame for one that comes soon after another, or after the margin
     was lowered; then it rises, by at most 8 bits. A lone overflow, as from a spike in the data, is made up for in 8
     steps. A gradient that is more than 4 bits above the peak shows that the peak was to blame, and not the margin.
 
-    At first, and after two overflows in a row, there is no peak, and the first gradient that is seen becomes it; the
-    second overflow in a row says nothing of the margin.
+    At first, and after an overflow at the floor, there is no peak, and the first gradient that is seen becomes it.
 
     Args:
       initial_loss_scale: where to start. It need not be a power of two; every later scale is one, unless it is at the
@@ -173,10 +172,11 @@ class AutoLossScale(LossScale):
         return config_of(self)
 
     def _after_finite(self, largest: jax.Array) -> _State:
-        all_zero = largest == 0
+        smallest = jnp.finfo(jnp.float32).tiny  # XLA takes what is below it for zero, or not
+        is_seen = (largest >= smallest) & jnp.isfinite(largest)
+        all_zero = (largest >= 0) & (largest < smallest)
         num_steps = jnp.minimum(self.num_finite_steps, _PATIENCE - 1) + 1
-        log2_largest = jnp.log2(jnp.where(largest > 0, jnp.maximum(largest, jnp.finfo(jnp.float32).tiny), 1))
-        log2_largest = jnp.where(all_zero, _LOG2_NOTHING, log2_largest)
+        log2_largest = jnp.where(is_seen, jnp.log2(jnp.where(is_seen, largest, 1)), _LOG2_NOTHING)
         peak = jnp.maximum(self.log2_peak - jnp.where(num_steps >= _SOON, _LOG2_FORGOTTEN, 0), log2_largest)
         margin = self.log2_margin - jnp.where(num_steps >= _PATIENCE, _LOG2_FORGOTTEN, 0)
         is_cleared = (self.log2_peak > _LOG2_NOTHING) & (log2_largest > self.log2_peak + _LOG2_JUMP)
@@ -188,22 +188,20 @@ class AutoLossScale(LossScale):
         approaching = jnp.maximum(log2_scale + 1, target - _LOG2_MOVE)
         scale = self._clipped(jnp.minimum(target, jnp.where(all_zero, searching, approaching)))
 
-        is_measured = (largest >= 0) & jnp.isfinite(largest)
         moved = {"current_loss_scale": scale, "log2_peak": peak, "log2_margin": margin}
-        kept = {name: jnp.where(is_measured, leaf, getattr(self, name)) for name, leaf in moved.items()}
-        return {**kept, "num_finite_steps": num_steps}
+        known = {name: jnp.where(is_seen | all_zero, leaf, getattr(self, name)) for name, leaf in moved.items()}
+        return {**known, "num_finite_steps": num_steps}
 
     def _after_overflow(self) -> _State:
         num_steps, margin = jnp.asarray(self.num_finite_steps), self.log2_margin
         log2_scale = _floor_log2(self.current_loss_scale)
-        is_second = num_steps == 0
         was_lowered = (num_steps >= _PATIENCE) & (margin > _LOG2_LEAST_MARGIN)
-        is_to_blame = (self.log2_peak > _LOG2_NOTHING) & (was_lowered | ((num_steps < _SOON) & ~is_second))
+        is_to_blame = (self.log2_peak > _LOG2_NOTHING) & (was_lowered | ((num_steps > 0) & (num_steps < _SOON)))
         needed = _LOG2_LIMIT - self.log2_headroom - self.log2_peak - (log2_scale - 1)
         return {
             # A scale that was set below the floor by hand does not rise on an overflow.
             "current_loss_scale": jnp.minimum(self._clipped(log2_scale - _LOG2_MOVE), self.current_loss_scale),
-            "log2_peak": jnp.where(is_second, _LOG2_NOTHING, self.log2_peak),
+            "log2_peak": jnp.where(self.current_loss_scale <= self.min_loss_scale, _LOG2_NOTHING, self.log2_peak),
             "log2_margin": jnp.where(is_to_blame, jnp.clip(needed, margin, margin + _LOG2_MOVE), margin),
             "num_finite_steps": jnp.zeros_like(num_steps),
         }
