@@ -67,7 +67,7 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
         replay(f"mixtures of {steps:,} steps", mixtures(steps), progress.part(2, 4, "mixtures")),
         replay(f"events in {_EVENT_STEPS:,} steps", events(_EVENT_STEPS), progress.part(3, 4, "events")),
     ]
-    marks = [*map(_bit_marks, groups[:2]), *map(_fixed_marks, groups[2:])]
+    marks = [*map(marks_of_bits, groups[:2]), *map(marks_beside_fixed, groups[2:])]
     tables = [
         table
         for group, of_bits in zip(groups, marks, strict=True)
@@ -126,7 +126,7 @@ def _marks(group: Group, steps: np.ndarray, of_bits: Sequence[Mark]) -> list[Mar
     ]
 
 
-def _bit_marks(group: Group) -> list[Mark]:
+def marks_of_bits(group: Group) -> list[Mark]:
     """Unused bits, by how large the noise is."""
     noise = np.array([trace.log2_noise for trace in group.traces])
     marks = []
@@ -138,7 +138,7 @@ def _bit_marks(group: Group) -> list[Mark]:
     return marks
 
 
-def _fixed_marks(group: Group) -> list[Mark]:
+def marks_beside_fixed(group: Group) -> list[Mark]:
     """Unused bits, beside those of the best fixed scale."""
     more = group.judgements[AUTO].unused_bits - group.judgements[BEST_FIXED].unused_bits
     return [_most(group, "unused bits more than the best fixed scale has", more, _MORE_THAN_FIXED)]

@@ -85,17 +85,17 @@ class AutoLossScale(LossScale):
         floor and ceiling.
 
     Examples:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, math
       >>> import jax_lossscale as jls
       >>> loss_scale = jls.AutoLossScale()
       >>> adjust = jax.jit(jls.AutoLossScale.adjust)
       >>> for step in range(12):  # the largest gradient is 2**-20, and 2**35 the highest scale that works
       ...     loss_scale = adjust(loss_scale, True, largest=2.0**-20)
       ...     if step in (0, 4, 11):
-      ...         print(step, int(jnp.log2(loss_scale())))
-      0 26
-      4 30
-      11 34
+      ...         print(step, math.log2(loss_scale()))
+      0 26.0
+      4 30.0
+      11 34.0
 
     References:
       OpenSeq2Seq's ``LogMax`` (Kuchaiev et al., 2018) keeps standard deviations free above the mean of log2 of the
@@ -111,11 +111,11 @@ class AutoLossScale(LossScale):
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     log2_headroom: float = static_field(default=0.0, kw_only=True)
 
-    # The state. Only the constructor fills in the defaults; unflatten does not pass there (see `register`).
-    current_loss_scale: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # float32[]
-    log2_peak: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # float32[]
-    log2_margin: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # float32[]
-    num_finite_steps: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # int32[]
+    # The state; `...` for fresh, which only the constructor fills in: unflatten does not pass there (see `register`).
+    current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    log2_peak: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    log2_margin: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    num_finite_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
 
     def __post_init__(self) -> None:
         headroom = _arguments.nonnegative_number(self.log2_headroom, "AutoLossScale(log2_headroom=...)")
@@ -130,7 +130,7 @@ class AutoLossScale(LossScale):
             ("num_finite_steps", _arguments.count_leaf, _PATIENCE),  # no overflow for long
         )
         for name, as_leaf, fresh in leaves:
-            given = fresh if getattr(self, name) is None else getattr(self, name)
+            given = fresh if getattr(self, name) is ... else getattr(self, name)
             object.__setattr__(self, name, as_leaf(given, f"AutoLossScale({name}=...)"))
 
     @property

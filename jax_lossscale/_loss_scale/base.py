@@ -65,10 +65,7 @@ class LossScale(abc.ABC):
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Overflows never lower the scale below this: ``float32[]``; ``None`` if it is not known.
-
-        `raise_if_stuck` gives up at it early; where it is not known, after 1,000 skipped steps in a row.
-        """
+        """Overflows never lower the scale below this: ``float32[]``; ``None`` if that is not known."""
         return None
 
     @abc.abstractmethod

@@ -99,9 +99,9 @@ class DynamicLossScale(LossScale):
     hysteresis: int = static_field(default=1, kw_only=True)
     hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
 
-    # The state. Only the constructor fills in the defaults; unflatten does not pass there (see `register`).
-    current_loss_scale: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # float32[]
-    num_good_steps: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # int32[]
+    # The state; `...` for fresh, which only the constructor fills in: unflatten does not pass there (see `register`).
+    current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None where hysteresis is 1
 
     def __post_init__(self) -> None:
@@ -110,12 +110,12 @@ class DynamicLossScale(LossScale):
         for name, as_leaf, fresh in (
             ("current_loss_scale", scale_leaf, self.initial_loss_scale),
             ("num_good_steps", count_leaf, 0),
-            ("hysteresis_left", count_leaf, self.hysteresis if self.hysteresis > 1 else None),
         ):
-            given = getattr(self, name)
-            value = fresh if given is None else given
-            leaf = None if value is None else as_leaf(value, f"DynamicLossScale({name}=...)")
-            object.__setattr__(self, name, None if fresh is None else leaf)
+            given = fresh if getattr(self, name) is ... else getattr(self, name)
+            object.__setattr__(self, name, as_leaf(given, f"DynamicLossScale({name}=...)"))
+        given = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        left = count_leaf(given, "DynamicLossScale(hysteresis_left=...)")
+        object.__setattr__(self, "hysteresis_left", None if self.hysteresis == 1 else left)
 
     @property
     def upper_bound(self) -> float | None:
