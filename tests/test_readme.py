@@ -119,7 +119,7 @@ def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_page_says()
         )
     }
     said = re.search(
-        r"recorded from (\w+) small real trainings, the automatic scale skipped at most (\d+) steps of any, and left "
+        r"recorded from (\w+) small real trainings, the automatic scale skipped at most (\d+) steps? of any, and left "
         r"([\d.]+) bits unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
         " ".join(CHOOSING.split()),
     )
