@@ -33,6 +33,12 @@ def skipping(loss_scale, steps, **extra):
     return state
 
 
+def test_the_largest_gradient_is_finite_also_where_the_caller_was_wrong_that_all_are():
+    state = skipping("auto", 1, grads_finite=jnp.array(True))
+    assert jls.metrics(state)["largest"] == 0
+    assert (state.applied_steps, state.loss_scale()) == (1, 2.0**8)
+
+
 STUCK = {
     "fresh": (lambda: skipping("dynamic", 0), None),
     "on its way down": (lambda: skipping("dynamic", 12), None),
