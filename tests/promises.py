@@ -124,11 +124,11 @@ BREAKS = {
     "The automatic scale is a power of two within its bounds": [
         (
             AUTO,
-            "return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, ceiling)",
+            "return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, self.max_loss_scale)",
             "return jnp.exp2(log2_scale)",
         )
     ],
-    "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_SEARCH_DOWN = 32", "_LOG2_SEARCH_DOWN = 1")],
+    "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_MOVE = 8", "_LOG2_MOVE = 1")],
     "Every optimizer takes the steps it takes without loss scaling": [
         (
             TRANSFORM,

@@ -103,7 +103,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       dtype: the dtype in which the forward and backward pass compute.
 
     Returns:
-      `DynamicLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
+      `AutoLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
       float64, whose exponents reach below 1e-37.
 
     Raises:
@@ -117,7 +117,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     """
     dtype = checked_dtype(dtype, "loss_scale_for(dtype=...)")
     if dtype == jnp.float16:
-        return DynamicLossScale()
+        return AutoLossScale()
     if dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
         return NoOpLossScale()
     raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")

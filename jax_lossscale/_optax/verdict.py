@@ -74,7 +74,7 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
         grads_finite=true if grads_finite is None else grads_finite,
         parts_finite=flags.get("parts_finite", true),
         value_finite=flags.get("value_finite", true),
-        largest=largest,
+        largest=None if largest is None else jnp.where(jnp.isfinite(largest), largest, 0),
         allowed=flags.get("allowed", true),
         should_apply=_all(reasons_to_apply),
     )

@@ -92,7 +92,7 @@ def arguments():
 
 
 def one_device():
-    tx = jls.loss_scaled(optax.sgd(1.0), axis_name="x")
+    tx = jls.loss_scaled(optax.sgd(1.0), "dynamic", axis_name="x")
     params, mesh = jnp.zeros(4), jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=(P("x"), P()))
     params, state = jax.jit(step)(jnp.array([1.0, jnp.inf, 1.0, 1.0]), tx.init(params), params)
@@ -108,7 +108,7 @@ def compilations():
 
 def own_reasons():
     for options in {"skip_if": jnp.array(True)}, {"value": jnp.float32(jnp.nan)}:
-        params, state = after(jls.loss_scaled(optax.sgd(1.0)), jnp.float32(1.0), **options)
+        params, state = after(jls.loss_scaled(optax.sgd(1.0), "dynamic"), jnp.float32(1.0), **options)
         assert (params, state.loss_scale(), state.skipped_steps) == (PARAMS, 2.0**15, 1)
     return "`skip_if`, `value`"
 
