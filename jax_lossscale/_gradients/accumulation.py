@@ -15,6 +15,7 @@ from jax_lossscale import _compat, _tree
 from jax_lossscale._check import Argnums, as_argnums, check_axis_name, check_flag, check_function
 from jax_lossscale._gradients.microbatches import as_tuple, check_argnums, left_whole, split
 from jax_lossscale._gradients.scaled import with_scaled_gradient
+from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -146,6 +147,7 @@ def accumulate_gradients(
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         check_argnums(window.argnums, window.batch_argnums, len(args))
+        warn_if_frozen(loss_scale)
         return window.accumulate(args, kwargs)
 
     return accumulate
@@ -176,7 +178,7 @@ class _Window:
     def accumulate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AccumulatedGradients:
         microbatches = split(args, self.batch_argnums, self.num_microbatches)
         value_and_grads = jax.value_and_grad(
-            with_scaled_gradient(self.fun, self.loss_scale, self.has_aux),
+            with_scaled_gradient(self.fun, self.loss_scale, self.has_aux, in_a_loop=True),
             self.argnums,
             self.has_aux,
             allow_int=self.allow_int,

@@ -39,9 +39,11 @@ _A_NAN_THAT_STAYS = (
     "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16; "
     f"{_THE_LINE}."
 )
+_A_FROZEN_SCALE = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _AN_INFINITY_THAT_STAYS = (
-    "The gradients overflow almost without a scale. Look for a sum where a mean is meant, for inputs that are not "
-    f"normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with `min_loss_scale`."
+    f"The gradients overflow almost without a scale. Look for {_A_FROZEN_SCALE}, for a sum where a mean is meant, for "
+    f"inputs that are not normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with "
+    "`min_loss_scale`."
 )
 _A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
 _A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'
@@ -54,7 +56,7 @@ _THE_LOSS = f"T{_FORWARD_PASS[1:]}"
 _PERHAPS_THE_LOSS = f"If it was the loss, {_FORWARD_PASS}"
 _THE_CONDITION = "That is a condition of your own"
 _A_PART = "In the last step a micro-batch overflowed, and was left out."
-_THE_OPTIMIZER = "how they began, and at the optimizer (a learning rate that is not finite, a division by zero)."
+_THE_OPTIMIZER = f"how they began, at the optimizer (a learning rate that is not finite), and for {_A_FROZEN_SCALE}."
 _RESTART = "Restart from a checkpoint."
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 _OFTEN = "That is often. If these are overflows, a longer `increment_period` makes them rarer."
