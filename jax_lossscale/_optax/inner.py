@@ -176,20 +176,51 @@ def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     """``params``, with ``None`` for what has ``None`` for a gradient: frozen layers, and numbers that are settings."""
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
-    return jax.tree.map(
-        lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None
-    )
+
+    def with_grads(params: optax.Params) -> optax.Params:
+        return jax.tree.map(
+            lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None
+        )
+
+    return _of_each_copy(with_grads, params)
 
 
 def check_no_integers(grads: optax.Updates, params: optax.Params | None) -> None:
     """Raise a `ValueError` if a floating parameter has an integer for a gradient, which would be taken for none."""
-    param_at = dict(jax.tree_util.tree_leaves_with_path(params))
+    param_at = dict(
+        jax.tree_util.tree_leaves_with_path(params.fast if isinstance(params, optax.LookaheadParams) else params)
+    )
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         is_integer = isinstance(grad, int) or (_tree.is_array(grad) and jnp.issubdtype(grad.dtype, np.integer))
         if is_integer and _tree.is_inexact(param_at.get(path)):
             raise ValueError(
                 f"`update(updates=...)` must hold floating gradients for floating parameters, got {grad!r} at "
                 f"{jax.tree_util.keystr(path)!r}. `jax.grad` makes them so; cast what was made otherwise."
+            )
+
+
+def check_not_masked(tree: optax.Params, name: str) -> None:
+    """Raise a `ValueError` that names the argument if `optax.masked` is around the wrapper, and not inside it."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+        raise ValueError(
+            f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
+            "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
+            "`loss_scaled(optax.partition(...))`."
+        )
+
+
+def check_not_scaled(extra_args: dict[str, Any], scaled_grads: optax.Updates) -> None:
+    """Raise a `ValueError` if an argument that the chain gets as it is holds the scaled gradients themselves."""
+    scaled = {id(grad) for grad in jax.tree.leaves(scaled_grads) if isinstance(grad, (jax.Array, np.ndarray))}
+    for name, given in extra_args.items():
+        if any(id(leaf) in scaled for leaf in jax.tree.leaves(given)):
+            raise ValueError(
+                f"`update({name}=...)` got the scaled gradients, which the chain would take for true ones. Pass "
+                f"`{name}=state.loss_scale.unscale(scaled_grads)`."
             )
 
 
@@ -210,4 +241,13 @@ def updates_of_others(grads: optax.Updates, params: optax.Params | None) -> opta
     def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
         return jax.tree.map(lambda param: update(grad, param), params)
 
-    return jax.tree.map(updates_below, grads, params, is_leaf=lambda leaf: leaf is None)
+    return _of_each_copy(
+        lambda params: jax.tree.map(updates_below, grads, params, is_leaf=lambda leaf: leaf is None), params
+    )
+
+
+def _of_each_copy(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
+    """``function(params)``; of both copies that `optax.lookahead` keeps, of which one has gradients."""
+    if isinstance(params, optax.LookaheadParams):
+        return optax.LookaheadParams(*map(function, params))
+    return function(params)

@@ -44,6 +44,8 @@ class Wrapped:
 
     def init(self, params: optax.Params) -> LossScaledState:
         """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        if self.initial_loss_scale.checks_gradients:
+            _inner.check_not_masked(params, "init(params=...)")
         _inner.warn_of_float16(params, self.initial_loss_scale)
         inner_state = self.step.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
         _inner.check_holds_no_loss_scale(inner_state)
@@ -110,6 +112,9 @@ class Wrapped:
         """
         check_state(state)
         check_reported(reported)
+        if state.loss_scale.checks_gradients:
+            _inner.check_not_masked(scaled_grads, "update(updates=...)")
+            _inner.check_not_scaled(extra_args, scaled_grads)
         grads = _tree.inexact_only(scaled_grads)
         if jax.tree.structure(grads) != jax.tree.structure(scaled_grads):  # type: ignore[operator]
             _inner.check_no_integers(scaled_grads, params)
