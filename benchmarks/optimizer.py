@@ -137,8 +137,8 @@ def _against_fastest_peer(timings: Timings) -> str:
     fastest = timings.fastest(peer.name for peer in PEERS)
     ratio = timings.ratio(OURS_IN_TWO_CALLS.name, fastest)
     return (
-        f"`update` with `optax.apply_updates` takes {ratio.median:.2f} (spread {ratio.spread}) of the time of the fastest "
-        f"peer, {fastest}: optax's protocol has all updates written to memory."
+        f"`update` with `optax.apply_updates` takes {ratio.median:.2f} (spread {ratio.spread}) of the time of the "
+        f"fastest peer, {fastest}: optax's protocol has all updates written to memory."
     )
 
 

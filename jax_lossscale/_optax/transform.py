@@ -130,7 +130,9 @@ def loss_scaled(
         the scaled gradients themselves; if `optax.masked` or `optax.partition` is around the wrapper, and not inside.
 
     Warns:
-      UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
+      UserWarning: from ``init``, at float16 parameters, in which small updates are lost; at trace time, inside
+        ``jax.shard_map(..., check_vma=False)`` without ``axis_name``, at gradients that have met those of no other
+        device, where JAX can tell.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

@@ -18,6 +18,7 @@ from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._optax import inner as _inner
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state
 from jax_lossscale._optax.step import Step
+from jax_lossscale._optax.unagreed import warn_if_unagreed
 from jax_lossscale._optax.verdict import Reported, check_reported
 
 _Stepped = tuple[chex.ArrayTree, LossScaledState]
@@ -115,6 +116,8 @@ class Wrapped:
         if state.loss_scale.checks_gradients:
             _inner.check_not_masked(scaled_grads, "update(updates=...)")
             _inner.check_not_scaled(extra_args, scaled_grads)
+            if self.step.axis_name is None and reported.leaves_finite is None:
+                warn_if_unagreed(scaled_grads)
         grads = _tree.inexact_only(scaled_grads)
         if jax.tree.structure(grads) != jax.tree.structure(scaled_grads):  # type: ignore[operator]
             _inner.check_no_integers(scaled_grads, params)
