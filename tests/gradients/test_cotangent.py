@@ -398,11 +398,11 @@ def test_the_warning_is_shown_at_each_line_of_the_users_that_calls_for_it(jit):
     def train():
         w, lines = jnp.ones(2), []
         lines.append(line_of_the_caller() + 1)
-        jit(lambda w: jls.value_and_scaled_grad(half_precision_loss, jls.DynamicLossScale())(w))(w)
+        jit(lambda w: jls.value_and_scaled_grad(half_precision_loss, 2.0**16)(w))(w)
         lines.append(line_of_the_caller() + 1)
-        jit(lambda w: jls.scaled_grad(half_precision_loss, jls.DynamicLossScale())(w))(w)
+        jit(lambda w: jls.scaled_grad(half_precision_loss, 2.0**16)(w))(w)
         lines.append(line_of_the_caller() + 1)
-        jax.grad(jit(lambda w: jls.scale_gradient(half_precision_loss(w), jls.DynamicLossScale())))(w)
+        jax.grad(jit(lambda w: jls.scale_gradient(half_precision_loss(w), 2.0**16)))(w)
         lines.append(line_of_the_caller() + 1)
         jit(lambda w: jls.accumulate_gradients(lambda w, x: half_precision_loss(w), 2.0**16, 2)(w, w))(w)
         expected.extend(lines)

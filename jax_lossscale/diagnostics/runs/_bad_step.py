@@ -24,9 +24,11 @@ _A_NAN_THAT_STAYS = (
     "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16; "
     f"{_THE_LINE}."
 )
+A_FROZEN_SCALE = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _AN_INFINITY_THAT_STAYS = (
-    "The gradients overflow almost without a scale. Look for a sum where a mean is meant, for inputs that are not "
-    f"normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with `min_loss_scale`."
+    f"The gradients overflow almost without a scale. Look for {A_FROZEN_SCALE}, for a sum where a mean is meant, for "
+    f"inputs that are not normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with "
+    "`min_loss_scale`."
 )
 _A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
 _A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'

@@ -15,7 +15,15 @@ from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import check_is_concrete
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
-from jax_lossscale.diagnostics.runs._bad_step import Cause, cause_of_last_step, fault, recorded_cause, what_to_do, why
+from jax_lossscale.diagnostics.runs._bad_step import (
+    A_FROZEN_SCALE,
+    Cause,
+    cause_of_last_step,
+    fault,
+    recorded_cause,
+    what_to_do,
+    why,
+)
 
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
 _LARGE_SHARE_OF_SKIPS = 0.05
@@ -30,7 +38,7 @@ _ALL_ZERO = (
     "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
 )
 _A_PART = "In the last step a micro-batch overflowed, and was left out."
-_THE_OPTIMIZER = "how they began, and at the optimizer (a learning rate that is not finite, a division by zero)."
+_THE_OPTIMIZER = f"how they began, at the optimizer (a learning rate that is not finite), and for {A_FROZEN_SCALE}."
 _RESTART = "Restart from a checkpoint."
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 
