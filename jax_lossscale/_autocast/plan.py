@@ -46,7 +46,7 @@ class Decision(NamedTuple):
       is_alone: whether it is in no stretch with other steps, and so is computed once.
       is_narrow: whether it is computed in half precision.
       has_wide_result: of a narrow product: whether its result is float32 all the same.
-      reason: why it is not narrow, where one could expect it.
+      reason: why a product is not narrow, or its result is not.
     """
 
     kind: Kind
@@ -79,12 +79,15 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       matched: the rules of it that spoke of an operation.
+      exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
+        outermost first, itself the last; and why.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
         self.dtype = dtype
         self.policy = policy
         self.matched: set[PrecisionRule] = set()
+        self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         # What everybody's products are marked with is no mark of the author's.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
@@ -105,6 +108,8 @@ class Planner:
         decisions = []
         for position, step in enumerate(program.steps):
             decision = self._decide(step, within, feeding, constants)
+            if decision.reason:
+                self.exceptions.append(((*within, *step.within, step.eqn), decision.reason))
             if decision.kind is Kind.CALL:
                 plans = self._inner(step, within, feeding)
                 if any(plan.is_narrow for plan in plans):
@@ -142,11 +147,12 @@ class Planner:
             return Decision(Kind.OTHER, is_narrow=rule is not None and rule.precision == "narrow")
         if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
-        if wide_by_rule:
-            return Decision(Kind.PRODUCT, reason=f"a rule of the policy: {rule!r}")
-        has_wide_result = rule is not None and rule.precision == "wide_result"
-        reason = "" if rule is not None else self._exception(step, around, feeding, constants)
-        return Decision(Kind.PRODUCT, False, not reason, has_wide_result, reason)
+        if rule is not None:
+            has_wide_result = rule.precision == "wide_result"
+            reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
+            return Decision(Kind.PRODUCT, False, not wide_by_rule, has_wide_result, reason)
+        reason = self._exception(step, around, feeding, constants)
+        return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> str:
         """Why a product of float32 arrays stays one; "" if it does not."""

@@ -34,21 +34,27 @@ def autocast(
 
     @functools.wraps(fun)
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        traced = Traced(fun, args, kwargs)
         planner = Planner(dtype, policy)
-        plan = planner.plan(traced.jaxpr)
+        result = computed_by(planner, fun, args, kwargs)
         unmatched = [rule for rule in policy.rules if rule not in planner.matched]
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
                 "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."
             )
-        if not plan.is_narrow:
-            return fun(*args, **kwargs)
-        body = Body(planner, traced.jaxpr, plan, recompute=policy.recompute)
-        return traced.result(body(traced.inputs, declared=True))
+        return result
 
     return narrow
+
+
+def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of a function, computed by a rule."""
+    traced = Traced(fun, args, kwargs)
+    plan = planner.plan(traced.jaxpr)
+    if not plan.is_narrow:
+        return fun(*args, **kwargs)
+    body = Body(planner, traced.jaxpr, plan, recompute=planner.policy.recompute)
+    return traced.result(body(traced.inputs, declared=True))
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
