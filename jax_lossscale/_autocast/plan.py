@@ -92,7 +92,11 @@ class Planner:
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def plan(
-        self, closed: ClosedJaxpr, within: tuple[Any, ...] = (), outputs_feeding: Sequence[bool] | None = None
+        self,
+        closed: ClosedJaxpr,
+        within: tuple[Any, ...] = (),
+        outputs_feeding: Sequence[bool] | None = None,
+        known: Sequence[Any] = (),
     ) -> Plan:
         """The plan of a jaxpr.
 
@@ -100,10 +104,13 @@ class Planner:
           closed: the jaxpr.
           within: the equations that it lies in, the outermost first.
           outputs_feeding: of each result, whether a factorization is made of it.
+          known: of each argument, the numbers that it has, if it is a constant; else None.
         """
         program = inlined(closed)
         feeding = linear_algebra.feeding(program, outputs_feeding or [False] * len(program.outputs))
-        constants = dict(program.constants)
+        constants = program.constants | {
+            name: value for name, value in zip(program.inputs, known, strict=False) if value is not None
+        }
         inner: dict[int, list[Plan]] = {}
         decisions = []
         for position, step in enumerate(program.steps):
@@ -111,7 +118,7 @@ class Planner:
             if decision.reason:
                 self.exceptions.append(((*within, *step.within, step.eqn), decision.reason))
             if decision.kind is Kind.CALL:
-                plans = self._inner(step, within, feeding)
+                plans = self._inner(step, within, feeding, constants)
                 if any(plan.is_narrow for plan in plans):
                     inner[position] = plans
                 else:
@@ -120,15 +127,19 @@ class Planner:
         is_narrow = bool(inner) or any(decision.is_narrow for decision in decisions)
         return Plan(program, tuple(decisions), inner, is_narrow)
 
-    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name]) -> list[Plan]:
+    def _inner(
+        self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]
+    ) -> list[Plan]:
         eqn = step.eqn
         goes_on = [name in feeding for name in step.outputs]
         if eqn.primitive.name == "scan":
             goes_on = linear_algebra.outputs_feeding(eqn, goes_on)
         around = (*within, *step.within, eqn)
+        known = [atom.val if isinstance(atom, Literal) else constants.get(atom) for atom in step.inputs]
+        jaxprs = CALLS[eqn.primitive.name].jaxprs(eqn)
         return [
-            self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None)
-            for closed in CALLS[eqn.primitive.name].jaxprs(eqn)
+            self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None, arguments)
+            for closed, arguments in zip(jaxprs, _arguments(eqn, known), strict=True)
         ]
 
     def _decide(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> Decision:
@@ -220,6 +231,20 @@ def _move_constants(step: Step, constants: dict[Name, Any]) -> None:
     constant = arrays[0].val if isinstance(arrays[0], Literal) else constants.get(arrays[0])
     if len(arrays) == 1 and constant is not None:
         constants.update(dict.fromkeys(step.outputs, constant))
+
+
+def _arguments(eqn: Any, inputs: Sequence[Any]) -> list[Sequence[Any]]:
+    """What is known of the arguments of each jaxpr in an equation, from what is known of its inputs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return [[*inputs[:first], *[None] * params["num_carry"], *inputs[last:]]]
+    if name == "while":
+        of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        return [inputs[:of_condition], inputs[of_condition:of_both]]
+    if name == "cond":
+        return [inputs[1:]] * len(params["branches"])
+    return [() if name == "linear_call" else inputs]
 
 
 def _is_arithmetic(eqn: Any) -> bool:

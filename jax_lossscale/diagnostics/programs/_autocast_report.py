@@ -71,7 +71,7 @@ class AutocastReport(Report[OperationPrecision]):
         if wide:
             first = min(wide, key=lambda each: each.position)
             where = ", ".join(filter(None, [first.layer and f"layer {first.layer!r}", first.source]))
-            lines[0] += f" The first that is not is in {first.dtype}: {where}: {first.reason}."
+            lines[0] += f" The first that is not is in {first.dtype}: {where or 'in no line of yours'}: {first.reason}."
         forward = sum(each.number for each in self.products if not each.is_backward)
         lines.append(
             f"Forward pass: {forward}. Backward pass: {number - forward}. "
@@ -153,7 +153,7 @@ def autocast_report(
         return computed_by(planner, fun, args, kwargs) if dtype != jnp.float32 else fun(*args, **kwargs)
 
     program = Traced(jax.value_and_grad(narrow, argnums, has_aux), args, kwargs).jaxpr.jaxpr
-    found = operations(program, planner.exceptions)
+    found = operations(program, dtype, planner.exceptions)
     found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
     return AutocastReport(
         operations=tuple(found),

@@ -42,7 +42,7 @@ class OperationPrecision:
       result: the dtype of their results.
       number: how many there are in the program.
       work: the floating-point operations of matrix products and convolutions; 0 for anything else.
-      reason: why a product is not in the dtype of `autocast`; "" if it is.
+      reason: why a product, or its result, is not in the dtype of `autocast`; "" if it is.
       is_product: whether it is a matrix product or a convolution. A product that sums nothing up, such as an outer
         product, is a multiplication.
       position: how many operations of the program come before the first of them.
@@ -70,11 +70,14 @@ class _Met(NamedTuple):
     times: float
 
 
-def operations(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[OperationPrecision]:
+def operations(
+    program: Jaxpr, dtype: jnp.dtype, exceptions: Sequence[tuple[tuple[Any, ...], str]]
+) -> list[OperationPrecision]:
     """The operations on floats in a program, those of one kind and place as one.
 
     Args:
       program: the program.
+      dtype: the dtype of `autocast`.
       exceptions: the products that `autocast` left wide, each by the equations that it lies in, and why.
     """
     reasons: dict[tuple[str, str, str], dict[str, None]] = {}
@@ -93,7 +96,7 @@ def operations(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]
         is_product = name in PRODUCTS and _work(eqn) > 0
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [eqn.outvars[0].aval.dtype]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        is_exception = is_product and (widest.itemsize > 2 or eqn.outvars[0].aval.dtype.itemsize > 2)
+        is_exception = is_product and {widest, eqn.outvars[0].aval.dtype} != {dtype}
         key = (name, place.layer, place.source)
         reason = _reason(met, reasons.get(key, {})) if is_exception else ""
         row = OperationPrecision(
