@@ -23,7 +23,7 @@ from jax_lossscale._autocast.operations import (
 )
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Program, Step, inlined
-from jax_lossscale._program.jaxpr import jaxprs_of
+from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.place import place_of
 
 _ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
@@ -127,9 +127,7 @@ class Planner:
         is_narrow = bool(inner) or any(decision.is_narrow for decision in decisions)
         return Plan(program, tuple(decisions), inner, is_narrow)
 
-    def _inner(
-        self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]
-    ) -> list[Plan]:
+    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> list[Plan]:
         eqn = step.eqn
         goes_on = [name in feeding for name in step.outputs]
         if eqn.primitive.name == "scan":
@@ -147,7 +145,7 @@ class Planner:
         around = (*within, *step.within)
         if name in CALLS:
             return Decision(Kind.CALL, is_alone=True)
-        if eqn.effects or name in COMPUTED_ONCE or any(map(jaxprs_of, eqn.params.values())):
+        if has_effects(eqn) or name in COMPUTED_ONCE or any(map(jaxprs_of, eqn.params.values())):
             return Decision(Kind.OTHER, is_alone=True)
         rule = self._rule(eqn, around)
         wide_by_rule = rule is not None and rule.precision == "wide"
@@ -253,7 +251,7 @@ def _is_arithmetic(eqn: Any) -> bool:
         return False
     (closed,) = CALLS["custom_jvp_call"].jaxprs(eqn)
     return all(
-        not step.eqn.effects
+        not has_effects(step.eqn)
         and step.eqn.primitive.name not in COMPUTED_ONCE | PRODUCTS | MOVES_BETWEEN_DEVICES
         and (not any(map(jaxprs_of, step.eqn.params.values())) or _is_arithmetic(step.eqn))
         for step in inlined(closed).steps
