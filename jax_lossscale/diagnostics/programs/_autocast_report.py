@@ -64,24 +64,28 @@ class AutocastReport(Report[OperationPrecision]):
     def _entries(self) -> tuple[OperationPrecision, ...]:
         return self.operations
 
-    def _summary(self) -> str:
+    @property
+    def facts(self) -> str:
+        """How many products are narrow; if not all, where the first is that is not, and why."""
         number, narrow = (sum(each.number for each in products) for products in (self.products, self._narrow()))
-        lines = [f"Matrix products and convolutions: {narrow} of {number} in {self.dtype}."]
+        fact = f"Matrix products and convolutions: {narrow} of {number} in {self.dtype}."
         wide = [each for each in self.products if each.dtype != self.dtype]
-        if wide:
-            first = min(wide, key=lambda each: each.position)
-            where = ", ".join(filter(None, [first.layer and f"layer {first.layer!r}", first.source]))
-            lines[0] += f" The first that is not is in {first.dtype}: {where or 'in no line of yours'}: {first.reason}."
+        if not wide:
+            return fact
+        first = min(wide, key=lambda each: each.position)
+        where = ", ".join(filter(None, [first.layer and f"layer {first.layer!r}", first.source])) or "no line of yours"
+        return f"{fact} The first that is not, in {first.dtype}: {where}: {first.reason}."
+
+    def _summary(self) -> str:
         forward = sum(each.number for each in self.products if not each.is_backward)
-        lines.append(
-            f"Forward pass: {forward}. Backward pass: {number - forward}. "
-            f"{percent(self.narrow_share)} of their work is in {self.dtype}."
-        )
-        lines.append(
+        backward = sum(each.number for each in self.products if each.is_backward)
+        return (
+            f"{self.facts}\n"
+            f"Forward pass: {forward}. Backward pass: {backward}. "
+            f"{percent(self.narrow_share)} of their work is in {self.dtype}.\n"
             f"Kept for the backward pass: {_in_bytes(self.bytes_after)}, without `autocast` "
             f"{_in_bytes(self.bytes_before)}. Casts: {self.casts}."
         )
-        return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
         return [_HEADINGS, *map(_cells, self.products[:_MOST_ROWS])] if self.products else []
