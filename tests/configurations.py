@@ -60,7 +60,19 @@ def run(name):
     setting, tests, left_out = CONFIGURATIONS[name]
     variable, value = setting.split("=")
     deselect = " and ".join(f"not {part}" for part in left_out)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "configurations", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "configurations",
+        "-m",
+        "not slow",
+        *tests,
+    ]
     started = time.monotonic()
     completed = subprocess.run(
         command + (["-k", deselect] if deselect else []),

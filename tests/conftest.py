@@ -1,13 +1,37 @@
-"""Strict settings for the whole suite, eight host devices and no silent broadcasting of ranks, and a shared fixture."""
+"""Strict settings for the whole suite, what only CI runs, and a shared fixture."""
 
 import os
+from pathlib import Path
 
+TESTS = Path(__file__).parent
+# What one run, worker or child process compiled, the others find: most of the time is spent compiling.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# What takes long and breaks seldom. The README's command runs the rest: it kills what mutation testing kills.
+ONLY_IN_CI = (
+    *("benchmarks", "demo", "frameworks", "test_benchmarks.py", "test_docs.py", "test_examples.py"),
+    *("hardening/test_any_run.py", "hardening/test_any_tree.py", "hardening/test_configurations.py"),
+    *("hardening/test_faults.py", "hardening/test_properties.py", "hardening/test_unreliable_processes.py"),
+    *("wrapper/test_optimizers.py", "wrapper/test_optimizer_properties.py", "wrapper/test_processes.py"),
+    *("wrapper/test_resume.py", "wrapper/test_sharded_programs.py"),
+    *("diagnostics/test_compare_gradients.py", "diagnostics/test_in_precision.py"),
+    *("diagnostics/test_range_report.py", "interop/test_real_peers.py", "plotting"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests that only CI runs."""
+    paths = [TESTS / path for path in ONLY_IN_CI]
+    for item in items:
+        if any(item.path == path or path in item.path.parents for path in paths):
+            item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -40,6 +40,7 @@ RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_record
 TESTS = {  # the quickest to notice first
     "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
     "_check.py": [HARD + "test_bad_input.py"],
+    "_dispatch.py": ["tests/test_dispatch.py", "tests/test_tree.py"],
     "_measure/devices.py": [
         MEASURE + "test_finite.py",
         MEASURE + "test_largest.py",
@@ -47,11 +48,11 @@ TESTS = {  # the quickest to notice first
         WRAPPER + "test_devices.py",
     ],
     "_measure/fault.py": [*RECORDS, HARD + "test_bad_input.py"],
-    "_measure/finite.py": [MEASURE + "test_finite.py", HARD + "test_bad_input.py"],
+    "_measure/finite.py": [MEASURE + "test_finite.py", MEASURE + "test_largest.py", HARD + "test_bad_input.py"],
     "_measure/largest.py": [MEASURE + "test_largest.py", WRAPPER + "test_measuring.py", HARD + "test_bad_input.py"],
-    "_measure/reading.py": [MEASURE + name for name in ("test_finite.py", "test_largest.py", "test_shards.py")],
-    "_measure/shards.py": [
-        *(MEASURE + name for name in ("test_shards.py", "test_finite.py", "test_largest.py")),
+    "_measure/leaves.py": [MEASURE + name for name in ("test_leaves.py", "test_finite.py", "test_largest.py")],
+    "_measure/primitive.py": [
+        *(MEASURE + name for name in ("test_primitive.py", "test_finite.py", "test_largest.py")),
         *(WRAPPER + name for name in ("test_lowering.py", "test_sharded_programs.py")),
     ],
     "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],

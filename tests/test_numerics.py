@@ -59,7 +59,7 @@ def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piec
     assert source.count(piece) == 1, "the code has moved: say in tests/promises.py how this promise is broken now"
     path.write_text(source.replace(piece, broken))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", test],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "", test],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -70,6 +70,13 @@ def _remat(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]
     return bind(eqn, [*consts, *inputs], {**eqn.params, "jaxpr": open_jaxpr, "prevent_cse": prevent_cse})
 
 
+def _jit(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """A call that says where its results lie, or what it may destroy: of the types that it had."""
+    (body,) = bodies
+    jaxpr = body.traced([variable.aval for variable in body.invars], [True] * len(eqn.outvars))
+    return bind(eqn, declared(inputs, eqn.invars), {**eqn.params, "jaxpr": jaxpr})
+
+
 def _shard_map(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     (body,) = bodies
     return custom_rules.shard_map(lambda _, shards: body(shards), eqn, inputs)
@@ -118,6 +125,8 @@ CALLS: dict[str, Call] = {
     "cond": Call(lambda eqn: list(eqn.params["branches"]), _cond),
     "checkpoint": Call(_closed("jaxpr"), _remat),
     "remat2": Call(_closed("jaxpr"), _remat),
+    "jit": Call(_closed("jaxpr"), _jit),
+    "pjit": Call(_closed("jaxpr"), _jit),  # its name before jax 0.8
     "shard_map": Call(_closed("jaxpr"), _shard_map),
     "custom_jvp_call": Call(_closed("call_jaxpr"), _custom(custom_rules.custom_jvp_call)),
     "custom_vjp_call": Call(_closed("call_jaxpr"), _custom(custom_rules.custom_vjp_call)),

@@ -10,7 +10,7 @@ MOVES = frozenset(
     {
         *("concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims", "name", "pad"),
         *("reshape", "rev", "select_n", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient"),
-        *("transpose", "reduce_precision_identity", "mesh_cast", "reshard"),
+        *("transpose", "mesh_cast", "reshard", "pbroadcast", "pcast", "pvary"),
     }
 )
 # Likewise, but one number may be moved to many places. Its cotangent is their sum, which is arithmetic.
@@ -18,8 +18,8 @@ REPEATING_MOVES = frozenset({"broadcast_in_dim", "gather"})
 # Between devices, likewise. What is received is not asked for again in the backward pass.
 MOVES_BETWEEN_DEVICES = frozenset(
     {
-        *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast", "pcast", "ppermute"),
-        *("pvary", "ragged_all_to_all", "device_put"),
+        *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "device_put", "ppermute"),
+        "ragged_all_to_all",
     }
 )
 # Each result is in the dtype of its own operand.

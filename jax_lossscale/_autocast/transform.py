@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale import _tree
 from jax_lossscale._autocast.plan import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Body
-from jax_lossscale._check import check_function
+from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._warn import warn_user
 
@@ -118,14 +118,14 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
     traced = Traced(fun, args, kwargs)
     plan = planner.plan(traced.jaxpr)
     if not plan.is_narrow:
-        return fun(*args, **kwargs)
+        return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
     body = Body(planner, traced.jaxpr, plan, recompute=planner.policy.recompute)
     return traced.result(body(traced.inputs, declared=True))
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
     """``dtype``, or a `ValueError` that names the argument unless it is float16, bfloat16 or float32."""
-    dtype = _tree.checked_dtype(dtype, name)
+    dtype = checked_dtype(dtype, name)
     if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which changes nothing), got {dtype.name}.")
     return dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
@@ -32,7 +33,8 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     two it is exact if that dtype can hold the result. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) are those of
     the identity, and so is the backward pass of the backward pass. So derivatives of derivatives, in any order of
     modes, are scaled once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every
-    order. The scale is a constant: there is no gradient with respect to it.
+    order. (`jax.experimental.jet` goes through this function, but not through its gradient.) The scale is a constant:
+    there is no gradient with respect to it. As in `LossScale.unscale`, at most 2**126 is applied.
 
     Args:
       tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.
@@ -147,12 +149,27 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
     )
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    """``leaf``, whose tangents go through `_linear_identity`."""
+    del adjoint, scale
+    return leaf
+
+
+@_identity.defjvp
+def _differentiate_identity(
+    adjoint: _Adjoint, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    leaf, scale = primals
+    return _identity(adjoint, leaf, scale), _linear_identity(adjoint, tangents[0], scale)
+
+
+def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
 
     `jax.custom_vjp` would refuse forward mode, and would scale the way back of the way back once more. The solution of
     a linear system is the one public primitive with a transpose of one's own that `jax.vmap` takes; the system here is
-    ``x = leaf``.
+    ``x = leaf``. (`jax.experimental.jet` does not take it, and so meets it in tangents only.)
     """
     scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
     return jax.lax.custom_linear_solve(

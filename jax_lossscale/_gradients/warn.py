@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._warn import warn_user
 
@@ -18,7 +19,7 @@ def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
-    largest_power = 2.0 ** (math.frexp(float(jnp.finfo(dtype).max))[1] - 1)
+    largest_power = 2.0 ** (math.frexp(limits_of(dtype).largest)[1] - 1)
     bound = loss_scale.upper_bound
     if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
         return False

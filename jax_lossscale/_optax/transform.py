@@ -55,7 +55,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: Any = "dynamic",
+    loss_scale: Any = "auto",
     *,
     axis_name: AxisName = None,
     skip: Skip = "auto",
@@ -89,7 +89,7 @@ def loss_scaled(
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
-      loss_scale: whatever `get` accepts.
+      loss_scale: whatever `get` accepts; by default an `AutoLossScale`, which needs no numbers from you.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree on the verdict, so
         that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them
         yourself.
@@ -267,7 +267,7 @@ class _Wrapped:
     ) -> tuple[optax.Params, LossScaledState]:
         verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
         extra_args = _with_value(extra_args, told, verdict)
-        params = _tree.strong(params)
+        params = _tree.without_weak_types(params)
 
         @jax.jit  # traced once, wherever it is used below
         def run() -> tuple[optax.Params, optax.OptState]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.base import adjust
@@ -73,7 +74,7 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
         grads_finite=true if grads_finite is None else grads_finite,
         parts_finite=flags.get("parts_finite", true),
         value_finite=flags.get("value_finite", true),
-        largest=largest,
+        largest=None if largest is None else jnp.where(jnp.isfinite(largest), largest, 0),
         allowed=flags.get("allowed", true),
         should_apply=_all(reasons_to_apply),
     )
@@ -90,7 +91,7 @@ def check_told(told: Told) -> None:
     for name in ("skip_if", "parts_finite", "grads_finite"):
         flag = getattr(told, name)
         if flag is not None:
-            _tree.check_bool_scalar(flag, f"update({name}=...)")
+            check_bool_scalar(flag, f"update({name}=...)")
 
 
 def _look(

@@ -49,8 +49,7 @@ class Trace(NamedTuple):
     Attributes:
       loss: the loss before the step.
       zero_fraction: the share of gradient values that are exactly zero, over all values of all parameters, as the
-        backward pass delivered them: before they are unscaled. They were computed in the arm's dtype; the cast to that
-        of the parameters, float32, keeps every value.
+        backward pass delivered them: before they are unscaled.
       loss_scale: the loss scale that the step used.
       skipped_steps: how many steps were skipped so far, this one included.
     """
@@ -86,7 +85,7 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
     """The five trainings.
 
     Returns:
-      For each name, the dtype to compute in, and the loss scale, as `jax_lossscale.get` accepts it.
+      For each name, the dtype to compute products in, and the loss scale, as `jax_lossscale.get` accepts it.
     """
     return {
         "float32": (jnp.float32, None),
@@ -135,24 +134,22 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
     return {"codes": 0.1 * jax.random.normal(codes_key, (count, CODE_SIZE)), "decoder": decoder}
 
 
-def loss_fn(params: Params, patches: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Mean squared error of the decoded patches: float32 in, float32 out, and ``dtype`` in between.
+def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
+    """Mean squared error of the decoded patches, written for float32.
 
     Args:
       params: as `init_params` gives them.
       patches: as `load_patches` gives them.
-      dtype: what the network computes in.
 
     Returns:
       The loss: ``float32[]``.
     """
-    params = jls.cast_floating(params, dtype)
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
     for layer in hidden_layers:
         activations = jax.nn.silu(activations @ layer["weights"] + layer["bias"])
     decoded = activations @ last_layer["weights"] + last_layer["bias"]
-    return jnp.mean(jnp.square(decoded.astype(jnp.float32) - patches))
+    return jnp.mean(jnp.square(decoded - patches))
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
@@ -179,7 +176,7 @@ def train(
 
     Args:
       patches: as `load_patches` gives them.
-      dtype: what the forward and the backward pass compute in. The parameters themselves are float32.
+      dtype: what `jax_lossscale.autocast` computes the products in, forward and backward.
       loss_scale: whatever `jax_lossscale.get` accepts.
       steps: how many steps to train, at least 1.
       seed: of the initial parameters.
@@ -193,7 +190,7 @@ def train(
     def train_step(carry: tuple[Params, Any], patches: jax.Array) -> tuple[tuple[Params, Any], Trace]:
         params, opt_state = carry
         scale = jls.metrics(opt_state)["loss_scale"]
-        loss, grads = jls.value_and_scaled_grad(loss_fn, opt_state)(params, patches, dtype)
+        loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)(params, patches)
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
         trace = Trace(loss, zero_fraction(grads), scale, jls.metrics(opt_state)["skipped_steps"])
         return (params, opt_state), trace
@@ -217,7 +214,7 @@ def train(
     seconds = _clock() - start
 
     params, opt_state = carry
-    final = jax.device_get((loss_fn(params, patches, jnp.float32), jls.metrics(opt_state)))
+    final = jax.device_get((loss_fn(params, patches), jls.metrics(opt_state)))
     trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
     final_loss, metrics = final
     return Result(

@@ -27,6 +27,11 @@ def jitted(w, x):
     return end(jax.jit(lambda w, x: jnp.tanh(x @ w))(w, jax.jit(lambda x: x * 2)(x)))
 
 
+def jitted_with_a_sharding(w, x):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return end(jax.jit(lambda w, x: jnp.tanh(x @ w), out_shardings=here)(w, x) @ w)
+
+
 def einsum(w, x):
     return end(jnp.einsum("bi,ij->bj", x, w, optimize=False))
 

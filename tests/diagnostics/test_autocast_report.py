@@ -171,7 +171,7 @@ def placed(w, x):
 NOT_FOLLOWED = {
     "pallas": (by_pallas, "inside `pallas_call`, which is computed as it was", "pallas_call"),
     "callback": (in_a_callback, None, "pure_callback"),
-    "jit with shardings": (placed, "inside a `jax.jit` that says where its arguments lie", None),
+    "jit with shardings is": (placed, None, None),
     "a solver": (
         lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])[0],
         "inside `custom_linear_solve`",

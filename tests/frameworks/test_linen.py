@@ -119,6 +119,17 @@ def test_parts_finite_lowers_the_scale_though_the_step_is_applied():
     assert jls.get_loss_scale(after)() == 4.0
 
 
+def test_the_chain_gets_its_extra_arguments():
+    def scaled_by(updates, state, params=None, *, factor, **extra_args):
+        return jax.tree.map(lambda update: factor * update, updates), state
+
+    by_factor = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled_by)
+    tx = jls.loss_scaled(optax.chain(optax.sgd(1.0), by_factor), 8.0)
+    state = TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=tx)
+    state = state.apply_gradients(grads={"x": jnp.full(2, 8.0)}, extra_args={"factor": 3.0})
+    np.testing.assert_array_equal(state.params["x"], [-2, -2])
+
+
 def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
     """Flax hands over the new statistics of its float8 layers as if they were gradients."""
     name = OVERWRITE_WITH_GRADIENT

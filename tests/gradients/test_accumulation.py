@@ -376,7 +376,7 @@ def test_a_loss_that_is_not_finite_costs_its_microbatch_though_its_gradients_are
 
 def test_where_all_are_bad_the_window_is_skipped():
     params, batch = make_params(), {**make_batch(), "flag": jnp.ones(24, bool)}
-    tx = jls.loss_scaled(optax.sgd(0.1))
+    tx = jls.loss_scaled(optax.sgd(0.1), "dynamic")
     state = tx.init(params)
     for spoiled, scale in (batch, 2.0**14), ({**batch, "x": batch["x"] * NAN}, 2.0**15):
         window = jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch")(params, spoiled)
@@ -591,7 +591,7 @@ def test_what_is_as_long_as_the_batch_by_chance_is_welcome():
 
 
 def test_a_verdict_that_is_no_boolean_is_refused():
-    tx = jls.loss_scaled(optax.sgd(0.1))
+    tx = jls.loss_scaled(optax.sgd(0.1), "dynamic")
     with pytest.raises(ValueError, match=r"update\(parts_finite=...\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), parts_finite=jnp.array([True, True]))
 

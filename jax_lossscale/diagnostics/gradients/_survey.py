@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale.diagnostics._limits import limits_of
+from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics.gradients._bits import bits_of, count, joined, layout_of
 
 ALL_ZERO = (
@@ -34,7 +34,7 @@ class Survey(NamedTuple):
 def survey(part: list[ArrayLike], dtype: jnp.dtype) -> Survey:
     """Of some leaves of one dtype, which are read together."""
     numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
-    limits = limits_of(dtype)
+    limits = limits_of(dtype)  # of which the last is a tie, and rounds to the smallest normal number
     zero, subnormal = bits_of(limits.zero, layout), bits_of(np.nextafter(limits.subnormal, 0), layout)
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
     flags = (

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from jax_lossscale._limits import Limits
 from jax_lossscale._program.jaxpr import in_context, is_equation_narrow, last_uses
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics._limits import Limits
-from jax_lossscale.diagnostics.programs._sites import CALLS, CUSTOM_CALLS, closed, is_measured, number_of_sites
+from jax_lossscale.diagnostics.programs._sites import CALLS, CUSTOM_CALLS, closed, is_measured, sites
 
 
 class Statistics(NamedTuple):
@@ -99,7 +99,7 @@ def no_rows(number: int = 0) -> jax.Array:
     return jnp.zeros((number, len(Statistics._fields)), jnp.float32)
 
 
-# What is evaluated inside: the jaxprs that `_sites.inner` gives, in this order.
+# What is evaluated inside: the jaxprs whose sites `_sites.sites` gives, in this order.
 
 _Inside = Callable[[MeasuringEvaluator, Any, list[Any]], tuple[list[Any], list[jax.Array]]]
 
@@ -122,7 +122,7 @@ def _scan(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[A
         outputs, rows = self.evaluate_rows(params["jaxpr"], [*consts, *carry, *xs])
         return (outputs[:num_carry], jnp.maximum(worst, rows)), outputs[num_carry:]
 
-    start = list(carry), no_rows(number_of_sites(params["jaxpr"].jaxpr))
+    start = list(carry), no_rows(len(sites(params["jaxpr"].jaxpr)))
     options = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
     (carry, worst), ys = lax.scan(body, start, list(xs), **options)
     return [*carry, *ys], [worst]
@@ -139,13 +139,13 @@ def _while(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[
         carry, rows = self.evaluate_rows(params["body_jaxpr"], [*of_body, *state[0]])
         return carry, jnp.maximum(state[1], rows)
 
-    carry, worst = lax.while_loop(goes_on, body, (list(carry), no_rows(number_of_sites(params["body_jaxpr"].jaxpr))))
+    carry, worst = lax.while_loop(goes_on, body, (list(carry), no_rows(len(sites(params["body_jaxpr"].jaxpr)))))
     return carry, [worst]
 
 
 def _cond(self: MeasuringEvaluator, eqn: Any, inputs: list[Any]) -> tuple[list[Any], list[jax.Array]]:
     branches = eqn.params["branches"]
-    numbers = [number_of_sites(branch.jaxpr) for branch in branches]
+    numbers = [len(sites(branch.jaxpr)) for branch in branches]
 
     def of(position: int) -> Callable[..., Any]:
         def branch(*operands: Any) -> Any:

@@ -176,11 +176,8 @@ def _is_inexact(atoms: Sequence[Any]) -> bool:
 
 def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
     for eqn in met.within:
-        name = eqn.primitive.name
-        if name in ("jit", "pjit") and called_plainly(eqn) is None:
-            return "inside a `jax.jit` that says where its arguments lie, or which of them it may overwrite"
-        if name not in CALLS and called_plainly(eqn) is None:
-            return f"inside `{name}`, which is computed as it was"
+        if eqn.primitive.name not in CALLS and called_plainly(eqn) is None:
+            return f"inside `{eqn.primitive.name}`, which is computed as it was"
     if exceptions:
         return "; ".join(exceptions)
     return f"made by differentiating what is computed in {met.eqn.outvars[0].aval.dtype.name}"

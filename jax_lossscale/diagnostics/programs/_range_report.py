@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
-from jax_lossscale.diagnostics._limits import Limits, limits_of
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program

@@ -45,10 +45,12 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     return eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype != variable.aval.dtype
 
 
-def inner(eqn: Any) -> list[Jaxpr]:
-    """The jaxprs inside an equation that are evaluated with their sites."""
+def _inner(eqn: Any) -> list[Jaxpr] | None:
+    """The jaxprs inside an equation that are evaluated with their sites; ``None`` for an operation."""
     name, params = eqn.primitive.name, eqn.params
-    if name not in _HOLD_PROGRAMS or not is_equation_narrow(eqn):
+    if name not in _HOLD_PROGRAMS:
+        return None
+    if not is_equation_narrow(eqn):
         return []
     if name == "while":
         return [params["body_jaxpr"].jaxpr]
@@ -69,8 +71,8 @@ def sites(jaxpr: Jaxpr, within: Place | None = None) -> list[Site]:
         for variable in eqn.outvars:
             makers[variable] = (eqn, place)
             steep[variable] = derivative_of
-        jaxprs = inner(eqn)
-        if jaxprs or eqn.primitive.name in _HOLD_PROGRAMS:
+        jaxprs = _inner(eqn)
+        if jaxprs is not None:
             found += [site for jaxpr in jaxprs for site in sites(jaxpr, place)]
             continue
         operation = _operation(eqn, operands, makers)
@@ -101,16 +103,6 @@ def _derivative_of(eqn: Any, place: Place, operands: list[Any], makers: dict[Any
             if steep[operand] or name in _STEEP:
                 return steep[operand] or name
     return ""
-
-
-def number_of_sites(jaxpr: Jaxpr) -> int:
-    """How many of them there are."""
-    return sum(
-        sum(map(number_of_sites, jaxprs))
-        if (jaxprs := inner(eqn)) or eqn.primitive.name in _HOLD_PROGRAMS
-        else sum(is_measured(eqn, variable) for variable in eqn.outvars)
-        for eqn in jaxpr.eqns
-    )
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:

@@ -10,7 +10,7 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._optax import BadStep, LossScaledState
-from jax_lossscale._optax.readers import cannot_go_lower
+from jax_lossscale._optax.readers import is_at_its_floor
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
 
 # It takes 15 skipped steps from the default scale, 2**15, down to 1.
@@ -128,7 +128,7 @@ def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> str
         return f"{_THE_CONDITION}; the scale stays."
     if not is_about_gradients:
         return _PERHAPS_THE_LOSS
-    if cannot_go_lower(state.loss_scale):
+    if is_at_its_floor(state.loss_scale):
         return f"The scale cannot go lower. {_why_it_stays(cause, state.loss_scale)}"
     if often:
         return _OFTEN

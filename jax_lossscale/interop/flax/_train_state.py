@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import chex
@@ -48,6 +48,7 @@ class TrainState(train_state.TrainState):
         skip_if: ArrayLike | None = None,
         parts_finite: ArrayLike | None = None,
         grads_finite: ArrayLike | None = None,
+        extra_args: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Self:
         """The train state after this step, whether it is applied or skipped.
@@ -58,6 +59,7 @@ class TrainState(train_state.TrainState):
           skip_if: likewise.
           parts_finite: likewise.
           grads_finite: likewise.
+          extra_args: what the chain takes by name beside these, such as ``{"value_fn": ...}`` for a line search.
           **fields: further fields with their new values, such as ``batch_stats=new_batch_stats``. They are replaced if
             the step is applied; if it is skipped, they stay as they were, too. To replace a field in any case, use
             ``replace``.
@@ -78,6 +80,7 @@ class TrainState(train_state.TrainState):
             skip_if=skip_if,
             parts_finite=parts_finite,
             grads_finite=grads_finite,
+            **(extra_args or {}),
         )
         is_applied = opt_state.consecutive_skips == 0
         if has_overwritten:
