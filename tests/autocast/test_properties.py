@@ -11,9 +11,7 @@ from reading import product_dtypes
 import jax_lossscale as jls
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-some = settings(
-    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, print_blob=False
-)
+some = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def arrays(seed):
