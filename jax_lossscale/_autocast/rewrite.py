@@ -214,7 +214,7 @@ class _Evaluation:
         """Whether a value is narrow already, or a literal that is the same number in half precision."""
         if getattr(value, "dtype", None) == self.dtype:
             return True
-        return isinstance(atom, Literal) and np.float32(self.dtype.type(value)) == value
+        return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
 
 
 def _going_into_products(plan: Plan) -> set[Name]:

@@ -143,4 +143,5 @@ def as_dtype(value: Any, dtype: Any) -> Any:
         return value
     if isinstance(value, jax.Array):
         return jax.lax.convert_element_type(value, dtype)
-    return np.asarray(value).astype(dtype)[()]
+    with np.errstate(over="ignore"):
+        return np.asarray(value).astype(dtype)[()]
