@@ -14,7 +14,7 @@ from benchmarks.autocast.interpreter import interpreted, products_rounded
 from benchmarks.autocast.models import Casts, Model
 from benchmarks.peers import Loss
 
-SCALES = tuple(2.0**exponent for exponent in (0, 4, 8, 12, 16, 20))
+SCALES = tuple(2.0**exponent for exponent in (0, 6, 12, 18))
 _LEARNING_RATE = 1e-3
 
 # Value and gradients of a loss times a scale, as functions of parameters, batch and scale.

@@ -15,7 +15,7 @@ from benchmarks.autocast.counting import bytes_kept, casts, compiled_casts, prod
 from benchmarks.autocast.gradients import Error, Trained, scaled_gradients, sources
 from benchmarks.autocast.models import Model, gemma, nanogpt, transformer, vae, vit
 from benchmarks.autocast.programs import programs
-from benchmarks.autocast.ways import AUTOCAST, BF16_BF16_F32, BY_HAND, FLOAT32, KEPT, NOTES, TORCH, ways
+from benchmarks.autocast.ways import AUTOCAST, BF16_BF16_F32, BY_HAND, FLOAT32, JMP, KEPT, NOTES, TORCH, ways
 from benchmarks.isolation import Progress, call_apart
 from benchmarks.report import Cell, Mark, Table
 from benchmarks.timing import Timings
@@ -63,10 +63,10 @@ def _gradients(
     """Models after a few steps, and the errors of each way to compute their gradients."""
     cases = [(transformer(**{**sizes, "batch": 2, "context": 32 if quick else 64}), 0, 1)]
     if not quick:
-        cases += [(make(), 100, 4) for make in (gemma, nanogpt, vit, vae)]
+        cases += [(make(), 100, 4) for make in (nanogpt, gemma, vit, vae)]
     trained: dict[Model, Trained] = {}
     errors: dict[str, dict[str, Error]] = {}
-    names = [name for name in ways() if name not in (FLOAT32, KEPT)]
+    names = [name for name in ways() if name not in (FLOAT32, KEPT, BF16_BF16_F32)]
     for n, (model, steps, batches) in enumerate(cases):
         part = progress.part(n, len(cases), model.name)
         trained[model] = Trained(model, steps, batches)
@@ -85,7 +85,7 @@ def _programs(quick: bool, sizes: dict[str, int], errors: dict[str, dict[str, Er
         progress(n / 2 / len(ways()), name)
         kept[name] = bytes_kept(way(model), *arguments)
         counted[name] = casts(jax.make_jaxpr(jax.value_and_grad(way(model)))(*arguments).jaxpr)
-    lowering = _lowering(model, arguments, 1 if quick else 4, progress)
+    lowering = _lowering(model, arguments, 1 if quick else 3, progress)
     compiled = {name: compiled_casts(error.text) for name, error in next(iter(errors.values())).items()}
     rows = [
         (
@@ -116,7 +116,8 @@ def _programs(quick: bool, sizes: dict[str, int], errors: dict[str, dict[str, Er
     ]
     notes = (
         "Value and gradients. Kept: what `jax.vjp` hands to the backward pass, without the function's arguments, "
-        "before XLA. Casts: from one floating dtype to another; what is computed again in the backward pass is cast again.",
+        "before XLA. Casts: from one floating dtype to another; what is computed again in the backward pass is cast "
+        "again.",
         "The CPU has no products in float16: XLA casts their operands and results for it, in every way alike.",
     )
     title = f"Programs of {model.name}, {sizes['batch']} x {sizes['context']} tokens"
@@ -146,9 +147,9 @@ def _errors(quick: bool, errors: dict[str, dict[str, Error]]) -> Table:
         marks.append(_quick(Mark(f"autocast: gradient error over by hand, {model}", over, 0.5), quick))
     columns = [("model", "{}"), *((name, "{:.1e}") for name in names), ("autocast over by hand", "{:.2f}")]
     notes = (
-        "The norm of the difference from float32's gradients over their norm, at the best of six loss scales from 1 to "
-        "2^20. The first model as initialized, the others after 100 steps of Adam in float32, on four batches.",
-        "BF16_BF16_F32 has no error here: the CPU does not round, and computes in float32.",
+        "The norm of the difference from float32's gradients over their norm, at the best of four loss scales from 1 to "
+        "2^18. The first model as initialized, the others after 100 steps of Adam in float32, on four batches.",
+        "BF16_BF16_F32 is not among them: the CPU computes it in float32.",
     )
     return Table("Errors of gradients", columns, rows, marks, notes, quick)
 
@@ -156,6 +157,7 @@ def _errors(quick: bool, errors: dict[str, dict[str, Error]]) -> Table:
 def _sources(
     quick: bool, trained: dict[Model, Trained], errors: dict[str, dict[str, Error]], progress: Progress
 ) -> Table:
+    trained = dict(list(trained.items())[:2])
     found: dict[str, list[float]] = {}
     for n, each in enumerate(trained.values()):
         for name, gradients in sources(each.loss).items():
@@ -195,7 +197,7 @@ def _for_h100(quick: bool, sizes: dict[str, int], progress: Progress) -> Table:
     if why := cuda.missing():
         return Table(title, (), (), [dataclasses.replace(mark, note=why) for mark in marks])
     found: dict[str, gpu.Compiled] = {}
-    asked = [BY_HAND, AUTOCAST] if quick else [name for name in ways() if name != BF16_BF16_F32]
+    asked = [BY_HAND, AUTOCAST] if quick else [name for name in ways() if name not in (JMP, BF16_BF16_F32)]
     for n, name in enumerate(asked):
         progress(n / len(asked), name)
         program = call_apart(gpu.compiled, name, sizes, timeout=_PATIENCE)

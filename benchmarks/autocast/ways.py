@@ -23,8 +23,8 @@ BF16_BF16_F32 = "BF16_BF16_F32"
 
 NOTES = (
     "By hand: flax's `dtype=float16` for its transformer; elsewhere parameters and inputs cast, norms, softmax and "
-    "losses in float32. torch's rule: products in float16, what torch lists in float32, all else in the widest dtype that "
-    "meets, by an interpreter of this benchmark, which does not keep derivative rules of the program's own.",
+    "losses in float32. torch's rule: products in float16, what torch lists in float32, all else in the widest dtype "
+    "that meets, by an interpreter of this benchmark, which does not keep derivative rules of the program's own.",
     "jmp: parameters and batch of the float32 program cast by its policy. BF16_BF16_F32: "
     "`jax.default_matmul_precision`, which rounds operands inside of products, to bfloat16.",
 )
