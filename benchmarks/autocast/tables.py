@@ -147,8 +147,8 @@ def _errors(quick: bool, errors: dict[str, dict[str, Error]]) -> Table:
         marks.append(_quick(Mark(f"autocast: gradient error over by hand, {model}", over, 0.5), quick))
     columns = [("model", "{}"), *((name, "{:.1e}") for name in names), ("autocast over by hand", "{:.2f}")]
     notes = (
-        "The norm of the difference from float32's gradients over their norm, at the best of four loss scales from 1 to "
-        "2^18. The first model as initialized, the others after 100 steps of Adam in float32, on four batches.",
+        "The norm of the difference from float32's gradients over their norm, at the best of four loss scales from "
+        "1 to 2^18. The first model as initialized, the others after 100 steps of Adam in float32, on four batches.",
         "BF16_BF16_F32 is not among them: the CPU computes it in float32.",
     )
     return Table("Errors of gradients", columns, rows, marks, notes, quick)
