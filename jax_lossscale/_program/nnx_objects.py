@@ -20,15 +20,16 @@ def flattened(tree: Any) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]]
     parts, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     objects = [part for part in parts if _is_object(part)]
     if not objects:
-        return parts, [], lambda leaves: (structure.unflatten(leaves), [])
+        return parts, [], lambda leaves: (jax.tree.unflatten(structure, leaves), [])
     definition, state = _nnx().split(objects)
     leaves, state_structure = jax.tree.flatten(state)
     others = [part for part in parts if not _is_object(part)]
 
     def made_anew(leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        copies = _nnx().merge(definition, state_structure.unflatten(leaves[len(others) :]))
+        copies = _nnx().merge(definition, jax.tree.unflatten(state_structure, leaves[len(others) :]))
         of_objects, of_others = iter(copies), iter(leaves)
-        return structure.unflatten(next(of_objects if _is_object(part) else of_others) for part in parts), copies
+        filled = [next(of_objects if _is_object(part) else of_others) for part in parts]
+        return jax.tree.unflatten(structure, filled), copies
 
     return [*others, *leaves], objects, made_anew
 

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jax_lossscale as jls

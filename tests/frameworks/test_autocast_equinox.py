@@ -135,7 +135,9 @@ def test_one_word(loss_fn, model, args, has_aux):
     assert distance(narrow_grads, grads) < 5e-3
 
 
-@pytest.mark.parametrize("function", [MLP, MLP.__call__, jax.tree_util.Partial(MLP)], ids=["module", "method", "partial"])
+@pytest.mark.parametrize(
+    "function", [MLP, MLP.__call__, jax.tree_util.Partial(MLP)], ids=["module", "method", "partial"]
+)
 def test_a_module_is_a_function(function):
     narrow = jls.autocast(function)
     assert set(products(jax.make_jaxpr(narrow)(X[0]).jaxpr)) == {"float16/float16"}

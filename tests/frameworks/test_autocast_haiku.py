@@ -22,7 +22,7 @@ LABELS = jnp.arange(8) % 4
 def network(x):
     x = hk.Conv2D(8, 3)(x)
     x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
-    x = hk.Flatten()(hk.MaxPool(2, 2, "SAME")(x))
+    x = hk.Flatten()(hk.MaxPool((2, 2, 1), (2, 2, 1), "SAME")(x))
     x = hk.dropout(hk.next_rng_key(), 0.1, jax.nn.relu(hk.Linear(16)(x)))
     return hk.Linear(4)(hk.LayerNorm(-1, True, True)(x))
 
@@ -58,8 +58,7 @@ def test_an_lstm_and_attention():
     assert_like_float32(lambda params, x: jnp.mean(jnp.square(model.apply(params, x) - 1)), params, x)
 
 
-def test_autocast_inside_a_transformed_function():
-    """Of the part that makes no parameters of its own: there haiku would meet a tracer of `autocast`."""
+def test_a_transformed_function_itself():
     plain = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(4)(jnp.tanh(hk.Linear(8)(x)))))
     x = jax.random.normal(jax.random.key(0), (4, 3))
     params = plain.init(jax.random.key(1), x)

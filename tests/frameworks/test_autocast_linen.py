@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("flax")
 
-import flax.linen as nn  # noqa: E402
-from float32_programs import assert_like_float32  # noqa: E402
+import flax.linen as nn
+from float32_programs import assert_like_float32
 
-import jax_lossscale as jls  # noqa: E402
+import jax_lossscale as jls
 
 TOKENS = jax.random.randint(jax.random.key(0), (4, 8), 0, 16)
 IMAGES = jax.random.normal(jax.random.key(1), (8, 8, 8, 3))

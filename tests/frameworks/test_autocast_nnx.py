@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("flax")
 
-from flax import nnx  # noqa: E402
-from float32_programs import assert_narrow, distance  # noqa: E402
+from flax import nnx
+from float32_programs import assert_narrow, distance
 
-import jax_lossscale as jls  # noqa: E402
-from jax_lossscale.interop.flax import Optimizer  # noqa: E402
+import jax_lossscale as jls
+from jax_lossscale.interop.flax import Optimizer
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 Y = jnp.sum(X, axis=1, keepdims=True)
@@ -43,7 +43,9 @@ def loss_fn(model, x, y):
 def changeable(model):
     """All but the parameters: batch statistics, random streams, what is remembered."""
     state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if leaf.dtype == jax.random.key(0).dtype else leaf, state)
+    return jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if leaf.dtype == jax.random.key(0).dtype else leaf, state
+    )
 
 
 @pytest.mark.parametrize("transform", [lambda fun: fun, nnx.jit], ids=["eager", "nnx.jit"])
