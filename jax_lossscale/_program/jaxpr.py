@@ -50,7 +50,7 @@ class Traced:
         return [leaves[position] for position in self._positions]
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """What the function would have returned, with these outputs of the jaxpr; changes what it would have changed."""
+        """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
         arrays = iter(outputs)
         pairs = zip(self._leaves, self._is_array, strict=True)
         leaves = [next(arrays) if is_array else leaf for leaf, is_array in pairs]
