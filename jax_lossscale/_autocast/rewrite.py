@@ -15,6 +15,7 @@ from jax_lossscale._autocast.calls import CALLS, as_declared, declared
 from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
 from jax_lossscale._autocast.stretches import Stretch, stretches
+from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program.inline import Name, Step
 from jax_lossscale._program.jaxpr import as_dtype, bind, in_context
 
@@ -89,7 +90,10 @@ class _Evaluation:
         is_kept = [decision.kind is Kind.PRODUCT for decision in plan.decisions]
         is_alone = [decision.is_alone for decision in plan.decisions]
         if plan.is_narrow:
-            width = [self.dtype.itemsize if decision.is_narrow else 4 for decision in plan.decisions]
+            width = [
+                self.dtype.itemsize if decision.is_narrow and not decision.has_wide_result else 4
+                for decision in plan.decisions
+            ]
             order = stretches(self.program, is_alone, is_kept, width)
         else:
             order = [Stretch((position,), (), step.outputs) for position, step in enumerate(self.program.steps)]
@@ -148,9 +152,12 @@ class _Evaluation:
                 inputs = [self.narrowed(value) for value in inputs]
             else:
                 inputs = declared(inputs, eqn.invars)
-        params = eqn.params
-        if decision.is_narrow and decision.kind is Kind.PRODUCT:
-            params = {**params, "preferred_element_type": self.dtype, "precision": None}
+        if not (decision.is_narrow and decision.kind is Kind.PRODUCT):
+            return bind(eqn, inputs, eqn.params, step.within)
+        params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
+        if decision.has_wide_result:
+            with in_context(eqn, step.within):
+                return [wide_product(eqn.primitive, inputs, params)]
         return bind(eqn, inputs, params, step.within)
 
     def call(self, position: int, step: Step, inputs: list[Any]) -> list[Any]:
