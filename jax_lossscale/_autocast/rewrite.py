@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,8 @@ class Body:
       within: the equations that it lies in, the outermost first.
       recompute: whether its stretches are computed again in the backward pass.
       is_iterated: whether it is the body of a loop.
+      measured: what is done instead of a narrow product, if it is to be measured: from its equation, the equations
+        that this lies in, and its operands, to its outputs. Then everything is float32.
     """
 
     planner: Planner
@@ -41,6 +43,7 @@ class Body:
     within: tuple[Any, ...] = ()
     recompute: bool = True
     is_iterated: bool = False
+    measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
 
     @property
     def invars(self) -> Sequence[Any]:
@@ -79,7 +82,7 @@ class _Evaluation:
     def __init__(self, body: Body) -> None:
         self.body = body
         self.program = body.plan.program
-        self.dtype = body.planner.dtype
+        self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
         self.goes_into_products = _going_into_products(body.plan)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
@@ -154,6 +157,9 @@ class _Evaluation:
                 inputs = declared(inputs, eqn.invars)
         if not (decision.is_narrow and decision.kind is Kind.PRODUCT):
             return bind(eqn, inputs, eqn.params, step.within)
+        if self.body.measured is not None:
+            with in_context(eqn, step.within):
+                return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
         params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if decision.has_wide_result:
             with in_context(eqn, step.within):

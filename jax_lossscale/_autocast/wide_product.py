@@ -1,8 +1,8 @@
 """A product of narrow operands whose result is float32: what tensor cores add up in, and nothing is rounded.
 
-JAX can say this of a product, with ``preferred_element_type``. But what it makes of it in the backward pass are products
-of a float32 cotangent with a narrow operand, and those are computed in float32. Here the cotangent is rounded first, so
-that both backward products are narrow, as those of other narrow products are. It is a primitive, since a
+JAX can say this of a product, with ``preferred_element_type``. But what it makes of it in the backward pass are
+products of a float32 cotangent with a narrow operand, and those are computed in float32. Here the cotangent is rounded
+first, so that both backward products are narrow, as those of other narrow products are. It is a primitive, since a
 `jax.custom_vjp` would have no forward mode.
 """
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ class Place(NamedTuple):
       column: the same of the innermost frame outside of JAX, to the column: what tells operations apart.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether it belongs to the backward pass.
+      code: the text of the line of ``source``, which stays the same when lines are added above; "" if it is not known.
     """
 
     stack: str
@@ -40,22 +43,33 @@ class Place(NamedTuple):
     column: str
     functions: tuple[str, ...]
     is_backward: bool
+    code: str
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:
     """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
-    outer = within or Place("", "", "", "", (), False)
+    outer = within or Place("", "", "", "", (), False, "")
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
+    source, code = _source(frames)
     return Place(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
         # What is compiled apart, and perhaps called from elsewhere, does not know from where.
-        source=_source(frames) or outer.source or summarize(eqn.source_info),
+        source=source or outer.source or summarize(eqn.source_info),
         column=summarize(eqn.source_info),
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
+        code=code if source else outer.code,
     )
+
+
+def place_within(eqn: Any, within: Sequence[Any]) -> Place:
+    """The place of an equation that lies in the jaxprs of others, the outermost first."""
+    place = None
+    for outer in within:
+        place = place_of(outer, place)
+    return place_of(eqn, place)
 
 
 def _layer(stack: str) -> str:
@@ -79,11 +93,13 @@ def _frames(eqn: Any) -> list[Any]:
     return [frame for frame in frames if not frame.file_name.startswith(_JAX)]
 
 
-def _source(frames: list[Any]) -> str:
+def _source(frames: list[Any]) -> tuple[str, str]:
+    """File and line, and the text of the line."""
     for frame in frames:
         if not frame.file_name.startswith((*_LIBRARIES, "<frozen")) and not _is_ours(frame):
-            return f"{_readable(frame.file_name)}:{frame.line_num}"
-    return ""
+            code = linecache.getline(frame.file_name, frame.line_num).strip()
+            return f"{_readable(frame.file_name)}:{frame.line_num}", code
+    return "", ""
 
 
 def _readable(file_name: str) -> str:

@@ -84,8 +84,10 @@ def network(w, x):
         lambda f: lambda w, x: jax.vmap(jax.grad(f), in_axes=(0, None))(jnp.stack([w, 2 * w]), x),
         lambda f: lambda w, x: jax.lax.map(lambda x: jax.grad(f)(w, x), x),
     ],
-    ids=["grad", "jacfwd", "jacrev", "hessian", "jvp", "linearize", "grad of grad", "jvp of grad", "remat"]
-    + ["vmap over rows", "vmap over weights", "map"],
+    ids=[
+        *("grad", "jacfwd", "jacrev", "hessian", "jvp", "linearize", "grad of grad", "jvp of grad", "remat"),
+        *("vmap over rows", "vmap over weights", "map"),
+    ],
 )
 def test_every_derivative(derivative):
     exact = jax.jit(derivative(network))(W, X)
