@@ -36,8 +36,8 @@ class PrecisionRule:
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"``; folders may be left out.
-      code: a part of the text of the line, such as ``"q @ k.T"``, as it stands. Unlike the number of a line it stays the
-        same when something else in the file is edited.
+      code: a part of the text of that line, or of one that called it, such as ``"q @ k.T"``, as it stands. Unlike the
+        number of a line it stays the same when something else in the file is edited.
       function: the name of a function that was running, such as ``"RungeKutta.step"``, of whatever library.
       reason: why. It is shown, and changes nothing.
 
@@ -82,7 +82,7 @@ class PrecisionRule:
             fnmatch.fnmatchcase(operation, self.operation)
             and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
             and any(fnmatch.fnmatchcase(place.source, pattern) for pattern in (self.source, f"*/{self.source}"))
-            and self.code in place.code
+            and (not self.code or any(self.code in line for line in place.lines))
             and (self.function == "*" or any(fnmatch.fnmatchcase(name, self.function) for name in place.functions))
         )
 

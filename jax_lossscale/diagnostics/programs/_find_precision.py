@@ -46,8 +46,9 @@ def find_precision(
     what `autocast` would round, or leaves it. All products are narrow at first. If that is within the tolerance of
     float32, the policy is empty. If not, products whose operands or results exceed the range of ``dtype`` are widened;
     then those whose rounding errors, times the derivative of the result with respect to them, are largest (one backward
-    pass through the program of the gradients gives this for all). What was widened without need is made narrow again,
-    by bisection. In the end the function is computed under `autocast` with the policy, to be sure.
+    pass through the program of the gradients gives this for all), until it is within half the tolerance, since other
+    batches come. What was widened without need is made narrow again, by bisection. In the end the function is computed
+    under `autocast` with the policy, to be sure.
 
     A product whose result is at fault keeps its operands narrow, and has a float32 result, which costs tensor cores
     nothing. The loss scale is, for each trial, the largest with which nothing overflows. All this takes at most the
@@ -100,8 +101,8 @@ def find_precision(
     program = Program(fun, _all_batches(args, batches), kwargs, argnums, has_aux, dtype, tolerance)
     if not all(jnp.all(jnp.isfinite(leaf)) for value, leaves in program.exact for leaf in [value, *leaves.values()]):
         warn_user(
-            "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare with. "
-            "`jls.diagnostics.nonfinite_report` tells which. The policy has no rules."
+            "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
+            "with. `jls.diagnostics.nonfinite_report` tells which. The policy has no rules."
         )
         return PrecisionPolicy()
     search = _Search(program, tolerance, progress)
@@ -157,11 +158,13 @@ class _Search:
     def tell(self, what: str) -> None:
         """Print a line, if that is wished for."""
         if self._progress:
-            print(f"find_precision: {self.program.spent} of at most {_MOST_GRADIENTS} gradients; {what}", file=sys.stderr)
+            print(
+                f"find_precision: {self.program.spent} of at most {_MOST_GRADIENTS} gradients; {what}", file=sys.stderr
+            )
 
     def is_right(self, trial: Trial) -> bool:
-        """Whether it is within the tolerance."""
-        return trial.error <= self.tolerance
+        """Whether it is within the tolerance; within half of it, once something is wide: other batches come."""
+        return trial.error <= (self.tolerance / 2 if trial.levels.any() else self.tolerance)
 
     def wider(self, trial: Trial) -> Trial:
         """The next, if the real program does worse than a trial said: four times as much is wide."""
@@ -205,7 +208,7 @@ class _Search:
         """What was widened without need is made narrow again."""
         order = [site for site, _ in reversed(self._order or [])]
         for level in (NARROW, WIDE_RESULT):
-            wide = [site for site in np.flatnonzero(best.levels > level)]
+            wide = list(map(int, np.flatnonzero(best.levels > level)))
             wide.sort(key=lambda site: order.index(site) if order else 0)
             parts = [wide]
             while parts and self._may_go_on():
@@ -235,8 +238,8 @@ def _with(levels: np.ndarray, steps: Sequence[tuple[int, int]]) -> np.ndarray:
 def _policy(program: Program, trial: Trial) -> PrecisionPolicy:
     if not trial.levels.any():
         return PrecisionPolicy(loss_scale=trial.scale)
-    reasons = reasons_of(program, trial)
-    return PrecisionPolicy(rules_for(program.sites, trial.levels, reasons), loss_scale=trial.scale)
+    reasons = reasons_of(program, trial, _MOST_GRADIENTS - 1 - program.spent)
+    return PrecisionPolicy(tuple(rules_for(program.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
 
 def _verified(

@@ -43,11 +43,11 @@ class ProductSite(NamedTuple):
     operation: str
     layer: str
     source: str
-    code: str
+    lines: tuple[str, ...]
 
     def place(self) -> Place:
         """Where it is."""
-        return Place("", self.layer, self.source, "", (), False, self.code)
+        return Place("", self.layer, self.source, "", (), False, self.lines)
 
 
 class Probes:
@@ -74,7 +74,7 @@ class Probes:
 
     def _product(self, eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         place = place_within(eqn, within)
-        site = ProductSite(eqn.primitive.name, place.layer, place.source, place.code)
+        site = ProductSite(eqn.primitive.name, place.layer, place.source, place.lines)
         number = self.sites.setdefault(site, len(self.sites))
         self.equations.setdefault(site, set()).add(id(eqn))
         self._met.append(eqn)

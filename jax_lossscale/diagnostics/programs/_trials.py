@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._limits import limits_of
 from jax_lossscale.diagnostics.programs._compare_gradients import nudged, value_and_leaves
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, reports_of_leaves
@@ -35,18 +34,14 @@ class Trial(NamedTuple):
       error: the worst of the errors of the value, of all gradients, and of each leaf that matters; infinite if anything
         is not finite.
       where: of what that error is, in words.
-      grads: by batch, the gradients of the leaves, divided by the scale.
-      value: likewise the value.
-      measured: ``float32[sites, 2 * roles, 2]``, what was measured at the probes.
+      results: by batch, the value and the gradients of the leaves, divided by the scale; empty if forgotten.
     """
 
     levels: np.ndarray
     scale: float
     error: float
     where: str
-    grads: list[list[Any]]
-    value: list[Any]
-    measured: np.ndarray
+    results: Sequence[list[Any]] = ()
 
 
 class Program:
@@ -59,8 +54,14 @@ class Program:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], batches: Sequence[Sequence[Any]], kwargs: Any, argnums: Any, has_aux: bool,
-        dtype: jnp.dtype, tolerance: float,
+        self,
+        fun: Callable[..., Any],
+        batches: Sequence[Sequence[Any]],
+        kwargs: Any,
+        argnums: Any,
+        has_aux: bool,
+        dtype: jnp.dtype,
+        tolerance: float,
     ) -> None:
         self._tolerance = tolerance
         self._probes = Probes(fun, dtype)
@@ -72,6 +73,7 @@ class Program:
         self._kwargs = kwargs
         self.batches = batches
         self.spent = 0
+        self._known: dict[bytes, Trial] = {}
         self._compiled = jax.jit(self._outputs, compiler_options={"xla_allow_excess_precision": False})
         self._slope = jax.jit(jax.grad(self._deviation))
         exact = self._run(np.full(len(self.sites), WIDE), 1.0, batches)
@@ -85,21 +87,20 @@ class Program:
             for (value, leaves, _), (_, exact) in zip(moved, self.exact, strict=True)
         ]
 
-    def trial(self, levels: Sequence[int]) -> Trial:
-        """With the products of each site narrow or wide, at the best loss scale."""
-        levels = np.asarray(levels)
+    def trial(self, levels: np.ndarray) -> Trial:
+        """With the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
+        if levels.tobytes() in self._known:
+            return self._known[levels.tobytes()]
         scale = self.best_scale(levels)
         found = self._run(levels, scale, self.batches)
         error, where = self.error([(value, leaves) for value, leaves, _ in found], scale)
-        return Trial(
-            levels, scale, error, where,
-            [[leaf / scale for leaf in leaves.values()] for _, leaves, _ in found],
-            [value for value, *_ in found],
-            np.max([measured for *_, measured in found], axis=0),
+        self._known[levels.tobytes()] = trial = Trial(levels, scale, error, where)
+        return trial._replace(
+            results=[[value, *(leaf / scale for leaf in leaves.values())] for value, leaves, _ in found]
         )
 
     def measured_at(self, scale: float) -> np.ndarray:
-        """What is met at the probes in float32, at a loss scale."""
+        """What is met at the probes in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
         found = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
         return np.max([measured for *_, measured in found], axis=0)
 
@@ -120,10 +121,13 @@ class Program:
         derivative of the deviation from float32, in the direction that it had in a trial. ``None`` if JAX cannot
         differentiate the gradients, of a loop of unknown length for one.
         """
+        if not trial.results:
+            self._known.pop(trial.levels.tobytes())
+            trial = self.trial(trial.levels)
         self.spent += 4
         total = np.zeros((2, len(self.sites)))
-        for batch, (value, leaves), grads, at in zip(self.batches, self.exact, trial.grads, trial.value, strict=True):
-            directions = [_direction(a, b) for a, b in zip([at, *grads], [value, *leaves.values()], strict=True)]
+        for batch, (value, leaves), results in zip(self.batches, self.exact, trial.results, strict=True):
+            directions = [_direction(a, b) for a, b in zip(results, [value, *leaves.values()], strict=True)]
             try:
                 slope = self._slope(
                     jnp.zeros((2, len(self.sites))), jnp.float32(trial.scale), self._inputs(batch), directions
@@ -152,7 +156,9 @@ class Program:
                 for leaf in reports
                 if leaf.norm > 0
             ]
-            worst = max([worst, *((error, what) for error, rounding, what in errors if not rounding > self._tolerance / 2)])
+            worst = max(
+                [worst, *((error, what) for error, rounding, what in errors if not rounding > self._tolerance / 2)]
+            )
             of_all = math.hypot(*(leaf.relative_error[0] * leaf.norm for leaf in reports)) / (total or 1.0)
             worst = max(worst, (of_all, "all gradients"))
         return (math.inf if math.isnan(worst[0]) else worst[0]), worst[1]
@@ -166,9 +172,7 @@ class Program:
         found = []
         for batch in batches:
             outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
-            found.append(
-                (*value_and_leaves(self._traced.result(outputs), self._has_aux), np.asarray(measured, float))
-            )
+            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), np.asarray(measured, float)))
         return found
 
     def _outputs(self, strengths: Any, scale: Any, inputs: Any) -> Any:
@@ -181,13 +185,6 @@ class Program:
         value, leaves = value_and_leaves(self._traced.result(outputs), self._has_aux)
         parts = [value, *(leaf / scale for leaf in leaves.values())]
         return sum(jnp.sum(part * direction) for part, direction in zip(parts, directions, strict=True)).real
-
-
-def traced_policy(
-    fun: Callable[..., Any], batch: Sequence[Any], kwargs: Any, argnums: Any, has_aux: bool
-) -> Traced:
-    """The program of value and gradient of a function that is computed with a policy."""
-    return gradient_program("find_precision", fun, 1.0, batch, kwargs, argnums, has_aux)
 
 
 def _direction(of: Any, exact: Any) -> Any:
