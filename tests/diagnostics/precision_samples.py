@@ -3,8 +3,6 @@
 Each is a function of parameters and a batch, with such arguments.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -148,7 +146,7 @@ def a_perceptron(weights, x):
 
 
 @sample(HEALTHY, {"qkv": random(0, 16, 48) / 4, "out": random(1, 16, 16) / 4, "up": random(2, 16, 64) / 4,
-                  "down": random(4, 64, 16) / 8, "norm": jnp.ones(16)}, random(3, 2, 12, 16))  # fmt: skip
+                  "down": random(4, 64, 16) / 8, "norm": jnp.ones((1, 1, 16))}, random(3, 2, 12, 16))  # fmt: skip
 def a_transformer_block(p, x):
     def norm(x):
         return p["norm"] * (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -205,5 +203,5 @@ def remat_and_custom_rules(weights, x):
         return x.T @ cotangent, cotangent @ w.T
 
     function.defvjp(forward, backward)
-    x = jax.checkpoint(functools.partial(jax.named_call, lambda w, x: jax.nn.silu(x @ w), name="block"))(weights[0], x)
+    x = jax.checkpoint(lambda w, x: jax.nn.silu(x @ w))(weights[0], x)
     return jnp.mean(jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, function(weights[1], x)) ** 2)

@@ -20,7 +20,7 @@ from jax_lossscale.diagnostics._limits import limits_of
 from jax_lossscale.diagnostics._report import percent, power_of_two
 from jax_lossscale.diagnostics.programs._compare_gradients import value_and_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
+from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
 
@@ -110,13 +110,13 @@ def find_precision(
     while True:
         policy = _policy(program, best)
         error, where = _verified(fun, program, policy, kwargs, argnums, has_aux)
-        search.tell(f"under `autocast` the error is {percent(error)}")
+        search.tell(f"under `autocast`, {where} is {deviation(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
         best = search.wider(best)
     if error > tolerance:
         warn_user(
-            f"`find_precision`: with every product in float32, {where} is still off by {percent(error)}, more than the "
+            f"`find_precision`: with every product in float32, {where} is {deviation(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
     return policy
@@ -151,7 +151,7 @@ class _Search:
         wide, half = (int(numbers[trial.levels == level].sum()) for level in (WIDE, WIDE_RESULT))
         self.tell(
             f"{wide} of {numbers.sum()} products wide, {half} with a wide result, loss scale "
-            f"{power_of_two(trial.scale)}: {trial.where} is off by {percent(trial.error)}"
+            f"{power_of_two(trial.scale)}: {trial.where} is {deviation(trial.error)}"
         )
         return trial
 

@@ -48,6 +48,11 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
     return [*found, {**layer, **operation, "source": glob.escape(Path(site.source).name)}]
 
 
+def deviation(error: float) -> str:
+    """How far something is from float32's, as a part of a sentence."""
+    return f"off by {percent(error)}" if math.isfinite(error) else "not finite"
+
+
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
     """For each product that is not narrow, what would be wrong if it were; it takes at most so many gradients."""
     measured: dict[float, np.ndarray] = {}
@@ -62,8 +67,7 @@ def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
         reasons[site] = _out_of_range(measured[scale], site, levels, scale, program.dtype)
         if not reasons[site] and program.spent - spent < most:
             without = program.trial(levels)
-            off = f"off by {percent(without.error)}" if math.isfinite(without.error) else "not finite"
-            reasons[site] = f"narrow, {without.where} is {off}"
+            reasons[site] = f"narrow, {without.where} is {deviation(without.error)}"
         reasons[site] = reasons[site] or "what is made of it is sensitive to rounding"
     return reasons
 

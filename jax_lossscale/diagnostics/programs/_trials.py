@@ -189,8 +189,8 @@ class Program:
 
 def _direction(of: Any, exact: Any) -> Any:
     """A unit deviation of a leaf, relative to its norm; where it is not finite, that of its numbers themselves."""
-    of, exact = np.asarray(of, np.result_type(exact)), np.asarray(exact)
-    error = of - exact
+    exact = np.asarray(exact)
+    error = np.asarray(of, exact.dtype) - exact
     if not np.all(np.isfinite(error)):
         error = exact
     norm, size = np.linalg.norm(error), np.linalg.norm(exact)
