@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar, overload
@@ -14,7 +15,6 @@ from typing import Any, Self, TypeVar, overload
 import jax
 
 from jax_lossscale._check import check_flag, check_function
-from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -131,7 +131,7 @@ class PrecisionPolicy:
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
         object.__setattr__(self, "recompute", bool(self.recompute))
         if self.loss_scale is not None:
-            if not is_number(self.loss_scale) or not 0 < float(self.loss_scale) < math.inf:
+            if not isinstance(self.loss_scale, numbers.Real) or not 0 < self.loss_scale < math.inf:
                 raise ValueError(
                     f"`PrecisionPolicy(loss_scale=...)` must be a positive finite number or None, got "
                     f"{self.loss_scale!r}."
