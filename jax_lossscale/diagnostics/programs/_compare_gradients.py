@@ -92,12 +92,12 @@ def compare_gradients(
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
     narrow = gradient_program("compare_gradients", fun, 1.0, args, kwargs, argnums, has_aux)
-    nudged = _nudged(args, argnums, keep_dtypes=reference is not None)
+    moved = nudged(args, argnums, keep_dtypes=reference is not None)
     if reference is None:
-        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *nudged), kwargs), has_aux)
+        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *moved), kwargs), has_aux)
     else:
         wide = Traced(jax.value_and_grad(reference, argnums, has_aux), args, kwargs)
-        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(nudged, kwargs), has_aux)
+        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(moved, kwargs), has_aux)
     if not exact.leaves:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
 
@@ -155,8 +155,8 @@ def _made_reference(narrow: Traced, nudged: Sequence[Any], has_aux: bool) -> _Ex
 
 def _reference(traced: Traced, fun: Callable[..., Any], nudged: Sequence[Any], has_aux: bool) -> _Exact:
     compiled = jax.jit(fun)
-    value, leaves = _value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
-    _, moved = _value_and_leaves(traced.result(compiled(*nudged)), has_aux)
+    value, leaves = value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
+    _, moved = value_and_leaves(traced.result(compiled(*nudged)), has_aux)
     return _Exact(value, leaves, jax.device_get(measure(list(moved.values()), list(leaves.values()), _ONE)))
 
 
@@ -168,7 +168,7 @@ def _at_scales(
     value: Any = math.nan
     measured = []
     for scale in scales:
-        value, leaves = _value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+        value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
         measurement = measure(list(leaves.values()), list(exact.leaves.values()), jnp.float32(scale))
         measured.append(jax.device_get(measurement))  # waits, so that no two scales' gradients are held at a time
     return value, measured
@@ -196,13 +196,13 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def _nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    nudged = list(args)
+    moved = list(args)
     for position in positions:
-        nudged[position] = jax.tree.map(partial(_nudge, keep_dtype=keep_dtypes), nudged[position])
-    return nudged
+        moved[position] = jax.tree.map(partial(_nudge, keep_dtype=keep_dtypes), moved[position])
+    return moved
 
 
 def _nudge(leaf: Any, keep_dtype: bool) -> Any:
@@ -214,7 +214,7 @@ def _nudge(leaf: Any, keep_dtype: bool) -> Any:
     return nudged.astype(jnp.result_type(leaf)) if keep_dtype else nudged
 
 
-def _value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     """The value, and the gradients by path."""
     value, grads = result
     with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
