@@ -75,7 +75,7 @@ def test_batch_statistics_are_float32_and_those_of_float32():
         return cross_entropy(logits, LABELS), changed["batch_stats"]
 
     args = variables["params"], variables["batch_stats"], IMAGES
-    assert_like_float32(loss_fn, *args, has_aux=True, tolerance=1e-2)
+    assert_like_float32(loss_fn, *args, has_aux=True, tolerance=2e-2)
     _, changed = jax.jit(jls.autocast(loss_fn))(*args)
     _, expected = jax.jit(loss_fn)(*args)
     for leaf, other in zip(jax.tree.leaves(changed), jax.tree.leaves(expected), strict=True):

@@ -248,6 +248,7 @@ assert serialization.from_bytes(state, serialization.to_bytes(state)).loss_scale
 assert serialization.from_bytes(state, serialization.to_bytes(state_before)).loss_scale == state.loss_scale
 
 for loss_scale in jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.AutoLossScale():
+    jls.loss_scaled(optax.sgd(1.0), loss_scale).init(jnp.ones(2))
     saved = serialization.to_bytes({"loss_scale": loss_scale})
     assert serialization.from_bytes({"loss_scale": loss_scale}, saved) == {"loss_scale": loss_scale}
 
@@ -262,6 +263,7 @@ class Own(jls.LossScale):
 
 
 own = Own(jnp.float32(3.0))
+jls.loss_scaled(optax.sgd(1.0), own).init(jnp.ones(2))
 assert serialization.from_bytes(Own(jnp.float32(1.0)), serialization.to_bytes(own))() == 3.0
 assert not any(name.startswith("jax_lossscale.interop") for name in sys.modules)
 """
