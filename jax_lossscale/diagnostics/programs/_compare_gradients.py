@@ -200,18 +200,27 @@ def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bo
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     moved = list(args)
-    for position in positions:
-        moved[position] = jax.tree.map(partial(_nudge, keep_dtype=keep_dtypes), moved[position])
+    chosen = [moved[position] for position in positions]
+    leaves, structure = jax.tree.flatten(chosen)
+    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
+    for n, leaf in zip(inexact, _nudge([leaves[n] for n in inexact], keep_dtypes), strict=True):
+        leaves[n] = leaf
+    for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
+        moved[position] = argument
     return moved
 
 
-def _nudge(leaf: Any, keep_dtype: bool) -> Any:
-    if not _tree.is_inexact(leaf):
-        return leaf
-    (wide,) = jax.tree.leaves(_tree.widen(jnp.asarray(leaf)))
-    signs = jax.random.rademacher(jax.random.key(0), wide.shape, wide.real.dtype)
-    nudged = wide * (1 + _NUDGE * signs)
-    return nudged.astype(jnp.result_type(leaf)) if keep_dtype else nudged
+@partial(jax.jit, static_argnums=1)
+def _nudge(leaves: list[Any], keep_dtypes: bool) -> list[jax.Array]:
+    wide = _tree.widen(leaves)
+    bits = jax.random.bits(jax.random.key(0), (sum(leaf.size for leaf in wide),), jnp.uint8)
+    moved, start = [], 0
+    for leaf, original in zip(wide, leaves, strict=True):
+        signs = 2.0 * (bits[start : start + leaf.size].reshape(leaf.shape) & 1).astype(leaf.real.dtype) - 1
+        nudged = leaf * (1 + _NUDGE * signs)
+        moved.append(nudged.astype(original.dtype) if keep_dtypes else nudged)
+        start += leaf.size
+    return moved
 
 
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:

@@ -99,7 +99,7 @@ def find_precision(
     check_flag(progress, "find_precision(progress=...)")
     tolerance = _checked_tolerance(tolerance, dtype)
     program = Program(fun, _all_batches(args, batches), kwargs, argnums, has_aux, dtype, tolerance)
-    if not all(jnp.all(jnp.isfinite(leaf)) for value, leaves in program.exact for leaf in [value, *leaves.values()]):
+    if not program.is_exact_finite():
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
             "with. `jls.diagnostics.nonfinite_report` tells which. The policy has no rules."

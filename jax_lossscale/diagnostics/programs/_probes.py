@@ -164,7 +164,10 @@ class RoundingEvaluator:
         error = lax.stop_gradient(value.astype(self._dtype).astype(value.dtype) - value)
         if self._is_smooth:
             return value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0), measured
-        measured = measured.at[site, role + NUMBER_OF_ROLES * is_cotangent].max(_statistics(value, error))
+        # What `.at[...].max(...)` makes, a scatter, takes long to compile.
+        at = (site, role + NUMBER_OF_ROLES * is_cotangent, 0)
+        worst = jnp.maximum(measured[at[:2]], _statistics(value, error))
+        measured = lax.dynamic_update_slice(measured, worst[None, None], at)
         return jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value), measured
 
 

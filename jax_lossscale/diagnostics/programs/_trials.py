@@ -99,6 +99,11 @@ class Program:
             results=[[value, *(leaf / scale for leaf in leaves.values())] for value, leaves, _ in found]
         )
 
+    def is_exact_finite(self) -> bool:
+        """Whether value and gradients are finite in float32."""
+        largest = [value for value, _ in self.exact] + [m.largest for _, of in self._rounding for m in of]
+        return all(math.isfinite(each) for each in largest)
+
     def measured_at(self, scale: float) -> np.ndarray:
         """What is met at the probes in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
         found = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
