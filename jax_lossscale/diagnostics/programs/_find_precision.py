@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
-from jax_lossscale._check import check_flag
+from jax_lossscale._check import check_flag, check_function, checked_dtype
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._warn import warn_user
@@ -95,6 +95,7 @@ def find_precision(
       >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
       True
     """
+    check_function(fun, "find_precision(fun=...)")
     dtype = _checked_dtype(dtype)
     check_flag(progress, "find_precision(progress=...)")
     tolerance = _checked_tolerance(tolerance, dtype)
@@ -259,7 +260,7 @@ def _verified(
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:
-    dtype = jnp.dtype(dtype)
+    dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
     return dtype
@@ -277,6 +278,11 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
     """The arguments, once for each batch."""
     if batches is None:
         return [args]
+    if not isinstance(batches, Sequence) or isinstance(batches, str) or len(batches) == 0:
+        raise ValueError(
+            f"`find_precision(batches=...)` must be a sequence of values for the last argument, got {batches!r}. Put a "
+            "single one into a list."
+        )
     found = [args, *((*args[:-1], batch) for batch in batches)]
     types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each[-1]) for each in found]
     if any(each != types[0] for each in types):
