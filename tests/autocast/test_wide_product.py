@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reading import PRODUCTS, distance, equations
 from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
@@ -20,20 +21,11 @@ def wide(f):
 
 def products(jaxpr):
     """How many products there are, by primitive, dtypes of the operands and dtype of the result."""
-    found = Counter()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "wide_product"):
-            found[(eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))] += 1
-        for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                found += products(inner)
-    return found
-
-
-def distance(tree, other):
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return max(float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(a) + 1e-12)) for a, b in pairs)
+    return Counter(
+        (eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in (*PRODUCTS, "wide_product")
+    )
 
 
 def dot(x, y):
