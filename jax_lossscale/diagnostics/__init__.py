@@ -7,6 +7,7 @@ from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, Nonfinite
 from jax_lossscale.diagnostics.gradients._suggestion import LossScaleSuggestion, suggest_loss_scale
 from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_fraction
 from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
+from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
 from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport, range_report
 from jax_lossscale.diagnostics.runs._explain import explain
@@ -20,6 +21,7 @@ __all__ = [
     "LossScaleSuggestion",
     "NonfiniteReport",
     "OperationRange",
+    "ProductFacts",
     "RangeReport",
     "Simulation",
     "Underflow",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_lossscale.diagnostics._report import listed, percent, power_of_two
 
 if TYPE_CHECKING:
+    from jax_lossscale.diagnostics.programs._facts import ProductFacts
     from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
     from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport
 
@@ -36,10 +37,12 @@ _NO_GRADIENTS = (
 class Evidence(NamedTuple):
     """What is known of a function.
 
-    ``leaves`` and ``total``: the errors of its gradients at each of the ``scales``. ``ranges``: a function of a scale
-    that gives the operations out of range, which takes a compilation, and is asked only if the function will not train.
+    ``facts``: which of its products are narrow. ``leaves`` and ``total``: the errors of its gradients at each of the
+    ``scales``. ``ranges``: a function of a scale that gives the operations out of range, which takes a compilation, and
+    is asked only if the function will not train.
     """
 
+    facts: ProductFacts
     leaves: Sequence[LeafGradientError]
     total: LeafGradientError
     scales: Sequence[float]
@@ -87,6 +90,8 @@ def find_cause(evidence: Evidence) -> Finding:
     # Of scales that are alike, the largest, at which the least underflows.
     best = min(finite, key=lambda n: (len(suffering[n]), float(f"{errors[n]:.1g}"), -n))
     if not suffering[best] and errors[best] <= _LARGE_ERROR:
+        if evidence.facts.products and not evidence.facts.narrow_products:
+            return _no_product_narrow(evidence)
         return _trains(evidence, _start(evidence, best, finite), finite)
     return _does_not_train(evidence, suffering[best], best, finite)
 
@@ -137,6 +142,15 @@ def _nothing_narrow(evidence: Evidence) -> Finding:
     met = f"computes in {listed(others)}, and nothing in {name}" if others else f"computes nothing in {name}"
     cure = f"Pass `dtype={others[0]!r}`" if others else "Cast parameters and inputs in it, with `jls.cast_floating`"
     return Finding("nothing narrow", f"`fun` {met}: there is nothing to compare. {cure}, and ask again.")
+
+
+def _no_product_narrow(evidence: Evidence) -> Finding:
+    facts = evidence.facts
+    return Finding(
+        "nothing narrow",
+        f"None of its {facts.products} matrix products and convolutions is computed in {facts.dtype}, so nothing is "
+        f"gained: {facts.first_wide}. `jls.autocast(fun)` computes them in {facts.dtype}.",
+    )
 
 
 def _reference_not_finite(evidence: Evidence) -> Finding:
@@ -209,7 +223,10 @@ def _rounds(evidence: Evidence, suffering: list[LeafGradientError], best: int) -
 
 
 def _trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
-    verdict = f"It will train; start from {power_of_two(start)}"
+    facts = evidence.facts
+    part = f", of which {facts.narrow_products} of {facts.products} products are in {facts.dtype}"
+    it = "It will train" + (part if facts.narrow_products < facts.products else "")
+    verdict = f"{it}; start from {power_of_two(start)}"
     if start < 1:
         floor = power_of_two(start * 2.0**-8).replace("2^", "2.0**")
         first = power_of_two(evidence.scales[finite[-1] + 1]) if finite[-1] + 1 < len(evidence.scales) else "there"
@@ -222,7 +239,7 @@ def _trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
     starving = [] if bare is None else _suffering(evidence, bare)
     if bare is None or (evidence.total.relative_error[bare] <= _LARGE_ERROR and not starving):
         if bare is not None and jnp.finfo(evidence.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
-            return Finding("none", "It will train, without a loss scale.", True, 1.0, judged_at=1.0)
+            return Finding("none", f"{it}, without a loss scale.", True, 1.0, judged_at=1.0)
         return Finding("none", f"{verdict}.", True, start, judged_at=start)
     lost = f"Without a loss scale {percent(evidence.total.lost[bare])} of the gradients would be zero"
     whose = f", above all those of {listed([leaf.path for leaf in starving])}" if starving else ""

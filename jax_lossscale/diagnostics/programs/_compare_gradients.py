@@ -19,6 +19,7 @@ from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics.programs import _cause
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
@@ -105,7 +106,9 @@ def compare_gradients(
     value, measured = _at_scales(narrow, exact, progress(scales) if progress else scales, has_aux)
     leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
     total = report_of_all(leaves)
+    facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, args, kwargs))
     evidence = _cause.Evidence(
+        facts=facts,
         leaves=leaves,
         total=total,
         scales=scales,
@@ -134,6 +137,7 @@ def compare_gradients(
         value=float(value),
         reference_value=float(exact.value),
         as_they_are=exact.as_they_are,
+        facts=facts,
     )
 
 

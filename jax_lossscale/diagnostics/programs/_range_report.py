@@ -17,6 +17,7 @@ from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics.programs import _cures
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
 from jax_lossscale.diagnostics.programs._measured import MeasuringEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Site, sites
@@ -72,7 +73,8 @@ class RangeReport(Report[OperationRange]):
 
     Those that overflow come first: those of the forward pass before those of the backward pass, and within each in the
     order of the program, since what overflows first is the cause of what follows. Then come those of which the most
-    becomes zero. Printed, or shown in a notebook, it is a table of these operations with what helps. Iterating over it
+    becomes zero. Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the
+    first other is not), and a table of these operations with what helps. Iterating over it
     gives the operations.
 
     Attributes:
@@ -80,12 +82,14 @@ class RangeReport(Report[OperationRange]):
       dtype: the name of the dtype.
       loss_scale: the loss scale.
       as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
+      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
     """
 
     operations: tuple[OperationRange, ...]
     dtype: str
     loss_scale: float
     as_they_are: tuple[str, ...]
+    facts: ProductFacts
 
     _name_columns: ClassVar[int] = 4
 
@@ -103,6 +107,9 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in over if not operation.derivative_of)
 
     def _summary(self) -> str:
+        return f"{self.facts}\n{self._in_range()}"
+
+    def _in_range(self) -> str:
         over = [operation for operation in self.bad if operation.overflow]
         at = f"at a loss scale of {power_of_two(self.loss_scale)}"
         if not self:
@@ -213,13 +220,14 @@ def range_report(
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = _scale_of(loss_scale)
     traced = gradient_program("range_report", fun, scale, args, kwargs, argnums, has_aux)
+    facts = facts_of(traced, dtype, names_of_inputs(traced, fun, args, kwargs))
     limits = limits_of(dtype)
     evaluator = MeasuringEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits)
     blocks = jax.device_get(evaluator.evaluate(traced.jaxpr, traced.inputs)[1])
     pairs = zip(sites(traced.jaxpr.jaxpr), [row for block in blocks for row in block], strict=True)
     operations = [_operation_range(site, Statistics(*row.tolist()), dtype, limits) for site, row in pairs]
     operations.sort(key=lambda of: (not of.overflow, of.is_backward if of.overflow else -of.zero))
-    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are))
+    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), facts)
 
 
 def _scale_of(loss_scale: Any) -> float:
