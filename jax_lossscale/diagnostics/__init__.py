@@ -9,7 +9,8 @@ from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_
 from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
-from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport, range_report
+from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
+from jax_lossscale.diagnostics.programs._range_report import range_report
 from jax_lossscale.diagnostics.runs._explain import explain
 from jax_lossscale.diagnostics.runs._simulate import Simulation, simulate
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from jax_lossscale._check import check_function
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
-from jax_lossscale.diagnostics.programs import _cause
+from jax_lossscale.diagnostics.programs._cause import find_cause
+from jax_lossscale.diagnostics.programs._evidence import Evidence
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
@@ -107,7 +108,7 @@ def compare_gradients(
     leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
     total = report_of_all(leaves)
     facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, args, kwargs))
-    evidence = _cause.Evidence(
+    evidence = Evidence(
         facts=facts,
         leaves=leaves,
         total=total,
@@ -117,11 +118,13 @@ def compare_gradients(
         loss_dtype=jnp.result_type(value),
         value=float(value),
         reference_value=float(exact.value),
-        ranges=lambda scale: range_report(
-            fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+        ranges=functools.cache(
+            lambda scale: range_report(
+                fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+            )
         ),
     )
-    finding = _cause.find_cause(evidence)
+    finding = find_cause(evidence)
     at = scales.index(finding.judged_at) if finding.judged_at is not None else 0
     leaves.sort(key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
@@ -205,7 +208,7 @@ def _nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: b
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     nudged = list(args)
     for position in positions:
-        nudged[position] = jax.tree.map(partial(_nudge, keep_dtype=keep_dtypes), nudged[position])
+        nudged[position] = jax.tree.map(functools.partial(_nudge, keep_dtype=keep_dtypes), nudged[position])
     return nudged
 
 
