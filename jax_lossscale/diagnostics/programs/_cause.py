@@ -18,6 +18,14 @@ _MANY_LOST = 0.25
 
 def find_cause(evidence: Evidence) -> Finding:
     """The first of the causes that the evidence shows, the most fundamental first."""
+    finding = _first_cause(evidence)
+    gone = [str(each) for each in evidence.lost if each.is_epsilon and str(each) not in finding.verdict]
+    if not gone:
+        return finding
+    return finding._replace(verdict=f"{finding.verdict} But {gone[0]}, and so it is in the reference.")
+
+
+def _first_cause(evidence: Evidence) -> Finding:
     if evidence.dtype not in evidence.dtypes_met:
         return _findings.nothing_narrow(evidence)
     if not all(math.isfinite(leaf.norm) for leaf in evidence.leaves) or not math.isfinite(evidence.reference_value):
@@ -25,7 +33,7 @@ def find_cause(evidence: Evidence) -> Finding:
     if not math.isfinite(evidence.value):
         return _findings.overflows_forward(evidence, evidence.scales[0])
     if not evidence.total.norm:
-        return _findings.no_gradients()
+        return _findings.no_gradients(evidence)
     finite = [n for n in range(len(evidence.scales)) if not any(leaf.nonfinite[n] for leaf in evidence.leaves)]
     if not finite:
         return _findings.overflows_at_every_scale(evidence)

@@ -19,6 +19,7 @@ from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics.programs._cause import find_cause
+from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._evidence import Evidence
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
@@ -118,6 +119,7 @@ def compare_gradients(
         loss_dtype=jnp.result_type(value),
         value=float(value),
         reference_value=float(exact.value),
+        lost=lost_constants(narrow) if reference is None else (),
         ranges=functools.cache(
             lambda scale: range_report(
                 fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs

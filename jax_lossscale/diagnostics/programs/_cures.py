@@ -22,8 +22,8 @@ _IN_THE_FORWARD_PASS = {
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
 _A_MASK = (
-    "If it is a mask, take one that float16 holds, such as -1e4 or `jnp.finfo(x.dtype).min`, or `jnp.where` behind a "
-    "softmax in float32."
+    "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added must "
+    "leave room for what it is added to, such as -1e4; or take the softmax in float32."
 )
 _A_DERIVATIVE = (
     "The derivative of {operation} is computed in the forward pass and not scaled, so no loss scale helps: compute "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
+    from jax_lossscale.diagnostics.programs._constants import LostConstant
     from jax_lossscale.diagnostics.programs._facts import ProductFacts
     from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
     from jax_lossscale.diagnostics.programs._operation_range import RangeReport
@@ -29,7 +30,8 @@ class Evidence(NamedTuple):
 
     ``facts``: which of its products are narrow. ``leaves`` and ``total``: the errors of its gradients at each of the
     ``scales``. ``ranges``: a function of a scale that gives the operations out of range, which takes a compilation, and
-    is asked only if the function will not train.
+    is asked only if the function will not train. ``lost``: the constants of which zero or infinity was left, in the
+    reference, too.
     """
 
     facts: ProductFacts
@@ -42,6 +44,7 @@ class Evidence(NamedTuple):
     value: float
     reference_value: float
     ranges: Callable[[float], RangeReport]
+    lost: Sequence[LostConstant]
 
     @property
     def is_loss_wrong(self) -> bool:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 
 
+# Of one leaf, an error above this is told even if its network trains.
+_WORTH_SAYING = 0.05
 _TOO_SMALL = "The loss is {:.2g}, too small for {}."
 _NO_GRADIENTS = (
     "All gradients are zero in float32, too, so there is nothing that float16 could lose. Look for a "
@@ -23,8 +25,9 @@ _NO_GRADIENTS = (
 )
 
 
-def no_gradients() -> Finding:
-    return Finding("no gradients", _NO_GRADIENTS)
+def no_gradients(evidence: Evidence) -> Finding:
+    lost = _lost_constants(evidence)
+    return Finding("no gradients", f"{lost} all gradients are zero in float32, too." if lost else _NO_GRADIENTS)
 
 
 def nothing_narrow(evidence: Evidence) -> Finding:
@@ -47,11 +50,12 @@ def no_product_narrow(evidence: Evidence) -> Finding:
 def reference_not_finite(evidence: Evidence) -> Finding:
     bad = [leaf.path for leaf in evidence.leaves if not math.isfinite(leaf.norm)]
     what = f"the gradients of {listed(bad)} are" if bad else "the loss is"
+    lost = _lost_constants(evidence)
+    if lost:
+        return Finding("reference not finite", f"{lost} {what} not finite in float32 either.", suffering=tuple(bad))
     return Finding(
         "reference not finite",
-        f"In float32 {what} not finite either. Repair that first; `jls.diagnostics.nonfinite_report` tells what it is. "
-        f"(A constant too small for {evidence.dtype.name}, such as an epsilon of 1e-8, is zero in the reference, too, "
-        "unless you pass one of your own as `reference=...`.)",
+        f"In float32 {what} not finite either. Repair that first; `jls.diagnostics.nonfinite_report` tells what it is.",
         suffering=tuple(bad),
     )
 
@@ -130,6 +134,7 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
     part = f", of which {facts.narrow_products} of {facts.products} products are in {facts.dtype}"
     it = "It will train" + (part if facts.narrow_products < facts.products else "")
     but = _but_the_loss(evidence, start) if evidence.is_loss_wrong else ""
+    but += _but_some_leaves(evidence, start)
     verdict = f"{it}; start from {power_of_two(start)}"
     if start < 1:
         floor = power_of_two(start * 2.0**-8).replace("2^", "2.0**")
@@ -148,6 +153,18 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
     lost = f"Without a loss scale {percent(evidence.total.lost[bare])} of the gradients would be zero"
     whose = f", above all those of {listed([leaf.path for leaf in starving])}" if starving else ""
     return Finding("underflow", f"{verdict}. {lost}{whose}.{but}", True, start, judged_at=start)
+
+
+def _but_some_leaves(evidence: Evidence, scale: float) -> str:
+    """Of leaves that are worse than all gradients together, though not wrong."""
+    n = evidence.scales.index(scale)
+    errors = {leaf.path: leaf.relative_error[n] for leaf in evidence.leaves if leaf.norm and not leaf.is_rounding}
+    worse = [path for path, error in errors.items() if error > _WORTH_SAYING]
+    if not worse:
+        return ""
+    low, high = (percent(pick(errors[path] for path in worse)) for pick in (min, max))
+    stay = f"{len(worse)} leaves stay at {low} to {high}" if len(worse) > 1 else f"1 leaf stays at {high}"
+    return f" {stay}: {listed(worse)}."
 
 
 def _but_the_loss(evidence: Evidence, scale: float) -> str:
@@ -208,6 +225,16 @@ def underflows_without_cure(
 def _lost(leaves: Sequence[LeafGradientError], n: int) -> str:
     nonzero = sum(leaf.nonzero for leaf in leaves)
     return percent(sum(leaf.nonzero * leaf.lost[n] for leaf in leaves) / nonzero)
+
+
+def _lost_constants(evidence: Evidence) -> str:
+    """The first constant that was lost before float32 saw it, and the beginning of a sentence."""
+    if not evidence.lost:
+        return ""
+    first = str(evidence.lost[0])
+    return (
+        f"{first[0].upper()}{first[1:]}: compute there in float32. With the constants that {evidence.dtype.name} left,"
+    )
 
 
 def _begins(operation: OperationRange) -> str:

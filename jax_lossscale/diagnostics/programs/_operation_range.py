@@ -80,6 +80,8 @@ class RangeReport(Report[OperationRange]):
       dtype: the name of the dtype.
       loss_scale: the loss scale.
       as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
+      lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
+        a root or a logarithm away from zero; and if anything is no number, the others.
       facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
     """
 
@@ -87,6 +89,7 @@ class RangeReport(Report[OperationRange]):
     dtype: str
     loss_scale: float
     as_they_are: tuple[str, ...]
+    lost_constants: tuple[str, ...]
     facts: ProductFacts
 
     _name_columns: ClassVar[int] = 4
@@ -137,11 +140,12 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
     def _notes(self) -> list[str]:
+        lost = [f"{each[0].upper()}{each[1:]}, in float32, too." for each in self.lost_constants]
         if not self.bad:
-            return []
-        notes = [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+            return lost
+        notes = lost + [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
         if len(self.bad) > _MOST_ROWS:
-            notes.insert(0, f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+            notes.insert(len(lost), f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
         if self.as_they_are:
             notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
         return notes

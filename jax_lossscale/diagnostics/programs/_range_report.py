@@ -17,6 +17,7 @@ from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
+from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
 from jax_lossscale.diagnostics.programs._operation_range import (
@@ -106,7 +107,9 @@ def range_report(
         if (site.is_narrow or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
-    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), facts)
+    has_nan = any(math.isnan(operation.largest) for operation in operations)
+    lost = tuple(str(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
+    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), lost, facts)
 
 
 def _severity(of: OperationRange) -> Any:
