@@ -24,7 +24,7 @@ from jax_lossscale.diagnostics.programs._evidence import Evidence
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._range_report import range_report
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
@@ -60,7 +60,8 @@ def compare_gradients(
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
-      *args: its arguments: one batch, and float32 parameters.
+      *args: its arguments: one batch, and float32 parameters, or a whole model. What has no gradients in one that is
+        differentiated (functions, keys, counters) stays as it is.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
       dtype: the narrow dtype that ``fun`` computes in.
@@ -94,12 +95,15 @@ def compare_gradients(
             check_function(function, f"compare_gradients({name}=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
-    narrow = gradient_program("compare_gradients", fun, 1.0, args, kwargs, argnums, has_aux)
-    nudged = _nudged(args, argnums, keep_dtypes=reference is not None)
+    check_function(fun, "compare_gradients(fun=...)")
+    of_leaves, chosen = with_gradients(fun, args, argnums, "compare_gradients(argnums=...)")
+    narrow = gradient_program("compare_gradients", of_leaves, 1.0, chosen, kwargs, argnums, has_aux)
+    nudged = _nudged(chosen, argnums, keep_dtypes=reference is not None)
     if reference is None:
         exact = _made_reference(narrow, narrow.inputs_from((_ONE, *nudged), kwargs), has_aux)
     else:
-        wide = Traced(jax.value_and_grad(reference, argnums, has_aux), args, kwargs)
+        of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
+        wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), chosen, kwargs)
         exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(nudged, kwargs), has_aux)
     if not exact.leaves:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
@@ -108,7 +112,7 @@ def compare_gradients(
     value, measured = _at_scales(narrow, exact, progress(scales) if progress else scales, has_aux)
     leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
     total = report_of_all(leaves)
-    facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, args, kwargs))
+    facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, chosen, kwargs))
     evidence = Evidence(
         facts=facts,
         leaves=leaves,

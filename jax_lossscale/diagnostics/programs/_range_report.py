@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_lossscale._check import check_function
 from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -19,7 +20,7 @@ from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._operation_range import (
     ACCUMULATED,
     MANY_ZEROS,
@@ -56,7 +57,7 @@ def range_report(
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
-      *args: its arguments: one batch, and float32 parameters.
+      *args: its arguments: one batch, and float32 parameters, or a whole model, as in `compare_gradients`.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
       dtype: the narrow dtype with whose range all narrow results are compared.
@@ -85,8 +86,10 @@ def range_report(
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = _scale_of(loss_scale)
-    traced = gradient_program("range_report", fun, scale, args, kwargs, argnums, has_aux)
-    facts = facts_of(traced, dtype, names_of_inputs(traced, fun, args, kwargs))
+    check_function(fun, "range_report(fun=...)")
+    of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
+    traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
+    facts = facts_of(traced, dtype, names_of_inputs(traced, fun, chosen, kwargs))
     limits = limits_of(dtype)
     evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, float(jnp.finfo(dtype).eps) / 2)
     inputs = evaluator.pairs(traced.inputs, traced.jaxpr.jaxpr.invars)
