@@ -25,10 +25,10 @@ class ProductFacts(NamedTuple):
       first_wide: the first that does not, where it is, and where its float32 comes from; "" if there is none.
     """
 
-    dtype: str
-    products: int
-    narrow_products: int
-    first_wide: str
+    dtype: str = ""
+    products: int = 0
+    narrow_products: int = 0
+    first_wide: str = ""
 
     def __str__(self) -> str:
         if not self.products:

@@ -86,7 +86,7 @@ class GradientComparison(Report[LeafGradientError]):
     value: float
     reference_value: float
     as_they_are: tuple[str, ...]
-    facts: ProductFacts
+    facts: ProductFacts = ProductFacts()
 
     def _entries(self) -> tuple[LeafGradientError, ...]:
         return self.leaves

@@ -58,10 +58,10 @@ class OperationRange:
     log2_above: int
     log2_below: int
     cure: str
-    error: float
-    error_in: float
-    amplification: float
-    changes_result: bool
+    error: float = 0.0
+    error_in: float = 0.0
+    amplification: float = 0.0
+    changes_result: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -89,8 +89,8 @@ class RangeReport(Report[OperationRange]):
     dtype: str
     loss_scale: float
     as_they_are: tuple[str, ...]
-    lost_constants: tuple[str, ...]
-    facts: ProductFacts
+    lost_constants: tuple[str, ...] = ()
+    facts: ProductFacts = ProductFacts()
 
     _name_columns: ClassVar[int] = 4
 
