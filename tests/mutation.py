@@ -88,10 +88,10 @@ TESTS = {  # the quickest to notice first
     "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
     "_autocast/rewrite.py": [
         *(AUTOCAST + name for name in ("test_structures.py", "test_stretches.py", "test_acceptance.py")),
-        *(AUTOCAST + name for name in ("test_exceptions.py", "test_interface.py")),
+        *(AUTOCAST + name for name in ("test_exceptions.py", "test_arguments_and_transformations.py")),
     ],
     "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
-    "_autocast/transform.py": [AUTOCAST + "test_interface.py", AUTOCAST + "test_policy.py"],
+    "_autocast/transform.py": [AUTOCAST + "test_arguments_and_transformations.py", AUTOCAST + "test_policy.py"],
     "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/cotangent.py": [
         GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")

@@ -20,11 +20,12 @@ class Traced:
     Attributes:
       jaxpr: the `ClosedJaxpr`, from ``inputs`` to the leaves of the result.
       inputs: the arrays among the leaves of the arguments.
+      positions: which of the leaves these are.
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
         leaves, self._objects, made_anew = nnx_objects.flattened((args, kwargs))
-        self._positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
         self.inputs = [leaves[position] for position in positions]
 
         def of_inputs(*inputs: Any) -> list[Any]:
@@ -47,7 +48,7 @@ class Traced:
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
         """The inputs for other arguments of the same structure."""
         leaves, *_ = nnx_objects.flattened((args, kwargs))
-        return [leaves[position] for position in self._positions]
+        return [leaves[position] for position in self.positions]
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""

@@ -18,6 +18,7 @@ from jax.extend.source_info_util import summarize
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
+_NO_CLASSES_OF_LAYERS = {"Messenger"}  # which handles effects, in numpyro
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 _JAX = str(Path(jax.__file__).parent)
 _TRACED = str(Path(__file__).with_name("jaxpr.py"))
@@ -114,7 +115,7 @@ def _readable(file_name: str) -> str:
 def _classes(frames: list[Any]) -> list[str]:
     """The classes that are being called, the outermost first: of nnx and equinox modules, which write no names."""
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
-    return [parts[-2] for parts in reversed(calls)]
+    return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
 
 
 def _is_ours(frame: Any) -> bool:

@@ -8,10 +8,12 @@ from jax_lossscale.diagnostics.gradients._suggestion import LossScaleSuggestion,
 from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_fraction
 from jax_lossscale.diagnostics.programs._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
+from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._find_precision import find_precision
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision
-from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport, range_report
+from jax_lossscale.diagnostics.programs._range_report import range_report
 from jax_lossscale.diagnostics.runs._explain import explain
 from jax_lossscale.diagnostics.runs._simulate import Simulation, simulate
 
@@ -25,6 +27,7 @@ __all__ = [
     "NonfiniteReport",
     "OperationPrecision",
     "OperationRange",
+    "ProductFacts",
     "RangeReport",
     "Simulation",
     "Underflow",

@@ -20,7 +20,11 @@ KNOWN = {
     "normalized": ("none", True, "It will train; start from 2^12."),
     "mask_of_minus_infinity": ("none", True, "It will train; start from 2^"),
     "tiny_loss": ("underflow", True, "It will train; start from 2^39. Without a loss scale 100% of the gradients"),
-    "tiny_loss_in_float16": ("underflow", False, "The loss is float16, which carries no larger scale"),
+    "tiny_loss_in_float16": (
+        "underflow",
+        False,
+        "The loss is 5.6e-10, too small for float16. The loss is float16, which",
+    ),
     "two_branches": ("starving branch", False, "`jls.scale_gradient(..., 2.0**"),
     "square_too_large": ("forward overflow", False, "`integer_pow` in energy (tests/diagnostics/workloads.py:"),
     "matmul_too_large": ("forward overflow", False, "`dot_general` in logits (tests/diagnostics/workloads.py:"),
@@ -296,7 +300,8 @@ def test_it_is_not_for_the_inside_of_jit():
 
 def test_the_report_prints_as_a_table_the_worst_leaf_first():
     report = compared("two_branches")
-    verdict, loss, explanation, headings, total, lost, first, *_ = repr(report).splitlines()
+    facts, verdict, loss, explanation, headings, total, lost, first, *_ = repr(report).splitlines()
+    assert facts == "Matrix products and convolutions: 7 of 7 in float16."
     assert verdict == report.verdict
     assert loss.startswith("Loss: 5.5707")
     assert explanation.startswith("Relative error")

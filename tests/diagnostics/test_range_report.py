@@ -50,11 +50,13 @@ def test_the_worst_operation_is_the_one_that_is_known(name):
     assert worst.source.startswith(SOURCE)
 
 
-@pytest.mark.parametrize(("name", "loss_scale"), [("healthy", 2.0**12), ("rounded_away", 1.0), ("tiny_loss", 2.0**39)])
+@pytest.mark.parametrize(("name", "loss_scale"), [("healthy", 2.0**12), ("tiny_loss", 2.0**39)])
 def test_what_stays_in_range_is_said_to(name, loss_scale):
     report = reported(name, loss_scale)
     assert report.bad == ()
-    assert repr(report).startswith(f"All {len(report)} float16 operations stay in range at a loss scale of 2^")
+    facts, summary = repr(report).splitlines()
+    assert facts == "Matrix products and convolutions: 5 of 5 in float16."
+    assert summary.startswith(f"All {len(report)} float16 operations stay in range at a loss scale of 2^")
 
 
 def test_the_line_is_that_of_the_operation():
@@ -153,8 +155,8 @@ def test_one_overflow_does_not_hide_the_next():
 
 def test_what_is_not_finite_in_float32_either_is_told():
     of = measured(lambda x: jnp.sum(jnp.log(x.astype(jnp.float16))).astype(jnp.float32), jnp.array([-1.0, 0.0, 1.0]))
-    assert of["log"].overflow == pytest.approx(2 / 3)
-    assert math.isinf(of["log"].largest)
+    assert of["log"].overflow == pytest.approx(1 / 3)  # -inf is what it is in float32, too
+    assert math.isnan(of["log"].largest)
 
 
 def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
@@ -326,7 +328,7 @@ def test_options_and_keyword_arguments_reach_the_function():
 def test_nothing_narrow():
     report = range_report(lambda w: jnp.sum(w**2), jnp.ones(3))
     assert len(report) == 0
-    assert repr(report).startswith("`fun` computes nothing in float16.")
+    assert repr(report).splitlines()[1].startswith("`fun` computes nothing in float16.")
 
 
 def test_what_is_not_followed_is_listed():
@@ -361,13 +363,17 @@ def test_it_is_not_for_the_inside_of_jit():
 
 
 def test_the_report_prints_as_a_table_with_cures_below():
-    summary, headings, first, second, *notes = repr(reported("layer_norm")).splitlines()
+    facts, summary, headings, first, second, *notes = repr(reported("layer_norm")).splitlines()
+    assert facts == "Matrix products and convolutions: none."
     assert (
         summary == "2 of 25 float16 operations overflow at a loss scale of 2^0, and more than half becomes zero in 0."
     )
-    assert headings.split() == "operation layer line pass shape largest off by overflow zero subnormal cure".split()
+    assert (
+        headings.split()
+        == "operation layer line pass shape largest off by overflow zero subnormal error in error cure".split()
+    )
     assert first.startswith("div (derivative of rsqrt)  norm   tests/diagnostics/workloads.py:")
-    assert first.split()[-4:] == ["3.2e+07", "2^9", "3.1%", "[1]"]
+    assert first.split()[-6:] == ["3.2e+07", "2^9", "3.1%", "0.035%", "inf", "[1]"]
     assert second.startswith("mul (derivative of rsqrt)")
     assert len(notes) == 1
     assert notes[0].startswith("[1] The derivative of `rsqrt` is computed in the forward pass and not scaled")

@@ -18,10 +18,13 @@ from jax_lossscale._check import check_function
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
-from jax_lossscale.diagnostics.programs import _cause
+from jax_lossscale.diagnostics.programs._cause import find_cause
+from jax_lossscale.diagnostics.programs._constants import lost_constants
+from jax_lossscale.diagnostics.programs._evidence import Evidence
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._range_report import range_report
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
@@ -57,7 +60,8 @@ def compare_gradients(
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
-      *args: its arguments: one batch, and float32 parameters.
+      *args: its arguments: one batch, and float32 parameters, or a whole model. What has no gradients in one that is
+        differentiated (functions, keys, counters) stays as it is.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
       dtype: the narrow dtype that ``fun`` computes in.
@@ -67,7 +71,7 @@ def compare_gradients(
         `in_precision`.
       progress: a function that wraps the sequence of scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
-        beforehand, with `functools.partial`.
+        beforehand, with `partial`.
 
     Returns:
       A `GradientComparison`.
@@ -91,12 +95,15 @@ def compare_gradients(
             check_function(function, f"compare_gradients({name}=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
-    narrow = gradient_program("compare_gradients", fun, 1.0, args, kwargs, argnums, has_aux)
-    moved = nudged(args, argnums, keep_dtypes=reference is not None)
+    check_function(fun, "compare_gradients(fun=...)")
+    of_leaves, chosen = with_gradients(fun, args, argnums, "compare_gradients(argnums=...)")
+    narrow = gradient_program("compare_gradients", of_leaves, 1.0, chosen, kwargs, argnums, has_aux)
+    moved = nudged(chosen, argnums, keep_dtypes=reference is not None)
     if reference is None:
         exact = _made_reference(narrow, narrow.inputs_from((_ONE, *moved), kwargs), has_aux)
     else:
-        wide = Traced(jax.value_and_grad(reference, argnums, has_aux), args, kwargs)
+        of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
+        wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), chosen, kwargs)
         exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(moved, kwargs), has_aux)
     if not exact.leaves:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
@@ -105,7 +112,9 @@ def compare_gradients(
     value, measured = _at_scales(narrow, exact, progress(scales) if progress else scales, has_aux)
     leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
     total = report_of_all(leaves)
-    evidence = _cause.Evidence(
+    facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, chosen, kwargs))
+    evidence = Evidence(
+        facts=facts,
         leaves=leaves,
         total=total,
         scales=scales,
@@ -114,11 +123,14 @@ def compare_gradients(
         loss_dtype=jnp.result_type(value),
         value=float(value),
         reference_value=float(exact.value),
-        ranges=lambda scale: range_report(
-            fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+        lost=lost_constants(narrow) if reference is None else (),
+        ranges=functools.cache(
+            lambda scale: range_report(
+                fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+            )
         ),
     )
-    finding = _cause.find_cause(evidence)
+    finding = find_cause(evidence)
     at = scales.index(finding.judged_at) if finding.judged_at is not None else 0
     leaves.sort(key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
@@ -134,6 +146,7 @@ def compare_gradients(
         value=float(value),
         reference_value=float(exact.value),
         as_they_are=exact.as_they_are,
+        facts=facts,
     )
 
 

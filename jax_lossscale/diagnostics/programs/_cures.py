@@ -22,8 +22,8 @@ _IN_THE_FORWARD_PASS = {
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
 _A_MASK = (
-    "If it is a mask, take one that float16 holds, such as -1e4 or `jnp.finfo(x.dtype).min`, or `jnp.where` behind a "
-    "softmax in float32."
+    "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added must "
+    "leave room for what it is added to, such as -1e4; or take the softmax in float32."
 )
 _A_DERIVATIVE = (
     "The derivative of {operation} is computed in the forward pass and not scaled, so no loss scale helps: compute "
@@ -39,6 +39,9 @@ _VANISHING_BACKWARD = (
     "result in float32, `jls.unscale_gradient` for its parameters and inputs."
 )
 _VANISHING_FORWARD = "No loss scale reaches the forward pass: compute it in float32, or make it larger before."
+_SUMMED_UP = ("scatter-add", "cumsum", "reduce_sum", "reduce_window_sum")
+_OF_A_SUM = "A sum of 16 bits stands still when what is added is below its last bit: add up in float32."
+_OF_ROUNDING = "It multiplies the rounding of its operands: compute it, and them, in float32."
 
 
 def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, largest: float, *, is_cast: bool) -> str:
@@ -57,3 +60,8 @@ def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, larg
 def cure_of_vanishing(is_backward: bool) -> str:
     """What to do about an operation whose results become zero."""
     return _VANISHING_BACKWARD if is_backward else _VANISHING_FORWARD
+
+
+def cure_of_rounding(operation: str, *, is_accumulated: bool) -> str:
+    """What to do about an operation whose results are wrong though its operands are right."""
+    return _OF_A_SUM if is_accumulated or operation in _SUMMED_UP else _OF_ROUNDING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics.programs._facts import ProductFacts
 
 _MOST_ROWS = 12
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
@@ -52,8 +53,9 @@ class LeafGradientError:
 class GradientComparison(Report[LeafGradientError]):
     """Gradients in float16 compared with those in float32: a verdict, and the numbers behind it.
 
-    Printed, or shown in a notebook, it is the verdict and a table of the leaves, the worst first. Iterating over it
-    gives a `LeafGradientError` for each leaf.
+    Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the first other
+    is not), the verdict, and a table of the leaves, the worst first. Iterating over it gives a `LeafGradientError` for
+    each leaf.
 
     Attributes:
       verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
@@ -69,6 +71,7 @@ class GradientComparison(Report[LeafGradientError]):
       value: the value of the function, which a loss scale does not change.
       reference_value: that of the reference.
       as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
+      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
     """
 
     verdict: str
@@ -83,12 +86,13 @@ class GradientComparison(Report[LeafGradientError]):
     value: float
     reference_value: float
     as_they_are: tuple[str, ...]
+    facts: ProductFacts = ProductFacts()
 
     def _entries(self) -> tuple[LeafGradientError, ...]:
         return self.leaves
 
     def _summary(self) -> str:
-        lines = [self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        lines = [str(self.facts), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
         if self.as_they_are:
             lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
         if any(leaf.is_rounding for leaf in self):

@@ -21,9 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from jax_lossscale._autocast.plan import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Body
+from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS, closed
 from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of, last_uses
 from jax_lossscale._program.place import Place, place_within
-from jax_lossscale.diagnostics.programs._sites import CALLS, CUSTOM_CALLS, closed
 
 # What is probed of a product; and of each, its cotangent.
 LEFT, RIGHT, RESULT = range(3)

@@ -1,17 +1,17 @@
-"""Which results of a program are measured, and what is known of them before it runs: the operation, where, of what."""
+"""Which results of a program are measured, and what is known before it runs: the operation, where, made of what."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale._program.jaxpr import is_equation_narrow, is_narrow
-from jax_lossscale._program.place import Place, place_of
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.place import Place
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
-_HOLD_PROGRAMS = (*CALLS, *CUSTOM_CALLS, "scan", "while", "cond")
 # These only move or choose among numbers that were measured where they were made.
 _MOVES = frozenset(
     {"broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"}
@@ -20,15 +20,23 @@ _MOVES = frozenset(
     | {"squeeze", "stop_gradient", "top_k", "transpose"}
 )
 _REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum", "dot_general", "conv_general_dilated")
+# What adds up numbers of both signs, of which next to nothing may be left.
+SUMS = ("add", "add_any", "sub", "reduce_sum")
 # The operations whose derivatives may be out of range where they themselves are not.
 _STEEP = ("rsqrt", "sqrt", "cbrt", "log", "log1p", "div", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv")
 _OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
 
 
 class Site(NamedTuple):
-    """An equation that is measured, as far as the jaxpr knows it.
+    """A result that is measured, as far as the jaxpr knows it.
 
-    ``derivative_of``: the operation whose derivative this is, if it is computed in the forward pass.
+    Attributes:
+      operation: what made it.
+      place: where.
+      shape: its shape.
+      dtype: the name of its dtype.
+      derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
+      is_narrow: whether it is a narrow float.
     """
 
     operation: str
@@ -36,75 +44,112 @@ class Site(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     derivative_of: str
+    is_narrow: bool
 
 
-def is_measured(eqn: Any, variable: Any) -> bool:
-    """Whether this result of an equation would be narrow, and is made there."""
-    if not is_narrow(variable.aval) or eqn.primitive.name in _MOVES:
-        return False
-    return eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype != variable.aval.dtype
+class Value(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      nodes: what it is made of, by way of moves.
+      operation: what made it, other than a move.
+      column: where that stands.
+      steep: the operation whose derivative it is.
+    """
+
+    nodes: frozenset[int] = frozenset()
+    operation: str = ""
+    column: str = ""
+    steep: str = ""
 
 
-def _inner(eqn: Any) -> list[Jaxpr] | None:
-    """The jaxprs inside an equation that are evaluated with their sites; ``None`` for an operation."""
-    name, params = eqn.primitive.name, eqn.params
-    if name not in _HOLD_PROGRAMS:
-        return None
-    if not is_equation_narrow(eqn):
-        return []
-    if name == "while":
-        return [params["body_jaxpr"].jaxpr]
-    if name == "cond":
-        return [branch.jaxpr for branch in params["branches"]]
-    return [closed(params["call_jaxpr" if name in CUSTOM_CALLS else "jaxpr"]).jaxpr]
+class Graph(Flow[Value]):
+    """The measured results of a program, each with those that it is made of.
 
+    Attributes:
+      sites: by node, the result; ``None`` for a carry of a loop.
+      made_of: by node, the nodes that it is made of.
+      ends_of_loops: by node of a carry, what it is after an iteration.
+    """
 
-def sites(jaxpr: Jaxpr, within: Place | None = None) -> list[Site]:
-    """What is measured in a jaxpr and inside it, in the order of the rows."""
-    found: list[Site] = []
-    makers: dict[Any, Any] = {}
-    steep: dict[Any, str] = {}
-    for eqn in jaxpr.eqns:
-        place = place_of(eqn, within)
-        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        derivative_of = "" if place.is_backward else _derivative_of(eqn, place, operands, makers, steep)
-        for variable in eqn.outvars:
-            makers[variable] = (eqn, place)
-            steep[variable] = derivative_of
-        jaxprs = _inner(eqn)
-        if jaxprs is not None:
-            found += [site for jaxpr in jaxprs for site in sites(jaxpr, place)]
-            continue
-        operation = _operation(eqn, operands, makers)
+    def __init__(self) -> None:
+        self.sites: list[Site | None] = []
+        self.made_of: list[frozenset[int]] = []
+        self.ends_of_loops: dict[int, frozenset[int]] = {}
+        self._divisions: set[str] = set()
+
+    def constant(self, value: Any) -> Value:
+        return Value()
+
+    def joined(self, values: Sequence[Value]) -> Value:
+        return values[0]._replace(nodes=frozenset[int]().union(*(value.nodes for value in values)))
+
+    def carried(self, start: Value) -> Value:
+        return Value(frozenset({self._node(None, start.nodes)}))
+
+    def carried_on(self, within: Value, at_end: Value) -> None:
+        (node,) = within.nodes
+        self.made_of[node] |= at_end.nodes
+        self.ends_of_loops[node] = at_end.nodes
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
+        if name == "div":
+            self._divisions.add(place.column)
+        steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
+        results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
                 aval: Any = variable.aval
-                found.append(Site(operation, place, aval.shape, aval.dtype.name, derivative_of))
-    return found
+                operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
+                site = Site(operation, place, aval.shape, aval.dtype.name, steep, is_narrow(aval))
+                results.append(Value(frozenset({self._node(site, nodes)}), name, place.column, steep))
+            else:
+                is_move = name in _MOVES or name == "convert_element_type"
+                made = operands[-1] if name == "select_n" else operands[0] if operands and is_move else None
+                of = (made.operation, made.column, made.steep) if made else (name, place.column, steep)
+                results.append(Value(nodes, *of))
+        return results
+
+    def _node(self, site: Site | None, made_of: frozenset[int]) -> int:
+        self.sites.append(site)
+        self.made_of.append(made_of)
+        return len(self.sites) - 1
+
+    def _derivative_of(self, eqn: Any, place: Place, operands: Sequence[Value]) -> str:
+        """The operation that this equation differentiates: one of the same expression, of whose result it is made."""
+        name = eqn.primitive.name
+        if name not in _OF_A_DERIVATIVE or "jvp(" not in place.stack:
+            return ""
+        if name == "integer_pow" and eqn.params["y"] == -2 and place.column in self._divisions:
+            return "div"
+        for operand in operands:
+            if operand.column == place.column and (operand.steep or operand.operation in _STEEP):
+                return operand.steep or operand.operation
+        return ""
 
 
-def _operation(eqn: Any, operands: list[Any], makers: dict[Any, Any]) -> str:
+def is_measured(eqn: Any, variable: Any) -> bool:
+    """Whether this result of an equation is a float that is made there."""
+    aval = variable.aval
+    if not hasattr(aval, "dtype") or not jnp.issubdtype(aval.dtype, jnp.floating) or eqn.primitive.name in _MOVES:
+        return False
+    if eqn.primitive.name != "convert_element_type":
+        return True
+    before = eqn.invars[0].aval.dtype
+    return is_narrow(aval) and before != aval.dtype
+
+
+def _operation(name: str, operands: Sequence[Value]) -> str:
     """The name of the primitive; of a cast of a sum that was computed in float32, that of the sum."""
-    name = eqn.primitive.name
-    if name == "convert_element_type" and operands and operands[0] in makers:
-        made_by = makers[operands[0]][0].primitive.name
-        return made_by if made_by in _REDUCTIONS else name
+    if name == "convert_element_type" and operands[0].operation in _REDUCTIONS:
+        return operands[0].operation
     return name
 
 
-def _derivative_of(eqn: Any, place: Place, operands: list[Any], makers: dict[Any, Any], steep: dict[Any, str]) -> str:
-    """The operation that this equation differentiates: one of the same expression, of whose result it is made."""
-    if eqn.primitive.name not in _OF_A_DERIVATIVE or "jvp(" not in place.stack:
-        return ""
-    for operand in operands:
-        maker, made_at = makers.get(operand, (None, None))
-        if maker is not None and made_at.column == place.column:
-            name = maker.primitive.name
-            if steep[operand] or name in _STEEP:
-                return steep[operand] or name
-    return ""
-
-
-def closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same jaxpr, with its constants."""
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+def sites(program: ClosedJaxpr) -> list[Site]:
+    """What is measured in a program and inside it, in the order of the rows."""
+    graph = Graph()
+    graph.outputs(program, [Value()] * len(program.jaxpr.invars))
+    return [site for site in graph.sites if site is not None]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
@@ -28,6 +28,17 @@ from jax_lossscale.diagnostics.runs._bad_step import (
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
 _LARGE_SHARE_OF_SKIPS = 0.05
 _FEW_STEPS = 100
+
+_LARGEST_FLOAT16 = 65504
+# Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
+_MUCH_ROOM = 6
+# No true gradients are so small; ones that were never scaled seem to be, however high the scale.
+_FAR_TOO_HIGH = 50
+_UNSCALED = (
+    "That is far more than gradients need: most likely they are not scaled, and `jax.grad` stands where "
+    "`jls.scaled_grad` or `jls.value_and_scaled_grad` should."
+)
+_WENT_AWAY = "It went away when the scale fell, so it was an overflow, NaN or not."
 
 _RIGHT_OR_WRONG = (
     "Whether the gradients are those of float32, the state does not tell: `compare_gradients(loss_fn, params, batch)` "
@@ -82,19 +93,23 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    lines = [_the_scale(state.loss_scale), _the_steps(state), *_the_last_step(state, params)]
+    lines = [_the_scale(state), _the_steps(state), *_the_last_step(state, params)]
     if _are_finite(params) is False:
         lines.append(_the_parameters(state.loss_scale, params))
     return "\n".join(lines)
 
 
-def _the_scale(loss_scale: LossScale) -> str:
+def _the_scale(state: LossScaledState) -> str:
+    loss_scale = state.loss_scale
     if not loss_scale.checks_gradients:
         return f"There is no loss scale, and the gradients are not checked ({type(loss_scale).__name__})."
     scale = float(loss_scale())
     log2_scale = math.log2(scale)
     power = f"2^{log2_scale:.0f} = " if log2_scale.is_integer() else ""
-    return f"The loss scale is {power}{scale:.10g} ({type(loss_scale).__name__})."
+    said = f"The loss scale is {power}{scale:.10g} ({type(loss_scale).__name__})."
+    if isinstance(loss_scale, AutoLossScale) and log2_scale > _FAR_TOO_HIGH:
+        return f"{said} {_UNSCALED}"
+    return said
 
 
 def _the_steps(state: LossScaledState) -> str:
@@ -166,6 +181,9 @@ def _the_steps_before(state: LossScaledState, params: chex.ArrayTree | None) -> 
         cause = recorded_cause(record)
         ago = _steps(steps - 1 - int(record.step))
         lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, params)}.")
+        may_fall = state.loss_scale.skip_nonfinite and not isinstance(state.loss_scale, FixedLossScale)
+        if cause.grads and record.has_nan and may_fall and not cause.loss:
+            lines.append(_WENT_AWAY)
     if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
         lines.append(f"{skipped / steps:.0%} of all steps were skipped. {what_to_do(cause, state, often=True)}")
     return lines
@@ -178,4 +196,10 @@ def _the_gradients(state: LossScaledState, params: chex.ArrayTree | None) -> lis
     if state.largest is None or not state.loss_scale.needs_largest:
         return [_RIGHT_OR_WRONG]
     largest = float(state.largest)
-    return [f"The largest gradient of the last step was {largest:.3g}.", _RIGHT_OR_WRONG] if largest else [_ALL_ZERO]
+    if not largest:
+        return [_ALL_ZERO]
+    said = f"The largest gradient of the last step was {largest:.3g}."
+    room = math.floor(math.log2(_LARGEST_FLOAT16 / largest) - math.log2(float(state.loss_scale())))
+    if room >= _MUCH_ROOM:
+        said += f" The scale is 2^{room} below what that would allow in float16."
+    return [said, _RIGHT_OR_WRONG]

@@ -1,0 +1,114 @@
+"""What is computed in half precision at all is counted; of the first product that is not, the cause is named."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workloads
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import compare_gradients, range_report
+
+PARAMS = {"ln_1": {"scale": jnp.ones((1, 8))}, "c_attn": {"kernel": workloads.draw(8, 4, scale=0.3)}}
+X = workloads.draw(6, 8, seed=1)
+
+
+def met(params, x):
+    x = x.astype(jnp.float16)
+    with jax.named_scope("ln_1"):
+        x = x * params["ln_1"]["scale"]  # norm
+    with jax.named_scope("c_attn"):
+        x = x @ params["c_attn"]["kernel"]  # product
+    return jnp.mean(x**2)
+
+
+def cast(params, x):
+    x = jnp.tanh(x.astype(jnp.float16))
+    x = x.astype(jnp.float32)  # cast
+    return jnp.mean((x @ params["c_attn"]["kernel"]) ** 2)  # product
+
+
+def met_in_a_product(params, x):
+    return jnp.mean((x.astype(jnp.float16) @ params["c_attn"]["kernel"]) ** 2)  # product
+
+
+def never_cast(params, x):
+    y = jnp.mean((x @ params["c_attn"]["kernel"]) ** 2)  # product
+    return y + jnp.mean(jnp.tanh(x.astype(jnp.float16))).astype(jnp.float32)
+
+
+def in_a_loop(params, x):
+    def step(carry, row):
+        return carry, row.astype(jnp.float16)[None] * params["ln_1"]["scale"] @ params["c_attn"]["kernel"]  # product
+
+    return jnp.mean(jax.lax.scan(step, 0.0, x)[1] ** 2)
+
+
+def in_a_jitted_branch(params, x):
+    branch = jax.jit(lambda x: x @ params["c_attn"]["kernel"])  # product
+    return jnp.mean(jax.lax.cond(x[0, 0] > 0, branch, branch, x.astype(jnp.float16).astype(jnp.float32)) ** 2)  # cast
+
+
+def lines(fun):
+    """The lines of a function that are marked, by the mark."""
+    code = fun.__code__
+    with open(__file__) as file:
+        rows = list(enumerate(file, 1))[code.co_firstlineno - 1 :]
+    found = {}
+    for number, text in rows:
+        if "  # " in text:
+            found.setdefault(text.split("  # ")[1].strip(), f"tests/diagnostics/test_facts.py:{number}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
+
+
+@pytest.mark.parametrize(
+    ("fun", "sentence"),
+    [
+        (
+            met,
+            "`c_attn` ({product}); its input is float32 since `ln_1` ({norm}), where float16 met float32 "
+            "`params['ln_1']['scale']`",
+        ),
+        (cast, "{product}; its input is float32 since {cast}, where it is cast"),
+        (met_in_a_product, "{product}; it is where float16 met float32 `params['c_attn']['kernel']`"),
+        (never_cast, "{product}; its input is float32 from the beginning (`x`)"),
+        (
+            in_a_loop,
+            "{product}; it is where float16 met float32 `params['ln_1']['scale']`",
+        ),
+        (in_a_jitted_branch, "{product}; its input is float32 since {cast}, where it is cast"),
+    ],
+)
+def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
+    report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
+    assert report.facts.first_wide == sentence.format(**lines(fun))
+    counts = f"Matrix products and convolutions: 0 of {report.facts.products} in float16. The first that is not: "
+    assert repr(report).startswith(f"{counts}{report.facts.first_wide}.")
+    assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", False, None)
+    assert "It will train" not in report.verdict
+    assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.facts.first_wide}.")
+
+
+def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
+    def fun(params, x):
+        y = x.astype(jnp.float16) @ params["c_attn"]["kernel"].astype(jnp.float16)
+        return jnp.mean((y.astype(jnp.float32) @ jnp.ones((4, 4))) ** 2)
+
+    report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
+    assert (report.facts.products, report.facts.narrow_products) == (4, 2)
+    assert report.verdict == "It will train, of which 2 of 4 products are in float16; start from 2^0."
+
+
+def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
+    report = compare_gradients(*workloads.healthy(), loss_scales=[1.0])
+    assert repr(report).splitlines()[0] == "Matrix products and convolutions: 5 of 5 in float16."
+    assert report.verdict == "It will train; start from 2^0."
+
+
+def test_arguments_without_names():
+    report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
+    assert "float32 `args" in report.facts.first_wide

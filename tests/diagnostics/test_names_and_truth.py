@@ -1,0 +1,166 @@
+"""What reports call things: operations by the name that a reader knows, infinities and constants for what they are."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workloads
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import compare_gradients, range_report
+
+half = jnp.float16
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
+
+
+def here(fun):
+    """The line of a function that is marked."""
+    lines, first = inspect.getsourcelines(fun)
+    (offset,) = [n for n, line in enumerate(lines) if "# here" in line]
+    return f"tests/diagnostics/test_names_and_truth.py:{first + offset}"
+
+
+# Names.
+
+
+def test_the_derivative_of_a_division_is_one():
+    def fun(a, b):
+        return jnp.sum((a.astype(half) / b.astype(half)).astype(jnp.float32))
+
+    report = range_report(fun, jnp.ones(3), jnp.full(3, 1e-3), argnums=1, loss_scale=1.0)
+    assert {(o.operation, o.derivative_of) for o in report.bad if not o.is_backward} == {("div", "div")}
+    assert "integer_pow" not in repr(report)
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_a_sum_is_called_a_sum(keepdims):
+    def fun(x):
+        return jnp.mean(jnp.tanh(jnp.sum(x.astype(half), -1, keepdims=keepdims)).astype(jnp.float32))
+
+    worst = range_report(fun, jnp.full((2, 80000), 1.0), loss_scale=1.0)[0]
+    assert (worst.operation, worst.largest) == ("reduce_sum", 80000)
+    assert "Take sums in float32" in worst.cure
+
+
+def test_so_is_the_denominator_of_a_softmax_over_many_words():
+    def fun(x):
+        return jnp.mean(jax.nn.softmax(x.astype(half), -1)[:, :2].astype(jnp.float32) * 1e5)
+
+    worst = range_report(fun, jnp.zeros((2, 70000)), loss_scale=1.0)[0]
+    assert (worst.operation, worst.largest) == ("reduce_sum", 70000)
+
+
+def log_times_zero(x):
+    y = x.astype(half).astype(jnp.float32)
+    y = jnp.log(y) * y  # here
+    return jnp.mean(y.astype(half).astype(jnp.float32))
+
+
+def softmax_of_an_empty_row(x):
+    scores = jnp.where(x > 5, x, -jnp.inf)
+    y = jax.nn.softmax(scores, -1)  # here
+    return jnp.mean(y.astype(half).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("fun", [log_times_zero, softmax_of_an_empty_row])
+def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
+    worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.cure)
+    assert (worst.source, worst.dtype) == (here(fun), "float32")
+    assert "not a number" in worst.cure
+
+
+def test_what_handles_effects_is_no_layer():
+    class Messenger:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+    class Head(Messenger):
+        def __call__(self, x):
+            return x.astype(half) * x.astype(half)
+
+    report = range_report(lambda x: Messenger(Head(None))(x).astype(jnp.float32), jnp.float32(300.0), loss_scale=1.0)
+    assert report[0].layer == "Head"
+
+
+def test_no_row_stands_at_a_line_of_this_library():
+    def fun(x):
+        return jnp.mean(x.astype(half)) * half(1e-4) * half(1e-4)
+
+    report = range_report(fun, jnp.ones(3), loss_scale=1.0)
+    assert not any("jax_lossscale" in operation.source for operation in report)
+
+
+# Truth.
+
+
+def test_an_infinity_that_float32_has_is_no_overflow():
+    assert range_report(*workloads.mask_of_minus_infinity(), loss_scale=2.0**4).bad == ()
+
+
+def test_a_mask_that_is_added_is_not_cured_by_the_least_number():
+    cure = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].cure
+    assert "One that is added must leave room" in cure
+
+
+def epsilon(w, x):
+    y = (x * w).astype(half)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-8)  # here
+    return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
+
+
+def boltzmann(w, x):
+    energy = (w * x).astype(half)
+    return jnp.mean((energy * half(1.38e-23)).astype(jnp.float32))  # here
+
+
+def added_mask(w, x):
+    scores = (w * x).astype(half)
+    scores = scores + half(-jnp.inf)  # here
+    return jnp.mean((jax.nn.softmax(scores) * scores).astype(jnp.float32))
+
+
+def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
+    args = jnp.ones((1, 8)), workloads.draw(4, 8)
+    report = compare_gradients(epsilon, *args, loss_scales=[1.0])
+    assert report.will_train
+    assert (
+        f"But the epsilon in `add` ({here(epsilon)}) is 0 in 16 bits, and so it is in the reference." in report.verdict
+    )
+    assert f"The epsilon in `add` ({here(epsilon)}) is 0 in 16 bits, in float32, too." in repr(
+        range_report(epsilon, *args, loss_scale=1.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "cause", "words"),
+    [
+        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) is 0 in 16 bits"),
+        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) is -inf in 16 bits"),
+    ],
+)
+def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
+    report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
+    assert report.cause == cause
+    assert report.verdict.startswith(words.format(here(fun)))
+    assert "With the constants that float16 left" in report.verdict
+
+
+def test_leaves_that_stay_worse_than_the_rest_are_named():
+    def fun(params, x):
+        rough, fine = (params[name].astype(half).astype(jnp.float32) for name in ("rough", "fine"))
+        return jnp.mean((fine * x) ** 2) + 1e-7 * jnp.sum(rough**2)  # gradients of 2e-7, in units of 6e-8
+
+    params = {"fine": jnp.ones((1, 4)), "rough": workloads.draw(1, 64)}
+    report = compare_gradients(fun, params, workloads.draw(4, 4), loss_scales=[1.0])
+    assert report.will_train
+    assert "1 leaf stays at " in report.verdict
+    assert report.verdict.endswith(": ['rough'].")
