@@ -17,7 +17,7 @@ from benchmarks.timing import Timings
 
 _CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, ApplyIfFinite())
 _PATIENCE = 20.0  # seconds, for jmp, whose time grows faster than the number of leaves
-_GOAL = 1.5
+_GOAL = 1.75  # by hand, a check, a conditional and one factor take 1.65
 # Of a whole training step, these take so long that they are compiled once, in a process that can be given up.
 _SLOW: tuple[Contender, ...] = (Flax(), Jmp())
 _TRAINING_PATIENCE = 300.0  # seconds
@@ -93,14 +93,17 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
     ]
     name = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer"
     if quick:
-        mark = Mark(name, None, _TRAINING_GOAL, note=f"--quick stops at {layers} layers")
+        marks = [Mark(name, None, _TRAINING_GOAL, note=f"--quick stops at {layers} layers")]
     else:
-        mark = Mark(name, timings.minimum(OURS.name) / bare, _TRAINING_GOAL)
+        marks = [
+            Mark(f"{name}, {ours.name.removeprefix('ours, ')}", timings.minimum(ours.name) / bare, _TRAINING_GOAL)
+            for ours in (OURS, *OTHER_KINDS)
+        ]
     columns = (("step", "{}"), ("trace, lower and compile", "{:.2f} s"), ("over bare", "{:.2f}"))
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
     notes = [f"{' and '.join(it.name for it in _SLOW)}: compiled once, the others several times; the shortest counts."]
-    return Table(title, columns, rows, [mark], notes, quick)
+    return Table(title, columns, rows, marks, notes, quick)
 
 
 def _interleave(

@@ -1,4 +1,4 @@
-"""Loss scaling for float16 training in JAX and optax."""
+"""Mixed precision for JAX and optax: computing in float16, and loss scaling."""
 
 from jax_lossscale import diagnostics, plotting
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, keep_float32

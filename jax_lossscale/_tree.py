@@ -5,14 +5,13 @@ cotangents, booleans, random keys, sometimes functions or strings. One rule deci
 `is_inexact` is that rule: inexact leaves (floating or complex, of any width) are scaled, unscaled, checked and
 cast; every other leaf passes through as the same object.
 
-Everything here is compiled: called eagerly, each function is one dispatch for a tree of any size; called under
-a user's `jax.jit`, it leaves no trace of a call behind.
+Everything here is compiled: called eagerly, each function is one dispatch for a tree of any size (one for each mesh,
+where leaves lie on several); called under a user's `jax.jit`, it leaves no trace of a call behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import chex
@@ -21,8 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-# 1 / 2**64 and 2**64 / scale are both normal float32 numbers for every scale from 2**64 to the largest finite one.
-_LARGE_SCALE = 2.0**64
+from jax_lossscale._check import check_bool_scalar, checked_dtype
+from jax_lossscale._dispatch import compiled
+
+# Float32 numbers whose reciprocals are normal numbers too. XLA makes zero of what is not normal.
+_SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
 
 # Objects, bytes, strings (of either sort), times and differences of times.
 _KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
@@ -60,25 +62,42 @@ def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
 
 def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree) -> chex.ArrayTree:
     """Replace the inexact leaves by ``function`` of their list; every other leaf stays the same object."""
+    return _replace(function, tree, list(map(is_inexact, jax.tree.leaves(tree))))
+
+
+def _replace(
+    function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree, chosen: Sequence[bool]
+) -> chex.ArrayTree:
+    """`map_inexact`, of the leaves that are chosen."""
     leaves, structure = jax.tree.flatten(tree)
-    positions = [position for position, leaf in enumerate(leaves) if is_inexact(leaf)]
+    positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     replacements = function([leaves[position] for position in positions])
     for position, replacement in zip(positions, replacements, strict=True):
         leaves[position] = replacement
     return jax.tree.unflatten(structure, leaves)
 
 
+def applied(loss_scale: ArrayLike) -> jax.Array:
+    """The scale that is multiplied and divided by: a constant to differentiation, and from 2**-126 to 2**126.
+
+    So its reciprocal is one normal number, exact for a power of two. Wherever a scale is applied it is this one: what
+    was scaled with it is unscaled with it, also where a loss scale stands beyond.
+    """
+    scale = jax.lax.stop_gradient(jnp.asarray(loss_scale, jnp.float32))
+    return jax.lax.clamp(_SMALLEST_APPLIED, scale, _LARGEST_APPLIED)
+
+
 def scale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Inexact leaves times ``loss_scale``; each leaf keeps its dtype."""
+    """Inexact leaves times the `applied` scale; each leaf keeps its dtype."""
     return map_inexact(lambda leaves: _scale(leaves, loss_scale), tree)
 
 
 def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Inexact leaves divided by ``loss_scale``, in float32 or their own wider dtype."""
+    """Inexact leaves divided by the `applied` scale, in float32 or their own wider dtype."""
     return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
 
 
-def strong(tree: chex.ArrayTree) -> chex.ArrayTree:
+def without_weak_types(tree: chex.ArrayTree) -> chex.ArrayTree:
     """Inexact leaves as arrays of the same dtype, none of them weak."""
     return map_inexact(lambda leaves: [jnp.asarray(leaf, jnp.result_type(leaf)) for leaf in leaves], tree)
 
@@ -100,13 +119,14 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
 def cast_floating(
     tree: chex.ArrayTree, dtype: DTypeLike, *, where: Callable[[tuple[Any, ...], Any], bool] | None = None
 ) -> chex.ArrayTree:
-    """Cast the floating leaves of a tree.
+    """Cast the floating arrays of a tree.
 
     Use it to make the copy of float32 master weights that is computed with. If you differentiate through the cast, the
     gradients of the master weights are float32.
 
     Args:
-      tree: any pytree. Complex, integer, boolean, float0 and random-key leaves, and ``None``, stay as they are.
+      tree: any pytree. Complex, integer, boolean, float0 and random-key leaves, ``None``, and Python's own floats, such
+        as a dropout rate, stay as they are.
       dtype: a real floating dtype, such as ``jnp.float16``.
       where: which floating leaves to cast: ``where(path, leaf) -> bool`` is called for each of them; by default all are
         cast. If it returns false, the leaf stays the same object, for example to keep norm layers in float32. ``path``
@@ -114,7 +134,7 @@ def cast_floating(
         ``(DictKey(key='norm'),)``, which `jax.tree_util.keystr` turns into a string.
 
     Returns:
-      A tree of the same structure and shapes, its floating leaves of ``dtype``.
+      A tree of the same structure and shapes, its floating arrays of ``dtype``.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype; if ``where`` is no function, or returns no bool.
@@ -138,19 +158,18 @@ def cast_floating(
             f"`cast_floating(dtype=...)` must be a real floating dtype, got {dtype.name}. To cast other "
             "leaves, use `jax.tree.map`."
         )
-    if where is None:
-        return map_inexact(lambda leaves: _cast_floating(leaves, dtype), tree)
-    if not callable(where):
+    if where is not None and not callable(where):
         raise ValueError(
             f"`cast_floating(where=...)` must be a function of a leaf's path and the leaf, got {where!r}. To cast all "
             "floating leaves, leave it out."
         )
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [leaf for _, leaf in with_paths]
-    chosen = [n for n, (path, leaf) in enumerate(with_paths) if _is_floating(leaf) and _answer(where, path, leaf)]
-    for position, leaf in zip(chosen, _cast_floating([leaves[n] for n in chosen], dtype), strict=True):
-        leaves[position] = leaf
-    return jax.tree.unflatten(structure, leaves)
+
+    def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
+        is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return bool(is_floating) and (where is None or _answer(where, path, leaf))
+
+    chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
+    return _replace(lambda leaves: _cast(leaves, dtype), tree, jax.tree.leaves(chosen))
 
 
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
@@ -205,42 +224,9 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
         elif jax.typeof(a).dtype != jax.dtypes.float0:  # a float0 holds nothing to choose
             positions.append(position)
             pairs.append((a, b))
-    for position, leaf in zip(positions, _select(pred, pairs), strict=True):
+    for position, leaf in zip(positions, _select(pairs, pred), strict=True):
         chosen_leaves[position] = leaf
     return jax.tree.unflatten(structure, chosen_leaves)
-
-
-def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """``dtype`` as a dtype, or a `ValueError` that names the argument."""
-    try:
-        if dtype is None:  # which NumPy takes for float64
-            raise TypeError
-        return jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"`{name}` got {dtype!r}, which is no dtype.") from error
-
-
-def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """`checked_dtype`, of real floats only."""
-    dtype = checked_dtype(dtype, name)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
-    return dtype
-
-
-def check_bool_scalar(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
-    is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
-    if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
-        return
-    raise ValueError(
-        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else repr(value)}. Reduce it with "
-        "`jnp.all` or `jnp.any`."
-    )
-
-
-def _is_floating(leaf: Any) -> bool:
-    return is_inexact(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def _answer(where: Callable[[tuple[Any, ...], Any], bool], path: tuple[Any, ...], leaf: Any) -> bool:
@@ -263,74 +249,50 @@ def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
-def _multiply(leaf: jax.Array, *factors: jax.Array) -> jax.Array:
-    """``leaf`` times real scalars; a complex leaf by its parts: inf * (s + 0j) would make a NaN of the other part."""
+def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
+    """``leaf`` times a real scalar; a complex leaf by its parts: inf * (s + 0j) would make a NaN of the other part."""
     if jnp.iscomplexobj(leaf):
-        return jax.lax.complex(_multiply(leaf.real, *factors), _multiply(leaf.imag, *factors))
-    for factor in factors:
-        leaf = leaf * factor
-    return leaf
+        return jax.lax.complex(_multiply(leaf.real, factor), _multiply(leaf.imag, factor))
+    return leaf * factor.astype(leaf.dtype)
 
 
-def _real_dtype(dtype: DTypeLike) -> jnp.dtype:
-    return jnp.finfo(dtype).dtype
+def _wide(leaf: ArrayLike, keep: tuple[DTypeLike, ...] = ()) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return array if array.dtype in keep else array.astype(_wide_dtype(array.dtype))
 
 
-@partial(jax.jit, inline=True)
+@compiled()
 def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
-    def scale_leaf(leaf: jax.Array) -> jax.Array:
-        # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
-        wide = leaf.astype(_wide_dtype(leaf.dtype))
-        return _multiply(wide, jnp.asarray(loss_scale, _real_dtype(wide.dtype))).astype(leaf.dtype)
-
-    return [scale_leaf(jnp.asarray(leaf)) for leaf in leaves]
+    # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
+    scale, arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]
+    return [_multiply(_wide(array), scale).astype(array.dtype) for array in arrays]
 
 
-@partial(jax.jit, inline=True)
+@compiled()
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    wides = [array.astype(_wide_dtype(array.dtype)) for array in arrays]
-    dtypes = dict.fromkeys(_real_dtype(wide.dtype) for wide in wides)
-    factors = {dtype: _reciprocal(loss_scale, dtype) for dtype in dtypes}
-    return [_multiply(wide, *factors[_real_dtype(wide.dtype)]) for wide in wides]
+    scale, wides = applied(loss_scale), [_wide(leaf) for leaf in leaves]
+    dtypes = dict.fromkeys(jnp.finfo(wide.dtype).dtype for wide in wides)
+    reciprocals = {dtype: 1 / scale.astype(dtype) for dtype in dtypes}
+    return [_multiply(wide, reciprocals[jnp.finfo(wide.dtype).dtype]) for wide in wides]
 
 
-def _reciprocal(scale: ArrayLike, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Two factors whose product is ``1 / scale``.
-
-    XLA makes the division by a scalar a product with its reciprocal, and flushes that to zero where it is subnormal:
-    above 2**126. Of two factors each is a normal number.
-    """
-    # A loss scale is a constant, here as where gradients are scaled: so gradients that were scaled and unscaled have
-    # true derivatives. Without the barrier the compiler would fold the two factors of a scale that it knows into that
-    # reciprocal.
-    divisor = jax.lax.optimization_barrier(jax.lax.stop_gradient(jnp.asarray(scale, dtype)))
-    is_large = divisor > _LARGE_SCALE
-    one, large = jnp.ones_like(divisor), jnp.full_like(divisor, _LARGE_SCALE)
-    first = jax.lax.select(is_large, 1 / large, one)
-    second = jax.lax.select(is_large, large, one) / divisor
-    return first, second
-
-
-@partial(jax.jit, static_argnums=1, inline=True)
+@compiled(static_argnums=1)
 def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    return [array if array.dtype in keep else array.astype(_wide_dtype(array.dtype)) for array in arrays]
+    return [_wide(leaf, keep) for leaf in leaves]
 
 
 def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf if leaf.dtype in keep else leaf.update(dtype=_wide_dtype(leaf.dtype))
-    return _widen([leaf], keep)[0]
+    return _wide(leaf, keep)
 
 
-@partial(jax.jit, static_argnums=1, inline=True)
-def _cast_floating(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]:
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    return [a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in arrays]
+@compiled(static_argnums=1)
+def _cast(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]:
+    return [jnp.asarray(leaf).astype(dtype) for leaf in leaves]
 
 
-@partial(jax.jit, inline=True)
-def _select(pred: ArrayLike, pairs: list[tuple[ArrayLike, ArrayLike]]) -> list[jax.Array]:
+@compiled()
+def _select(pairs: list[tuple[ArrayLike, ArrayLike]], pred: ArrayLike) -> list[jax.Array]:
     pred = jnp.asarray(pred)
     return [jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b)) for a, b in pairs]

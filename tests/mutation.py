@@ -40,6 +40,7 @@ RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_record
 TESTS = {  # the quickest to notice first
     "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
     "_check.py": [HARD + "test_bad_input.py"],
+    "_dispatch.py": ["tests/test_dispatch.py", "tests/test_tree.py"],
     "_measure/devices.py": [
         MEASURE + "test_finite.py",
         MEASURE + "test_largest.py",
@@ -47,11 +48,11 @@ TESTS = {  # the quickest to notice first
         WRAPPER + "test_devices.py",
     ],
     "_measure/fault.py": [*RECORDS, HARD + "test_bad_input.py"],
-    "_measure/finite.py": [MEASURE + "test_finite.py", HARD + "test_bad_input.py"],
+    "_measure/finite.py": [MEASURE + "test_finite.py", MEASURE + "test_largest.py", HARD + "test_bad_input.py"],
     "_measure/largest.py": [MEASURE + "test_largest.py", WRAPPER + "test_measuring.py", HARD + "test_bad_input.py"],
-    "_measure/reading.py": [MEASURE + name for name in ("test_finite.py", "test_largest.py", "test_shards.py")],
-    "_measure/shards.py": [
-        *(MEASURE + name for name in ("test_shards.py", "test_finite.py", "test_largest.py")),
+    "_measure/leaves.py": [MEASURE + name for name in ("test_leaves.py", "test_finite.py", "test_largest.py")],
+    "_measure/primitive.py": [
+        *(MEASURE + name for name in ("test_primitive.py", "test_finite.py", "test_largest.py")),
         *(WRAPPER + name for name in ("test_lowering.py", "test_sharded_programs.py")),
     ],
     "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
@@ -83,14 +84,12 @@ TESTS = {  # the quickest to notice first
     "_gradients/cotangent.py": [
         GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")
     ],
-    "_gradients/eager.py": [GRADIENTS + "test_accumulation.py"],
     "_gradients/microbatches.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py"],
     "_gradients/scaled.py": [GRADIENTS + "test_gradients.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/warn.py": [GRADIENTS + "test_gradients.py", GRADIENTS + "test_accumulation.py"],
     "_optax/branch.py": [
         WRAPPER + name for name in ("test_transform.py", "test_lowering.py", "test_derivatives.py", "test_devices.py")
     ],
-    "_optax/eager.py": [WRAPPER + "test_transform.py", WRAPPER + "test_told.py"],
     "_optax/inner.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_derivatives.py")),
         HARD + "test_any_tree.py",
@@ -102,11 +101,19 @@ TESTS = {  # the quickest to notice first
         WRAPPER + "test_readers.py",
         WRAPPER + "test_measuring.py",
     ],
+    "_optax/step.py": [
+        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_derivatives.py")),
+    ],
     "_optax/transform.py": [
-        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py")),
+        *(WRAPPER + name for name in ("test_transform.py", "test_as_value.py")),
+        HARD + "test_bad_input.py",
+    ],
+    "_optax/wrapped.py": [
+        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_eager.py")),
         HARD + "test_bad_input.py",
         HARD + "test_any_tree.py",
     ],
+    "_optax/unagreed.py": [WRAPPER + "test_unagreed.py"],
     "_optax/verdict.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_measuring.py")),
         HARD + "test_properties.py",

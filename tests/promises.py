@@ -4,7 +4,7 @@ Of each promise, by its heading: for each test that the page names, in order, a 
 stands there once, and what is put in its place.
 """
 
-TREE, TRANSFORM, READING = "_tree.py", "_optax/transform.py", "_measure/reading.py"
+TREE, TRANSFORM, FINITE = "_tree.py", "_optax/transform.py", "_measure/finite.py"
 DYNAMIC, AUTO = "_loss_scale/dynamic.py", "_loss_scale/auto.py"
 LEAVES_A_CHANGED_STATE = (
     TRANSFORM,
@@ -14,9 +14,11 @@ LEAVES_A_CHANGED_STATE = (
 NEVER_SKIPS = ("_optax/verdict.py", "if loss_scale.skip_nonfinite and", "if False and")
 
 BREAKS = {
-    "Unscaling is exact": [(TREE, "is_large = divisor > _LARGE_SCALE", "is_large = divisor > jnp.inf")],
+    "Unscaling is exact": [
+        (TREE, "_LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)", "_LARGEST_APPLIED = -np.inf, np.inf")
+    ],
     "Unscaling happens in float32": [
-        (TREE, "wides = [array.astype(_wide_dtype(array.dtype)) for array in arrays]", "wides = arrays")
+        (TREE, "wides = applied(loss_scale), [_wide(leaf) for", "wides = applied(loss_scale), [jnp.asarray(leaf) for")
     ],
     "Gradients are divided by the scale that they were made with": [
         (
@@ -40,18 +42,18 @@ BREAKS = {
         )
     ],
     "A NaN or an infinity is found wherever it is": [
-        (READING, "return jnp.isfinite(functools.reduce(jnp.add, group).sum())", "return jnp.bool_(True)"),
+        (FINITE, "jnp.isfinite(functools.reduce(jnp.add, group).sum())", "jnp.bool_(True)"),
         (
-            READING,
-            "return jax.lax.cond(finite, lambda: finite, lambda: measure_anywhere(leaves, scale))",
+            FINITE,
+            "return jax.lax.cond(finite, lambda: finite, lambda: largest_on_cpu(leaves, scale) < jnp.inf)",
             "return finite",
         ),
     ],
     "The largest gradient is the largest gradient": [
         (
             "_measure/largest.py",
-            "_largest_of(map(_magnitudes, unscaled(by_dtype, scale)))",
-            "_largest_of(map(_magnitudes, by_dtype))",
+            "unscaled([_largest_of(found) for found in by_dtype.values()], scale)",
+            "[_largest_of(found) for found in by_dtype.values()]",
         )
     ],
     "Accumulated gradients are added up in float32": [
@@ -122,11 +124,11 @@ BREAKS = {
     "The automatic scale is a power of two within its bounds": [
         (
             AUTO,
-            "return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, ceiling)",
+            "return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, self.max_loss_scale)",
             "return jnp.exp2(log2_scale)",
         )
     ],
-    "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_SEARCH_DOWN = 32", "_LOG2_SEARCH_DOWN = 1")],
+    "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_MOVE = 8", "_LOG2_MOVE = 1")],
     "Every optimizer takes the steps it takes without loss scaling": [
         (
             TRANSFORM,
@@ -147,8 +149,8 @@ BREAKS = {
     "Leaves that are not gradients pass through unchanged": [
         (
             TREE,
-            "positions = [position for position, leaf in enumerate(leaves) if is_inexact(leaf)]",
-            "positions = [position for position, leaf in enumerate(leaves) if hasattr(leaf, 'dtype')]",
+            "list(map(is_inexact, jax.tree.leaves(tree)))",
+            "[hasattr(leaf, 'dtype') for leaf in jax.tree.leaves(tree)]",
         )
     ],
     "All devices skip together": [
@@ -158,7 +160,7 @@ BREAKS = {
             "        return flags\n    return flags",
         ),
         (
-            "_measure/shards.py",
+            "_measure/primitive.py",
             "names = tuple(name for name in mesh.axis_names if name in split_over)",
             "names = ()",
         ),

@@ -120,7 +120,7 @@ def test_07_the_true_loss_is_returned_on_an_overflow_step__flax_makes_nan_of_a_f
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_08_one_shard_overflows_and_all_skip_with_one_scale__jmp_and_apply_if_finite(check_vma):
-    tx = jls.loss_scaled(optax.adam(0.1), axis_name="shard")
+    tx = jls.loss_scaled(optax.adam(0.1), "dynamic", axis_name="shard")
     params = jnp.arange(8.0)
     state = tx.init(params)
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), state)

@@ -45,7 +45,7 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
             "the true loss",
         ],
     ),
-    "unscaling at a scale of 2^127": (
+    "scaled and unscaled at a scale of 2^127": (
         "unscaling",
         ["exact", "zeros", "zeros outside `jit`", "exact", "zeros in `jit`"],
     ),

@@ -28,6 +28,7 @@ FLOAT8S = (
     "float8_e8m0fnu",
 )
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+LARGEST_APPLIED = 2.0**126
 
 # A leaf, made with x64 enabled; and the dtype in which it is unscaled, None where it is left untouched.
 LEAVES = {
@@ -136,11 +137,12 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
         ("float16", 1.0, 2.0**16, np.inf),
         ("float16", -np.inf, 2.0, -np.inf),
         ("float16", np.nan, 2.0, np.nan),
-        ("bfloat16", 1.0, 2.0**127, 2.0**127),
+        ("bfloat16", 1.0, 2.0**126, 2.0**126),
+        ("bfloat16", 1.0, 2.0**127, 2.0**126),  # no scale beyond is applied
         ("float8_e5m2", 1.0, 2.0**16, np.inf),
         ("float8_e5m2", 0.0, 2.0**127, 0.0),
         ("float8_e4m3fn", 0.0, 2.0**127, 0.0),
-        ("float32", 1.0, FLOAT32_MAX, FLOAT32_MAX),
+        ("float32", 1.0, FLOAT32_MAX, LARGEST_APPLIED),
         ("complex64", complex(np.inf, 1), 4.0, complex(np.inf, 4)),
         ("complex64", complex(1, -np.inf), 4.0, complex(4, -np.inf)),
         ("complex64", complex(np.nan, 1), 4.0, complex(np.nan, 4)),
@@ -194,14 +196,14 @@ MODES = pytest.mark.parametrize("unscale", UNSCALE.values(), ids=UNSCALE)
 
 def assert_quotient(unscale, leaf, scale, max_ulp=0):
     """``leaf / scale`` as NumPy has it, wherever that is zero or normal: subnormals are flushed by XLA on the CPU."""
-    leaf, scale = np.asarray(leaf), np.float32(scale)
+    leaf, given, scale = np.asarray(leaf), scale, np.float32(np.clip(scale, FLOAT32_TINY, LARGEST_APPLIED))
     magnitude = np.abs(leaf.astype(np.float64)) / np.float64(scale)
     comparable = (magnitude == 0) | (magnitude >= FLOAT32_TINY)
     if max_ulp:  # a distance from infinity is none
         comparable &= magnitude <= FLOAT32_MAX / 2
     with np.errstate(over="ignore", under="ignore"):
         expected = (leaf.astype(np.float32) / scale)[comparable]
-    actual = np.asarray(unscale(leaf, scale))[comparable]
+    actual = np.asarray(unscale(leaf, given))[comparable]
     assert actual.dtype == np.float32
     if max_ulp:
         np.testing.assert_array_max_ulp(actual, expected, max_ulp)
@@ -209,8 +211,8 @@ def assert_quotient(unscale, leaf, scale, max_ulp=0):
         np.testing.assert_array_equal(actual, expected)
 
 
-EXPONENTS = np.arange(-126, 128)
-GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), EXPONENTS[::7]).ravel()  # normal, over all of float32
+EXPONENTS = np.arange(-126, 128)  # of every power of two that a loss scale can be set to
+GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), np.arange(-126, 128, 7)).ravel()  # normal, over all of float32
 
 
 @pytest.mark.parametrize("mode", ["eager", "jit"])
@@ -219,7 +221,12 @@ def test_unscale_is_exact_at_every_power_of_two(mode):
         assert_quotient(UNSCALE[mode], GRID, 2.0**exponent)
 
 
-@pytest.mark.parametrize("exponent", [-126, -64, -1, 0, 1, 15, 63, 64, 65, 100, 125, 126, 127])
+@pytest.mark.parametrize("exponent", [-149, -140, -128, -127])
+def test_a_scale_that_a_rule_has_made_subnormal_is_taken_for_the_smallest_normal_one(exponent):
+    assert_quotient(UNSCALE["jit"], GRID, 2.0**exponent)
+
+
+@pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 15, 64, 100, 125, 126, 127])
 @pytest.mark.parametrize("mode", ["constant", "constant argument"])
 def test_unscale_is_exact_where_the_compiler_knows_the_scale(mode, exponent):
     assert_quotient(UNSCALE[mode], GRID, 2.0**exponent)
@@ -259,7 +266,7 @@ def test_unscale_keeps_the_precision_of_float64(unscale, scale):
         leaf = np.array([1 + 2.0**-52, -(2.0**900) / 3, 1e-200])
         actual = np.asarray(unscale(leaf, scale))
         np.testing.assert_array_max_ulp(
-            actual, leaf / np.float64(np.float32(scale)), 0 if scale in (1024, 2**127) else 2
+            actual, leaf / np.float64(min(np.float32(scale), LARGEST_APPLIED)), 2 if scale == 3 else 0
         )
 
 
@@ -267,7 +274,21 @@ def test_unscale_keeps_the_precision_of_float64(unscale, scale):
 @pytest.mark.parametrize("exponent", [0, 15, 64, 127])
 def test_unscale_of_complex_values_is_exact(unscale, exponent):
     leaf = np.complex64([3 + 5j, -1.5 + 0j]) * np.float32(2.0**100)
-    np.testing.assert_array_equal(np.asarray(unscale(leaf, 2.0**exponent)), leaf / np.float32(2.0**exponent))
+    expected = leaf / np.float32(min(2.0**exponent, LARGEST_APPLIED))
+    np.testing.assert_array_equal(np.asarray(unscale(leaf, 2.0**exponent)), expected)
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**126, 2.0**127, FLOAT32_MAX])
+def test_what_is_scaled_is_unscaled_with_the_same_scale_wherever_it_stands(scale):
+    loss_scale = dataclasses.replace(jls.DynamicLossScale(), current_loss_scale=scale)
+    leaf = np.float32([1.0, -1.25]) if scale > 1 else np.float32([2.0**100, -(2.0**100)])
+    assert loss_scale() == np.float32(scale)
+    np.testing.assert_array_equal(loss_scale.unscale(loss_scale.scale(leaf)), leaf)
+    for function, applied in (jls.scale_gradient, loss_scale.scale), (jls.unscale_gradient, loss_scale.unscale):
+        pulled_back = jax.vjp(lambda x, function=function: function(x, loss_scale), leaf)[1](leaf)[0]
+        np.testing.assert_array_equal(pulled_back, applied(leaf))
+    grads = jls.scaled_grad(lambda x: jnp.vdot(x, leaf), loss_scale)(leaf)
+    np.testing.assert_array_equal(loss_scale.unscale(grads), leaf)
 
 
 # What is compiled: a function of a tree, with the scale and the predicate already on the device.
@@ -412,6 +433,14 @@ def test_select_tree_refuses_a_predicate_that_is_no_boolean_scalar(pred):
         jls.select_tree(pred, 1.0, 2.0)
 
 
+def test_cast_floating_leaves_the_floats_of_python_alone():
+    """Such as a dropout rate, on which code of the user's own may branch."""
+    model = {"weights": jnp.ones(2), "rate": 0.5, "numpy": np.float64(0.5)}
+    cast = jls.cast_floating(model, jnp.float16)
+    assert cast["rate"] is model["rate"]
+    assert cast["weights"].dtype == cast["numpy"].dtype == jnp.float16  # a scalar of NumPy has a dtype to be cast
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16", np.float32, np.dtype(np.float16), jnp.float8_e4m3fn])
 @pytest.mark.parametrize("name", TOUCHED)
 def test_cast_floating(name, dtype):
@@ -430,7 +459,8 @@ def test_the_gradient_of_a_cast_is_that_of_the_master_weights():
 
 MIXED = {
     "dense": {"kernel": jnp.ones((2, 3)), "bias": np.ones(3, np.float16)},
-    "norm": [jnp.ones(3), 1.0],
+    "norm": [jnp.ones(3), np.float32(1.0)],
+    "dropout rate": 0.5,
     "phase": jnp.ones(2, jnp.complex64),
     "step": jnp.int32(3),
     "frozen": None,
@@ -453,7 +483,7 @@ def test_cast_floating_where(name, compiled):
     where, expected = WHERE[name]
     cast = jls.cast_floating(MIXED, jnp.bfloat16, where=where)
     if compiled:
-        arrays = {key: value for key, value in MIXED.items() if key != "activation"}
+        arrays = {key: value for key, value in MIXED.items() if key not in ("activation", "dropout rate")}
         cast = {**cast, **jax.jit(lambda tree: jls.cast_floating(tree, jnp.bfloat16, where=where))(arrays)}
     assert jax.tree.structure(cast) == jax.tree.structure(MIXED)
     found = set()
@@ -474,7 +504,7 @@ def test_cast_floating_asks_of_floating_leaves_only():
 @pytest.mark.parametrize("where", ["norm", True, lambda path, leaf: None, lambda path, leaf: jnp.array(True)])
 def test_cast_floating_refuses_a_where_that_does_not_answer(where):
     with pytest.raises(ValueError, match=r"cast_floating\(where=...\)"):
-        jls.cast_floating({"leaf": 1.0}, jnp.float16, where=where)
+        jls.cast_floating({"leaf": jnp.ones(2)}, jnp.float16, where=where)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, complex, jnp.complex64, "nonsense", "key<fry>", 3, None])

@@ -37,7 +37,7 @@ CORE = [
 # Of these the ones that say most in a minute.
 QUICK = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales"),
-    *("tests/measure/test_shards.py", "tests/gradients/test_gradients.py", "tests/gradients/test_parts.py"),
+    *("tests/measure/test_primitive.py", "tests/gradients/test_gradients.py", "tests/gradients/test_parts.py"),
     *("tests/wrapper/test_transform.py", "tests/wrapper/test_lowering.py"),
 ]
 

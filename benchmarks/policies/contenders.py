@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_lossscale as jls
 from benchmarks.policies.comparators import HistogramLossScale, LogMaxLossScale, ToleranceLossScale
+from benchmarks.policies.judge import best_fixed
 from benchmarks.policies.traces import Trace
 
 AUTO = "auto"
+BEST_FIXED = "fixed, best in hindsight"
 
 
 def contenders() -> dict[str, Callable[[Trace], jls.LossScale]]:
-    """What makes each loss scale, by name; it is given the trace, of which it may look at the first step."""
+    """What makes each loss scale, by name; it is given the trace, of which it may look at the first step.
+
+    Only the best fixed scale looks at all of it: a bound, and no policy.
+    """
     return {
         AUTO: lambda trace: jls.AutoLossScale(),
         **{
@@ -26,6 +32,7 @@ def contenders() -> dict[str, Callable[[Trace], jls.LossScale]]:
             for period in (100, 2000, 10000)
         },
         "fixed, suggested at step 0": _suggested,
+        BEST_FIXED: _best,
         "fairseq, tolerance 0.25": lambda trace: ToleranceLossScale(),
         "OpenSeq2Seq log-max, to 2^14": lambda trace: LogMaxLossScale(2.0**14),
         "OpenSeq2Seq log-max, to 2^24": lambda trace: LogMaxLossScale(2.0**24),
@@ -37,3 +44,8 @@ def _suggested(trace: Trace) -> jls.FixedLossScale:
     largest = jnp.asarray([np.exp2(trace.log2_largest[0])], jnp.float32)
     suggestion = jls.diagnostics.suggest_loss_scale(largest)
     return jls.FixedLossScale(float(suggestion.loss_scale), skip_nonfinite=True)
+
+
+def _best(trace: Trace) -> jls.FixedLossScale:
+    # Of gradients in a large unit it is below 1, which the constructor refuses.
+    return jax.tree.map(lambda _: jnp.float32(best_fixed(trace)), jls.FixedLossScale(1, skip_nonfinite=True))

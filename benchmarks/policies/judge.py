@@ -16,6 +16,12 @@ from benchmarks.policies.traces import Trace
 # What rounds to infinity in float16, and the largest number that does not.
 _OVERFLOWS, _LARGEST_FINITE = 65520.0, 65504.0
 
+# Better in both: by more than so many skipped steps, and by more than so many bits.
+_SKIPS, _BITS = 3, 1.0
+
+# One overflow in so many steps is what may be.
+STEPS_PER_SKIP = 500
+
 # Whether this many bits below the highest scale that works is there.
 _LOG2_ARRIVED = 6
 
@@ -24,7 +30,7 @@ class Judgement(NamedTuple):
     """What a loss scale did on each of several traces.
 
     Attributes:
-      skipped: ``int[traces]``: skipped steps.
+      skipped: ``int[traces]``: skipped steps, but for those that overflow at every scale.
       unused_bits: ``float[traces]``: ``log2(65504 / (first * scale))``, where ``first`` is what overflows first; the
         mean over the applied steps whose gradients are not all zero; NaN if there are none.
       steps_to_arrive: ``int[traces]``: steps until one is applied within 2**6 of the highest scale that works, not
@@ -59,7 +65,7 @@ def judge(
     counts = finite & np.isfinite(unused)
     applied = np.sum(counts, axis=0)
     return Judgement(
-        skipped=np.sum(~finite & ~np.isnan(log2_largest), axis=0),
+        skipped=np.sum(~finite & (log2_first < np.inf), axis=0),
         unused_bits=np.where(applied, np.sum(unused, axis=0, where=counts) / np.maximum(applied, 1), np.nan),
         steps_to_arrive=_steps_to_arrive(counts & (unused < _LOG2_ARRIVED + 1), np.isfinite(log2_largest)),
     )
@@ -75,13 +81,23 @@ def dynamic_family() -> dict[str, jls.DynamicLossScale]:
 
 
 def dominated(one: Judgement, others: Sequence[Judgement]) -> np.ndarray:
-    """On which traces some other has fewer skipped steps than ``one`` and fewer unused bits: ``bool[traces]``."""
+    """On which traces some other is better in both than ``one``: ``bool[traces]``."""
     return np.any([better_in_both(other, one) for other in others], axis=0)
 
 
 def better_in_both(one: Judgement, other: Judgement) -> np.ndarray:
-    """On which traces ``one`` has fewer skipped steps than ``other`` and fewer unused bits: ``bool[traces]``."""
-    return (one.skipped < other.skipped) & (one.unused_bits < other.unused_bits)
+    """Where ``one`` skips fewer steps than ``other``, by more than 3, and has fewer unused bits, by more than one."""
+    return (one.skipped + _SKIPS < other.skipped) & (one.unused_bits + _BITS < other.unused_bits)
+
+
+def best_fixed(trace: Trace) -> float:
+    """The best fixed scale, which nobody knows before a run: the highest power of two at which 1 in 500 steps overflow.
+
+    Or fewer; those that overflow at every scale are not counted.
+    """
+    first = np.sort(trace.log2_first[np.isfinite(trace.log2_first)])[::-1]
+    may_overflow = len(trace.log2_first) // STEPS_PER_SKIP
+    return float(np.exp2(np.ceil(np.log2(_OVERFLOWS) - first[may_overflow]) - 1))
 
 
 def _stacked(loss_scales: Sequence[jls.LossScale]) -> jls.LossScale:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
-from benchmarks.policies.contenders import AUTO, contenders
-from benchmarks.policies.judge import Judgement, dominated, dynamic_family, judge
-from benchmarks.policies.traces import Trace, of_one_length, recorded, synthetic
+from benchmarks.policies.contenders import AUTO, BEST_FIXED
+from benchmarks.policies.judge import STEPS_PER_SKIP, Judgement, judge
+from benchmarks.policies.replay import Group, replay
+from benchmarks.policies.traces import Trace, events, mixtures, recorded, synthetic
 from benchmarks.report import Cell, Mark, Table
 
 # Steps and runs of each synthetic kind. The slowest of the classic rules grows once in 10,000 steps.
 _STEPS, _RUNS = 20_000, 2
 _QUICK_STEPS, _QUICK_RUNS = 2_000, 1
+_EVENT_STEPS = 4_000
 
 # What `AutoLossScale` is held to.
 _STEPS_TO_ARRIVE = 16
-_STEPS_PER_SKIP = 500
+_MORE_THAN_FIXED = 3.0
 _UNUSED_BITS = {"noise below one bit": (0.0, 1.0, 4.0), "noise of one and a half": (1.0, 1.6, 6.0)}
 
 # What is shown trace by trace.
@@ -30,6 +31,7 @@ _SHOWN = (
     "dynamic 2^24, 2000",
     "dynamic 2^24, 100",
     "fixed, suggested at step 0",
+    BEST_FIXED,
     "fairseq, tolerance 0.25",
     "OpenSeq2Seq log-max, to 2^24",
     "Graphcore histogram",
@@ -48,26 +50,11 @@ _SUMMARY_COLUMNS = (
 _NOTES = (
     "Skipped steps, unused bits and steps to arrive: mean (median) over the traces, and the most on one. Unused bits: "
     "log2(65504 / (first * scale)), the mean over applied steps, where first is what overflows first. To arrive: "
-    "within 2^6 of the highest scale that works. Worse in both: in skipped steps and unused bits, than one of 14 "
-    "settings of `DynamicLossScale`, starts 2^15 and 2^24, periods 100 to 10,000.",
+    "within 2^6 of the highest scale that works. Worse in both: by more than three skipped steps and one bit, than one "
+    "of 14 settings of `DynamicLossScale`, starts 2^15 and 2^24, periods 100 to 10,000. Best in hindsight: the highest "
+    "power of two at which one step in 500 overflows, or fewer. Steps that overflow at every scale are not counted.",
 )
 _DETAIL_NOTE = "Skipped steps / unused bits / steps to arrive."
-
-
-class Group(NamedTuple):
-    """Traces, and what every contender did on them.
-
-    Attributes:
-      title: what the traces are.
-      traces: as they are, of any length.
-      judgements: by the name of the contender.
-      is_dominated: by the name of the contender: on which traces some `DynamicLossScale` is better in both.
-    """
-
-    title: str
-    traces: Sequence[Trace]
-    judgements: dict[str, Judgement]
-    is_dominated: dict[str, np.ndarray]
 
 
 def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
@@ -75,37 +62,27 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
     steps, runs = (_QUICK_STEPS, _QUICK_RUNS) if quick else (_STEPS, _RUNS)
     real = recorded()
     groups = [
-        replay(f"{len(real)} recorded trainings", real, progress.part(0, 2, "recorded")),
-        replay(f"synthetic traces of {steps:,} steps", synthetic(steps, runs), progress.part(1, 2, "synthetic")),
+        replay(f"{len(real)} recorded trainings", real, progress.part(0, 4, "recorded")),
+        replay(f"synthetic traces of {steps:,} steps", synthetic(steps, runs), progress.part(1, 4, "synthetic")),
+        replay(f"mixtures of {steps:,} steps", mixtures(steps), progress.part(2, 4, "mixtures")),
+        replay(f"events in {_EVENT_STEPS:,} steps", events(_EVENT_STEPS), progress.part(3, 4, "events")),
     ]
-    arrival = judge(jls.AutoLossScale(), _to_arrive())
-    tables = [table for group in groups for table in (summary(group, quick), details(group, quick))]
-    tables.append(Table("AutoLossScale: arriving", _SUMMARY_COLUMNS, (), [_arrival_mark(arrival)]))
+    marks = [*map(marks_of_bits, groups[:2]), *map(marks_beside_fixed, groups[2:])]
+    tables = [
+        table
+        for group, of_bits in zip(groups, marks, strict=True)
+        for table in (summary(group, quick, of_bits), details(group, quick))
+    ]
+    tables.append(Table("AutoLossScale: arriving", _SUMMARY_COLUMNS, (), [_arrival_mark(8), _arrival_mark(120)]))
     if docs:
         from benchmarks.policies.figure import write
 
-        write(groups)
+        write(groups[:2])
     return tables
 
 
-def replay(title: str, traces: Sequence[Trace], progress: Progress) -> Group:
-    """Let every contender, and every classic rule, go over the traces."""
-    same_length = of_one_length(traces)
-    makers, classic = contenders(), dynamic_family()
-    judgements: dict[str, Judgement] = {}
-    family = []
-    number = len(makers) + len(classic)
-    for name, make in makers.items():
-        progress(len(judgements) / number, name)
-        judgements[name] = judge([make(trace) for trace in traces], same_length)
-    for name, loss_scale in classic.items():
-        progress((len(makers) + len(family)) / number, name)
-        family.append(judge(loss_scale, same_length))
-    return Group(title, traces, judgements, {name: dominated(one, family) for name, one in judgements.items()})
-
-
-def summary(group: Group, quick: bool) -> Table:
-    """A row for each contender; the marks are those of `AutoLossScale`."""
+def summary(group: Group, quick: bool, of_bits: Sequence[Mark]) -> Table:
+    """A row for each contender; the marks, ``of_bits`` among them, are those of `AutoLossScale`."""
     steps = np.array([len(trace.log2_largest) for trace in group.traces])
     rows = []
     for name, judged in group.judgements.items():
@@ -114,7 +91,9 @@ def summary(group: Group, quick: bool) -> Table:
         arrive = judged.steps_to_arrive
         numbers = [rate.mean(), rate.max(), unused.mean(), unused.max(), np.median(arrive), arrive.max()]
         rows.append((name, *map(float, numbers), int(group.is_dominated[name].sum())))
-    return Table(f"Loss scales over {group.title}", _SUMMARY_COLUMNS, rows, _marks(group, steps), _NOTES, quick)
+    return Table(
+        f"Loss scales over {group.title}", _SUMMARY_COLUMNS, rows, _marks(group, steps, of_bits), _NOTES, quick
+    )
 
 
 def details(group: Group, quick: bool) -> Table:
@@ -134,34 +113,45 @@ def _cell(judged: Judgement, of_kind: np.ndarray) -> str:
     return f"{skipped:.0f} / {'-' if np.isnan(unused) else f'{unused:.1f}'} / {arrive:.0f}"
 
 
-def _marks(group: Group, steps: np.ndarray) -> list[Mark]:
-    auto, where = group.judgements[AUTO], f"on {group.title}"
-    kinds = np.array([trace.kind for trace in group.traces])
+def _marks(group: Group, steps: np.ndarray, of_bits: Sequence[Mark]) -> list[Mark]:
+    allowed = np.ceil(steps / STEPS_PER_SKIP)
+    skipped = group.judgements[AUTO].skipped / allowed
+    worse = group.is_dominated[AUTO]
+    number, note = int(worse.sum()), ", ".join(dict.fromkeys(_kinds(group)[worse]))
+    name = f"AutoLossScale: traces of {len(worse)} where a dynamic is better in both, on {group.title}"
+    return [
+        _most(group, f"skipped steps, where 1.0 is one in {STEPS_PER_SKIP}", skipped, 1.0),
+        *of_bits,
+        Mark(name, number, 0, True, note=note),
+    ]
+
+
+def marks_of_bits(group: Group) -> list[Mark]:
+    """Unused bits, by how large the noise is."""
     noise = np.array([trace.log2_noise for trace in group.traces])
-
-    def most(what: str, values: np.ndarray, goal: float) -> Mark:
-        values = np.where(np.isnan(values), -np.inf, values)
-        note = f"most: {kinds[int(np.argmax(values))]}"
-        return Mark(f"AutoLossScale: {what}, {where}", float(np.max(values)), goal, note=note)
-
-    allowed = np.ceil(steps / _STEPS_PER_SKIP)
-    marks = [most(f"skipped steps, where 1.0 is one in {_STEPS_PER_SKIP}", auto.skipped / allowed, 1.0)]
+    marks = []
     for what, (least, below, goal) in _UNUSED_BITS.items():
         chosen = (noise >= least) & (noise < below)
         if chosen.any():
-            marks.append(most(f"unused bits, {what}", np.where(chosen, auto.unused_bits, np.nan), goal))
-    worse = group.is_dominated[AUTO]
-    number, note = int(worse.sum()), ", ".join(dict.fromkeys(kinds[worse]))
-    marks.append(
-        Mark(
-            f"AutoLossScale: traces of {len(kinds)} where a dynamic is better in both, {where}",
-            number,
-            0,
-            True,
-            note=note,
-        )
-    )
+            unused = np.where(chosen, group.judgements[AUTO].unused_bits, np.nan)
+            marks.append(_most(group, f"unused bits, {what}", unused, goal))
     return marks
+
+
+def marks_beside_fixed(group: Group) -> list[Mark]:
+    """Unused bits, beside those of the best fixed scale."""
+    more = group.judgements[AUTO].unused_bits - group.judgements[BEST_FIXED].unused_bits
+    return [_most(group, "unused bits more than the best fixed scale has", more, _MORE_THAN_FIXED)]
+
+
+def _most(group: Group, what: str, values: np.ndarray, goal: float) -> Mark:
+    values = np.where(np.isnan(values), -np.inf, values)
+    note = f"most: {_kinds(group)[int(np.argmax(values))]}"
+    return Mark(f"AutoLossScale: {what}, on {group.title}", float(np.max(values)), goal, note=note)
+
+
+def _kinds(group: Group) -> np.ndarray:
+    return np.array([trace.kind for trace in group.traces])
 
 
 def _to_arrive() -> list[Trace]:
@@ -173,9 +163,10 @@ def _to_arrive() -> list[Trace]:
     ]
 
 
-def _arrival_mark(judged: Judgement) -> Mark:
+def _arrival_mark(log2_start: int) -> Mark:
+    judged = judge(jls.AutoLossScale(2.0**log2_start), _to_arrive())
     return Mark(
-        "AutoLossScale: steps to arrive from 2^15, most for 2^3 to 2^66",
+        f"AutoLossScale: steps to arrive from 2^{log2_start}, most for 2^3 to 2^66",
         int(judged.steps_to_arrive.max()),
         _STEPS_TO_ARRIVE,
         note="from other beginnings: tests/loss_scales/test_auto.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,8 @@ class Trace(NamedTuple):
       kind: the name of its kind.
       log2_largest: ``float64[steps]``: log2 of the largest magnitude among the true gradients; -inf: all are zero;
         NaN: the trace has ended.
-      log2_inside: ``float64[steps]``: how many bits above it lies what overflows first, at least 0.
+      log2_inside: ``float64[steps]``: how many bits above it lies what overflows first, at least 0; infinity: the
+        gradients are not finite at any scale.
       log2_noise: the standard deviation of its noise, for the mark that it is held to; of a recorded trace that from
         step to step.
     """
@@ -82,6 +83,19 @@ class _Maker(NamedTuple):
         rising = -4 + 0.2 * np.log2(1 + step) + self.noise(0.8)
         return np.max([falling, noisy, rising], axis=0)
 
+    def mostly(self, share: float, size: float) -> np.ndarray:
+        """0, and ``size`` on so many of the steps, at random."""
+        return np.where(self.random.random(self.steps) < share, size, 0.0)
+
+    def blocks(self, length: int, size: float) -> np.ndarray:
+        """0 for ``length`` steps, then ``size`` for as many, and so on."""
+        return np.where(np.arange(self.steps) // length % 2, size, 0.0)
+
+    def during(self, length: int, value: float) -> np.ndarray:
+        """0, and ``value`` for ``length`` steps in the middle."""
+        since = np.arange(self.steps) - self.steps // 2
+        return np.where((since >= 0) & (since < length), value, 0.0)
+
     def zeros(self, are_zero: np.ndarray) -> np.ndarray:
         return np.where(are_zero, -np.inf, 0.0) + self.noise(0.5)
 
@@ -90,7 +104,7 @@ class _Maker(NamedTuple):
 _Kind = Callable[[_Maker], tuple[np.ndarray | float, np.ndarray | float]]
 
 
-def _kinds() -> Iterator[tuple[str, float, _Kind]]:
+def _synthetic() -> Iterator[tuple[str, float, _Kind]]:
     yield "constant", 0, lambda m: (0, 0)
     yield "decaying", 0, lambda m: (-14 * m.time, 0)
     yield "growing", 0, lambda m: (14 * m.time, 0)
@@ -122,10 +136,67 @@ def _kinds() -> Iterator[tuple[str, float, _Kind]]:
     yield "zero at first", 0.5, lambda m: (m.zeros(np.arange(m.steps) < min(200, m.steps // 3)), 0)
 
 
+def _mixtures() -> Iterator[tuple[str, float, _Kind]]:
+    for size in (12, 24):
+        yield f"2^{size} apart in turns", 0, lambda m, size=size: (m.blocks(1, -size), 0)
+        yield f"2^{size} apart at random", 0, lambda m, size=size: (m.mostly(0.5, -size), 0)
+        yield (
+            f"2^{size} apart in turns, noise 0.5",
+            0.5,
+            lambda m, size=size: (m.blocks(1, -size) + m.noise(0.5), 0),
+        )
+    for share in (10, 50, 100):
+        yield f"1 in {share} 2^16 larger", 0, lambda m, share=share: (m.mostly(1 / share, 16), 0)
+    yield "1 in 10 2^16 larger, noise 0.5", 0.5, lambda m: (m.mostly(0.1, 16) + m.noise(0.5), 0)
+    for length in (20, 50, 100, 200):
+        yield f"blocks of {length}, 2^24 apart", 0, lambda m, length=length: (m.blocks(length, -24), 0)
+    yield "blocks of 50, 2^24 apart, noise 0.5", 0.5, lambda m: (m.blocks(50, -24) + m.noise(0.5), 0)
+    yield "three sizes in turns", 0, lambda m: (np.choose(np.arange(m.steps) % 3, [0.0, -8.0, -20.0]), 0)
+    yield "2^12 apart, the small ones inside", 0, lambda m: (m.blocks(1, -12), m.blocks(1, 8))
+    yield "any size of 24 bits", 0, lambda m: (-24 * m.random.random(m.steps), 0)
+    yield "heavy tail", 0, lambda m: (-np.log2(m.random.random(m.steps)), 0)
+
+
+def _events() -> Iterator[tuple[str, float, _Kind]]:
+    yield "a NaN", 0.3, lambda m: (m.noise(0.3) - 12, m.during(1, np.inf))
+    yield "3 NaN in a row", 0.3, lambda m: (m.noise(0.3) - 12, m.during(3, np.inf))
+    yield "30 NaN in a row", 0.3, lambda m: (m.noise(0.3) - 12, m.during(30, np.inf))
+    yield "zero for 300 steps", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(300, -np.inf), 0)
+    yield "zero for 300 steps, inside 2^6", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(300, -np.inf), 6)
+    yield "zero every 2nd step", 0.3, lambda m: (m.noise(0.3) - 12 + m.blocks(1, -np.inf), 0)
+    yield "down by 2^40, and up", 0.3, lambda m: (m.noise(0.3) + 5 + m.during(m.steps // 4, -40), 0)
+    yield "up by 2^40, and down", 0.3, lambda m: (m.noise(0.3) - 35 + m.during(m.steps // 4, 40), 0)
+    yield "a spike of 2^10", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(1, 10), 0)
+    yield "a spike of 2^30", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(1, 30), 0)
+    yield "in a unit of 2^30", 0.3, lambda m: (m.noise(0.3) - 6 + 30, 0)
+    yield "in a unit of 2^-30", 0.3, lambda m: (m.noise(0.3) - 12 - 30, 0)
+    yield "2^12 inside comes", 0.3, lambda m: (m.noise(0.3) - 20, m.jump(12))
+    yield "2^20 inside comes", 0.3, lambda m: (m.noise(0.3) - 20, m.jump(20))
+
+
 def synthetic(steps: int, runs: int = 2, seed: int = 0) -> list[Trace]:
     """``runs`` traces of every kind, each of ``steps`` steps and somewhere else in the range of float16."""
+    return _placed(_synthetic(), steps, runs, seed)
+
+
+def mixtures(steps: int, runs: int = 1, seed: int = 1) -> list[Trace]:
+    """Likewise, of gradients of several sizes: two players, two losses in turns, or kinds of batches."""
+    return _placed(_mixtures(), steps, runs, seed)
+
+
+def events(steps: int, seed: int = 2) -> list[Trace]:
+    """A trace for everything that may happen in a run, in the middle of it."""
     traces = []
-    for number, (kind, noise, make) in enumerate(_kinds()):
+    for number, (kind, noise, make) in enumerate(_events()):
+        parts = make(_Maker(np.random.default_rng([seed, steps, number]), steps))
+        log2_largest, log2_inside = (np.broadcast_to(part, steps).astype(float) for part in parts)
+        traces.append(Trace(kind, log2_largest, log2_inside, noise))
+    return traces
+
+
+def _placed(kinds: Iterable[tuple[str, float, _Kind]], steps: int, runs: int, seed: int) -> list[Trace]:
+    traces = []
+    for number, (kind, noise, make) in enumerate(kinds):
         for run in range(runs):
             maker = _Maker(np.random.default_rng([seed, steps, number, run]), steps)
             log2_largest, log2_inside = (np.broadcast_to(part, steps).astype(float) for part in make(maker))

@@ -23,7 +23,7 @@ from jax_lossscale._autocast.operations import (
 )
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Program, Step, inlined
-from jax_lossscale._program.jaxpr import jaxprs_of
+from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.place import place_of
 
 _ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
@@ -46,7 +46,7 @@ class Decision(NamedTuple):
       is_alone: whether it is in no stretch with other steps, and so is computed once.
       is_narrow: whether it is computed in half precision.
       has_wide_result: of a narrow product: whether its result is float32 all the same.
-      reason: why it is not narrow, where one could expect it.
+      reason: why a product is not narrow, or its result is not.
     """
 
     kind: Kind
@@ -79,17 +79,24 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       matched: the rules of it that spoke of an operation.
+      exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
+        outermost first, itself the last; and why.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
         self.dtype = dtype
         self.policy = policy
         self.matched: set[PrecisionRule] = set()
+        self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         # What everybody's products are marked with is no mark of the author's.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def plan(
-        self, closed: ClosedJaxpr, within: tuple[Any, ...] = (), outputs_feeding: Sequence[bool] | None = None
+        self,
+        closed: ClosedJaxpr,
+        within: tuple[Any, ...] = (),
+        outputs_feeding: Sequence[bool] | None = None,
+        known: Sequence[Any] = (),
     ) -> Plan:
         """The plan of a jaxpr.
 
@@ -97,16 +104,21 @@ class Planner:
           closed: the jaxpr.
           within: the equations that it lies in, the outermost first.
           outputs_feeding: of each result, whether a factorization is made of it.
+          known: of each argument, the numbers that it has, if it is a constant; else None.
         """
         program = inlined(closed)
         feeding = linear_algebra.feeding(program, outputs_feeding or [False] * len(program.outputs))
-        constants = dict(program.constants)
+        constants = program.constants | {
+            name: value for name, value in zip(program.inputs, known, strict=False) if value is not None
+        }
         inner: dict[int, list[Plan]] = {}
         decisions = []
         for position, step in enumerate(program.steps):
             decision = self._decide(step, within, feeding, constants)
+            if decision.reason:
+                self.exceptions.append(((*within, *step.within, step.eqn), decision.reason))
             if decision.kind is Kind.CALL:
-                plans = self._inner(step, within, feeding)
+                plans = self._inner(step, within, feeding, constants)
                 if any(plan.is_narrow for plan in plans):
                     inner[position] = plans
                 else:
@@ -115,15 +127,17 @@ class Planner:
         is_narrow = bool(inner) or any(decision.is_narrow for decision in decisions)
         return Plan(program, tuple(decisions), inner, is_narrow)
 
-    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name]) -> list[Plan]:
+    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> list[Plan]:
         eqn = step.eqn
         goes_on = [name in feeding for name in step.outputs]
         if eqn.primitive.name == "scan":
             goes_on = linear_algebra.outputs_feeding(eqn, goes_on)
         around = (*within, *step.within, eqn)
+        known = [atom.val if isinstance(atom, Literal) else constants.get(atom) for atom in step.inputs]
+        jaxprs = CALLS[eqn.primitive.name].jaxprs(eqn)
         return [
-            self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None)
-            for closed in CALLS[eqn.primitive.name].jaxprs(eqn)
+            self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None, arguments)
+            for closed, arguments in zip(jaxprs, _arguments(eqn, known), strict=True)
         ]
 
     def _decide(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> Decision:
@@ -131,7 +145,7 @@ class Planner:
         around = (*within, *step.within)
         if name in CALLS:
             return Decision(Kind.CALL, is_alone=True)
-        if eqn.effects or name in COMPUTED_ONCE or any(map(jaxprs_of, eqn.params.values())):
+        if has_effects(eqn) or name in COMPUTED_ONCE or any(map(jaxprs_of, eqn.params.values())):
             return Decision(Kind.OTHER, is_alone=True)
         rule = self._rule(eqn, around)
         wide_by_rule = rule is not None and rule.precision == "wide"
@@ -142,11 +156,12 @@ class Planner:
             return Decision(Kind.OTHER, is_narrow=rule is not None and rule.precision == "narrow")
         if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
-        if wide_by_rule:
-            return Decision(Kind.PRODUCT, reason=f"a rule of the policy: {rule!r}")
-        has_wide_result = rule is not None and rule.precision == "wide_result"
-        reason = "" if rule is not None else self._exception(step, around, feeding, constants)
-        return Decision(Kind.PRODUCT, False, not reason, has_wide_result, reason)
+        if rule is not None:
+            has_wide_result = rule.precision == "wide_result"
+            reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
+            return Decision(Kind.PRODUCT, False, not wide_by_rule, has_wide_result, reason)
+        reason = self._exception(step, around, feeding, constants)
+        return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> str:
         """Why a product of float32 arrays stays one; "" if it does not."""
@@ -216,13 +231,27 @@ def _move_constants(step: Step, constants: dict[Name, Any]) -> None:
         constants.update(dict.fromkeys(step.outputs, constant))
 
 
+def _arguments(eqn: Any, inputs: Sequence[Any]) -> list[Sequence[Any]]:
+    """What is known of the arguments of each jaxpr in an equation, from what is known of its inputs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return [[*inputs[:first], *[None] * params["num_carry"], *inputs[last:]]]
+    if name == "while":
+        of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        return [inputs[:of_condition], inputs[of_condition:of_both]]
+    if name == "cond":
+        return [inputs[1:]] * len(params["branches"])
+    return [() if name == "linear_call" else inputs]
+
+
 def _is_arithmetic(eqn: Any) -> bool:
     """Whether a function with derivatives of its own computes nothing that should be computed once."""
     if eqn.primitive.name != "custom_jvp_call":
         return False
     (closed,) = CALLS["custom_jvp_call"].jaxprs(eqn)
     return all(
-        not step.eqn.effects
+        not has_effects(step.eqn)
         and step.eqn.primitive.name not in COMPUTED_ONCE | PRODUCTS | MOVES_BETWEEN_DEVICES
         and (not any(map(jaxprs_of, step.eqn.params.values())) or _is_arithmetic(step.eqn))
         for step in inlined(closed).steps

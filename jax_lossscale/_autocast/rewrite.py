@@ -149,8 +149,9 @@ class _Evaluation:
             else:
                 inputs = declared(inputs, eqn.invars)
         params = eqn.params
-        if decision.is_narrow and decision.kind is Kind.PRODUCT:
-            params = {**params, "preferred_element_type": self.dtype, "precision": None}
+        if decision.is_narrow and "preferred_element_type" in params:
+            result = jnp.dtype(jnp.float32) if decision.has_wide_result else self.dtype
+            params = {**params, "preferred_element_type": result, "precision": None}
         return bind(eqn, inputs, params, step.within)
 
     def call(self, position: int, step: Step, inputs: list[Any]) -> list[Any]:

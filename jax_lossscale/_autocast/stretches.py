@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Name, Program
+from jax_lossscale._program.jaxpr import has_effects
 
 
 class Stretch(NamedTuple):
@@ -56,7 +57,7 @@ def _levels(program: Program, is_alone: Sequence[bool], is_kept: Sequence[bool])
     after_effects = 0  # which keep their order
     for step, alone, kept in zip(program.steps, is_alone, is_kept, strict=True):
         level = max((of_value.get(name, 0) for name in _names(step.inputs)), default=0)
-        if step.eqn.effects:
+        if has_effects(step.eqn):
             level = max(level, after_effects)
             after_effects = level + 1
         levels.append(level)

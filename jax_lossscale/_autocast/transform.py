@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale import _tree
 from jax_lossscale._autocast.plan import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Body
-from jax_lossscale._check import check_function
+from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._warn import warn_user
 
@@ -24,8 +23,74 @@ def autocast(
 ) -> Callable[..., Any]:
     """Compute a function that was written for float32 in half precision.
 
-    Products and convolutions are narrow, what only moves numbers follows, all other arithmetic is float32, and each
-    stretch of it between two products is computed again in the backward pass, so that only its narrow inputs are kept.
+    **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward; what only moves
+    numbers follows; all other arithmetic is float32, and each stretch of it between two products is computed again in
+    the backward pass, so that only its narrow inputs are kept. So nothing but a product can overflow, cancel or round
+    away in 16 bits, and half as much is kept for the backward pass as by code that casts by hand.
+
+    These products stay float32: those marked by the author or by JAX (``precision="highest"``, unless
+    `jax.default_matmul_precision` marks them all, or an algorithm); those of whose result a factorization is made, such
+    as the Gram matrix of a Cholesky factor; those with a constant operand that ``dtype`` cannot hold; those in
+    `keep_float32`, or that a rule of ``policy`` speaks of. A product that sums nothing up, such as an outer product, is
+    arithmetic. Carries of loops are float32, and so are sums of gradients over the iterations of a loop, of what is
+    gathered or broadcast, and of an argument that is used several times. Where any other narrow value is used several
+    times, its cotangents are added in ``dtype``, as they are in code that casts by hand.
+
+    Only float32 is touched: integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
+    are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
+    computed as they are written. `jls.diagnostics.autocast_report` tells what became of each product, and why.
+
+    It is a rewriting of the program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
+    `jax.export` on either side. ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
+    ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the products of the backward
+    pass are products like others, and their results do not pass through the casts of the forward pass.
+
+    XLA may leave out a cast to ``dtype`` and back (its option ``xla_allow_excess_precision``, which is on by default).
+    So results may be more exact than is said here, never less, and may differ in the last places with and without
+    `jax.jit`.
+
+    Args:
+      fun: a function of any pytrees, written for float32. It is traced anew on each call; compile with `jax.jit`.
+        Arrays are traced; other arguments (Python numbers, strings, functions) are passed on as they are.
+      dtype: float16 (which needs a loss scale) or bfloat16. With float32, the result is ``fun`` itself.
+      policy: exceptions, a `PrecisionPolicy`.
+
+    Returns:
+      A function of the same arguments, keyword arguments included. Its results are of the structure, the shapes and the
+      dtypes of those of ``fun``; gradients of float32 arguments are float32. ``autocast`` of it changes nothing more.
+
+    Raises:
+      ValueError: if ``fun`` cannot be called, ``dtype`` is none of the three, or ``policy`` is no `PrecisionPolicy`.
+
+    Warns:
+      UserWarning: when it is traced, if a rule of ``policy`` decides about no operation.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(params, x, y):
+      ...     hidden = jax.nn.gelu(x @ params["in"])
+      ...     return jnp.mean((hidden @ params["out"] - y) ** 2)
+      >>> params = {"in": jnp.ones((8, 16)) / 8, "out": jnp.ones((16, 1)) / 16}
+      >>> x, y = jnp.ones((4, 8)), jnp.zeros((4, 1))
+      >>> tx = jls.loss_scaled(optax.adam(1e-3))
+      >>> opt_state = tx.init(params)
+      >>> loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn), opt_state)(params, x, y)
+      >>> loss.dtype.name, grads["in"].dtype.name
+      ('float32', 'float32')
+      >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).facts)
+      Matrix products and convolutions: 5 of 5 in float16.
+
+      As a decorator:
+
+      >>> @jls.autocast
+      ... def predict(params, x):
+      ...     return jax.nn.gelu(x @ params["in"]) @ params["out"]
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018. TensorFlow's
+      ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` rewrites programs by lists of operations; torch's
+      ``autocast`` decides operation by operation. Both compute in half precision between the products.
     """
     check_function(fun, "autocast(fun=...)")
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
@@ -35,26 +100,32 @@ def autocast(
 
     @functools.wraps(fun)
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        traced = Traced(fun, args, kwargs)
         planner = Planner(dtype, policy)
-        plan = planner.plan(traced.jaxpr)
+        result = computed_by(planner, fun, args, kwargs)
         unmatched = [rule for rule in policy.rules if rule not in planner.matched]
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
                 "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."
             )
-        if not plan.is_narrow:
-            return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-        body = Body(planner, traced.jaxpr, plan, recompute=policy.recompute)
-        return traced.result(body(traced.inputs, declared=True))
+        return result
 
     return narrow
 
 
+def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of a function, computed by a rule."""
+    traced = Traced(fun, args, kwargs)
+    plan = planner.plan(traced.jaxpr)
+    if not plan.is_narrow:
+        return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
+    body = Body(planner, traced.jaxpr, plan, recompute=planner.policy.recompute)
+    return traced.result(body(traced.inputs, declared=True))
+
+
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
     """``dtype``, or a `ValueError` that names the argument unless it is float16, bfloat16 or float32."""
-    dtype = _tree.checked_dtype(dtype, name)
+    dtype = checked_dtype(dtype, name)
     if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which changes nothing), got {dtype.name}.")
     return dtype

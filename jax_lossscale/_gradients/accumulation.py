@@ -13,14 +13,9 @@ import numpy as np
 
 from jax_lossscale import _compat, _tree
 from jax_lossscale._check import Argnums, as_argnums, check_axis_name, check_flag, check_function
-from jax_lossscale._gradients.eager import call_compiled
-from jax_lossscale._gradients.microbatches import (
-    as_tuple,
-    check_argnums,
-    left_whole,
-    split,
-)
-from jax_lossscale._gradients.scaled import value_and_scaled_grad
+from jax_lossscale._gradients.microbatches import as_tuple, check_argnums, left_whole, split
+from jax_lossscale._gradients.scaled import with_scaled_gradient
+from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -83,9 +78,8 @@ def accumulate_gradients(
 
       If all are bad, the gradients are NaN, and the window is skipped, if the loss scale skips such steps.
 
-    Outside `jax.jit` it is compiled, too, once for each ``fun``, which must be pure and the same object in every call.
-    (A ``fun`` that cannot be hashed is traced and compiled at every call.) Each new value of an argument that is no
-    array, such as a Python number, is compiled anew: pass a step counter as an array.
+    Call it under `jax.jit`, as part of the training step. Outside, nothing is kept from call to call, so every call
+    traces ``fun`` and compiles the loop over the micro-batches anew.
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
@@ -113,9 +107,8 @@ def accumulate_gradients(
         long as the batch was passed whole.
 
     Warns:
-      UserWarning: as `value_and_scaled_grad` (the value of a `FixedLossScale` is always traced here; that of a number
-        is not); and at trace time, if micro-batches have one example, which broadcasts with everything, while an
-        argument as long as the batch is passed whole.
+      UserWarning: as `value_and_scaled_grad`; and at trace time, if micro-batches have one example, which broadcasts
+        with everything, while an argument as long as the batch is passed whole.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -134,9 +127,7 @@ def accumulate_gradients(
     check_flag(has_aux, "accumulate_gradients(has_aux=...)")
     check_flag(allow_int, "accumulate_gradients(allow_int=...)")
     check_axis_name(axis_name, "accumulate_gradients(axis_name=...)")
-    found = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
-    # A Python number goes on as one: while tracing it is known then whether a narrow loss could carry it.
-    number_or_found = loss_scale if isinstance(loss_scale, (int, float)) else found
+    loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
     num_microbatches = positive_integer(
         num_microbatches, "accumulate_gradients(num_microbatches=...)", "With 1 the batch stays whole."
     )
@@ -144,6 +135,7 @@ def accumulate_gradients(
         raise ValueError(f"`accumulate_gradients(drop=...)` must be 'window' or 'microbatch', got {drop!r}.")
     window = _Window(
         fun,
+        loss_scale,
         num_microbatches,
         as_argnums(argnums, "accumulate_gradients(argnums=...)"),
         as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"),
@@ -155,7 +147,8 @@ def accumulate_gradients(
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         check_argnums(window.argnums, window.batch_argnums, len(args))
-        return call_compiled(window, fun, number_or_found, args, kwargs)
+        warn_if_frozen(loss_scale)
+        return window.accumulate(args, kwargs)
 
     return accumulate
 
@@ -170,9 +163,10 @@ class _Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """What `accumulate_gradients` is told before it sees an array: the key to its compiled program."""
+    """What `accumulate_gradients` is told before it sees the batch."""
 
     fun: Callable[..., Any]
+    loss_scale: LossScale
     num_microbatches: int
     argnums: Argnums
     batch_argnums: Argnums
@@ -181,13 +175,13 @@ class _Window:
     drop: Literal["window", "microbatch"]
     axis_name: AxisName
 
-    def __call__(
-        self, number_or_loss_scale: float | LossScale, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> AccumulatedGradients:
-        loss_scale = as_loss_scale(number_or_loss_scale, "accumulate_gradients(loss_scale=...)")
+    def accumulate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AccumulatedGradients:
         microbatches = split(args, self.batch_argnums, self.num_microbatches)
-        value_and_grads = value_and_scaled_grad(
-            self.fun, loss_scale, self.argnums, self.has_aux, allow_int=self.allow_int
+        value_and_grads = jax.value_and_grad(
+            with_scaled_gradient(self.fun, self.loss_scale, self.has_aux, in_a_loop=True),
+            self.argnums,
+            self.has_aux,
+            allow_int=self.allow_int,
         )
 
         def summands_of(microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
@@ -197,7 +191,7 @@ class _Window:
             result, scaled_grads = value_and_grads(*arguments, **kwargs)
             value, aux = result if self.has_aux else (result, None)
             # No loss scale unscales nothing, and leaves the dtype, too.
-            value, grads = _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads))))
+            value, grads = _tree.widen((value, self.loss_scale.unscale(_tree.inexact_only(scaled_grads))))
             sums, keep = self._judge(value, grads)
             return sums, (keep, aux)
 
@@ -212,7 +206,7 @@ class _Window:
         in_all = all_finite(grads, axis_name=self.axis_name) if self.drop == "window" else sums.num_overflowed == 0
         return AccumulatedGradients(
             value=_divide(sums.value, sums.num_values),
-            grads=self._with_float0(loss_scale.scale(grads), args),
+            grads=self._with_float0(self.loss_scale.scale(grads), args),
             parts_finite=in_all,
             kept=kept,
             aux=aux,

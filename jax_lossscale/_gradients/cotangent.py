@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._gradients.warn import warn_if_narrow
+from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
@@ -32,7 +33,8 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     two it is exact if that dtype can hold the result. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) are those of
     the identity, and so is the backward pass of the backward pass. So derivatives of derivatives, in any order of
     modes, are scaled once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every
-    order. The scale is a constant: there is no gradient with respect to it.
+    order. (`jax.experimental.jet` goes through this function, but not through its gradient.) The scale is a constant:
+    there is no gradient with respect to it. As in `LossScale.unscale`, at most 2**126 is applied.
 
     Args:
       tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.
@@ -46,7 +48,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
     Warns:
       UserWarning: if the tree is a scalar, that is, a loss, whose dtype is too narrow for the scale that could be
-        reached, as in `value_and_scaled_grad`.
+        reached, or if the scale is one that moves and a constant of a traced program, as in `value_and_scaled_grad`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -58,6 +60,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     if isinstance(loss_scale, NoOpLossScale):
         return tree
     warn_if_narrow(tree, loss_scale)
+    warn_if_frozen(loss_scale)
     return _map_adjoint(_scale_cotangent, tree, _constant(loss_scale, "scale_gradient(scale=...)"))
 
 
@@ -147,12 +150,27 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
     )
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    """``leaf``, whose tangents go through `_linear_identity`."""
+    del adjoint, scale
+    return leaf
+
+
+@_identity.defjvp
+def _differentiate_identity(
+    adjoint: _Adjoint, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    leaf, scale = primals
+    return _identity(adjoint, leaf, scale), _linear_identity(adjoint, tangents[0], scale)
+
+
+def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
 
     `jax.custom_vjp` would refuse forward mode, and would scale the way back of the way back once more. The solution of
     a linear system is the one public primitive with a transpose of one's own that `jax.vmap` takes; the system here is
-    ``x = leaf``.
+    ``x = leaf``. (`jax.experimental.jet` does not take it, and so meets it in tangents only.)
     """
     scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
     return jax.lax.custom_linear_solve(

@@ -10,7 +10,7 @@ import jax
 
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients.cotangent import seed_gradient
-from jax_lossscale._gradients.warn import warn_if_narrow
+from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
 
@@ -32,6 +32,9 @@ def value_and_scaled_grad(
     If the loss is float16, that cotangent is cast to float16, which holds no power of two above 2**15. Return the loss
     in float32 (take its last mean in float32), or bound the scale with ``max_loss_scale=2.0**15``.
 
+    The scale is that of ``loss_scale`` as it is passed here. So call this function inside the training step, with the
+    state that is an argument of the step: made once before the loop, it would go on with the first scale.
+
     Args:
       fun: a scalar-valued function, called as `jax.value_and_grad` calls it, keyword arguments included.
       loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
@@ -50,7 +53,8 @@ def value_and_scaled_grad(
 
     Warns:
       UserWarning: at trace time, once for each function made here, if the loss is of a dtype too narrow for the scale
-        that could be reached. The value of a `FixedLossScale` that is itself traced is not known then.
+        that could be reached (the value of a `FixedLossScale` that is itself traced is not known then); or if a loss
+        scale that moves is no argument of the program that is being traced, but a constant of it.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -87,15 +91,21 @@ def _value_and_scaled_grad(
     return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), **options)
 
 
-def with_scaled_gradient(fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool) -> Callable[..., Any]:
-    """``fun`` itself, whose value starts the backward pass with the scale instead of 1."""
+def with_scaled_gradient(
+    fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
+) -> Callable[..., Any]:
+    """``fun`` itself, whose value starts the backward pass with the scale instead of 1.
+
+    ``in_a_loop``: what is traced is the body of a loop of ours, where the scale is constant.
+    """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
-    warned = False
+    warned, warned_of_frozen = False, in_a_loop
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        nonlocal warned
+        nonlocal warned, warned_of_frozen
+        warned_of_frozen = warned_of_frozen or warn_if_frozen(loss_scale)
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             return result  # jax.grad refuses it in its own words

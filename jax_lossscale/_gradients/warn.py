@@ -1,7 +1,8 @@
-"""The warning of a loss that is too narrow for the scale."""
+"""Warnings at trace time: of a loss that is too narrow for the scale, and of a scale that cannot follow its state."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._limits import limits_of
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._warn import warn_user
 
 
@@ -18,7 +20,7 @@ def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
-    largest_power = 2.0 ** (math.frexp(float(jnp.finfo(dtype).max))[1] - 1)
+    largest_power = 2.0 ** (math.frexp(limits_of(dtype).largest)[1] - 1)
     bound = loss_scale.upper_bound
     if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
         return False
@@ -28,5 +30,26 @@ def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
         f"The loss is {dtype.name}, which cannot carry a loss scale above {largest_power:.0f} into the backward "
         "pass: every gradient would overflow. Return the loss in float32 (take its last mean there), or give the "
         f"loss scale `max_loss_scale={largest_power}`."
+    )
+    return True
+
+
+def warn_if_frozen(loss_scale: LossScale) -> bool:
+    """Warn if a scale that moves becomes a constant of the program that is being traced; and say whether it was warned.
+
+    Its state moves on from step to step, and the gradients are then unscaled with another scale than their own.
+    """
+    moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
+    # The fields themselves: NumPy scalars, which a fresh one holds, are traced where its leaves are taken.
+    fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
+    if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
+        return False
+    if not isinstance(jnp.logical_not(False), jax.core.Tracer):  # nothing is traced, or for derivatives only
+        return False
+    warn_user(
+        f"The loss scale, a {type(loss_scale).__name__}, is no argument of the program that is being traced, but a "
+        "constant of it: it stays as it is now, while that of the optimizer state moves on. Make the gradient function "
+        "inside the step, `jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`, and pass `opt_state` to the "
+        "step as an argument."
     )
     return True

@@ -51,6 +51,14 @@ def positive_normal_number(value: Any, name: str) -> float:
     return number
 
 
+def nonnegative_number(value: Any, name: str) -> float:
+    """`finite_number`, and one that is at least 0."""
+    number = finite_number(value, name)
+    if number < 0:
+        raise ValueError(f"`{name}` must be at least 0, got {value!r}.")
+    return number
+
+
 def bounded_scale(initial: Any, floor: Any, ceiling: Any, kind: str) -> dict[str, Any]:
     """``initial_loss_scale``, ``min_loss_scale`` and ``max_loss_scale`` of a kind, by name, as Python floats.
 
@@ -101,14 +109,7 @@ def real_leaf(value: Any, name: str) -> ArrayLike:
 
 def nonnegative_leaf(value: Any, name: str) -> ArrayLike:
     """`real_leaf`, of numbers that are at least 0."""
-
-    def checked(member: Any, name: str) -> float:
-        number = finite_number(member, name)
-        if number < 0:
-            raise ValueError(f"`{name}` must be at least 0, got {member!r}.")
-        return number
-
-    return _leaf(value, name, checked, np.float32)
+    return _leaf(value, name, nonnegative_number, np.float32)
 
 
 def count_leaf(value: Any, name: str) -> ArrayLike:
@@ -119,15 +120,6 @@ def count_leaf(value: Any, name: str) -> ArrayLike:
         if not 0 <= count <= np.iinfo(np.int32).max:
             raise ValueError(f"`{name}` must be a count that fits int32, got {member!r}.")
         return count
-
-    return _leaf(value, name, checked, np.int32)
-
-
-def positive_count_leaf(value: Any, name: str) -> ArrayLike:
-    """`count_leaf`, of counts that are at least 1."""
-
-    def checked(member: Any, name: str) -> int:
-        return positive_integer(member, name, "It counts steps.")
 
     return _leaf(value, name, checked, np.int32)
 

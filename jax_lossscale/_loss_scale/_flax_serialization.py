@@ -1,7 +1,7 @@
 """Flax's own serialization of loss scales: it knows only the types that were registered with it.
 
-Flax is not imported here. Where it has been imported, a kind of loss scale is registered with it as soon as one is
-made, or an optimizer state that holds one, so that nobody need know of it.
+Flax is not imported here. Where it has been imported, a kind of loss scale is registered with it as soon as a state of
+`loss_scaled` holds one, so that nobody need know of it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ import abc
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import chex
@@ -18,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
-from jax_lossscale._loss_scale import _flax_serialization
+from jax_lossscale._dispatch import lie_together
 from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
@@ -29,11 +28,15 @@ class LossScale(abc.ABC):
     """A number by which the loss is multiplied, and the rule that changes it: an immutable value, a pytree.
 
     Configuration is static, state is array leaves, and every method is a pure function, so a loss scale goes through
-    `jax.jit`, `jax.lax.scan`, `jax.vmap`, donation and checkpoints like any other value. Use it in this order::
+    `jax.jit`, `jax.lax.scan`, `jax.vmap`, donation and checkpoints like any other value. To differentiation, its next
+    state is a constant. Use it in this order::
 
         value, scaled_grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(params, batch)
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
+
+    The scale that is *applied*, to the cotangent, by `scale` and by `unscale` alike, never exceeds 2**126: then its
+    reciprocal is a normal number, and one exact factor. The state may hold more, and ``loss_scale()`` returns it.
 
     To write your own kind, write a subclass that is a frozen dataclass and is registered as a pytree (for example with
     `jax.tree_util.register_dataclass`), with the methods `__call__`, `adjust` and `get_config`. Everything in this
@@ -43,12 +46,6 @@ class LossScale(abc.ABC):
       ``tf.compat.v1.mixed_precision.LossScale``, whose interface this is, with state returned instead of assigned.
       Micikevicius et al., Mixed Precision Training, ICLR 2018.
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A loss scale that flax can save, where flax has been imported."""
-        del args, kwargs
-        _flax_serialization.register_if_flax_is_imported(cls)
-        return super().__new__(cls)
 
     checks_gradients: ClassVar[bool] = True
     """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
@@ -64,6 +61,11 @@ class LossScale(abc.ABC):
     @property
     def upper_bound(self) -> ArrayLike | None:
         """The scale can never exceed this: ``float32[]``; ``None`` if only the range of float32 bounds it."""
+        return None
+
+    @property
+    def lower_bound(self) -> ArrayLike | None:
+        """Overflows never lower the scale below this: ``float32[]``; ``None`` if that is not known."""
         return None
 
     @abc.abstractmethod
@@ -122,15 +124,16 @@ class LossScale(abc.ABC):
           tree: any pytree.
 
         Returns:
-          A tree of the same structure, shapes and dtypes. A float16 leaf overflows where the product exceeds 65504.
+          A tree of the same structure, shapes and dtypes, times 2**126 at most. A float16 leaf overflows where the
+          product exceeds what float16 holds.
         """
         return _tree.scale(tree, self())
 
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Divide the inexact leaves of a tree by the scale, in float32.
 
-        Exact when the scale is a power of two and the result a normal number, at every scale up to the largest
-        finite float32; otherwise within two units in the last place.
+        Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
+        place. Like `scale`, it applies at most 2**126 (and at least 2**-126).
 
         Args:
           tree: scaled gradients, any pytree.
@@ -155,11 +158,12 @@ class LossScale(abc.ABC):
         check_axis_name(axis_name, f"{type(self).__name__}.update(axis_name=...)")
         if not self.checks_gradients:
             return self, jnp.array(True)
-        return _update(self, _tree.inexact_leaves(grads), axis_name)
+        leaves = _tree.inexact_leaves(grads)
+        step: Callable[..., tuple[Self, jax.Array]] = _update if lie_together(leaves) else _update_op_by_op
+        return step(self, leaves, axis_name)
 
 
-@partial(jax.jit, static_argnums=2, inline=True)
-def _update(loss_scale: LossScale, grads: list[ArrayLike], axis_name: AxisName) -> tuple[LossScale, jax.Array]:
+def _update_op_by_op(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
     largest = None
     if loss_scale.needs_largest:
         grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
@@ -167,6 +171,9 @@ def _update(loss_scale: LossScale, grads: list[ArrayLike], axis_name: AxisName) 
         grads_finite = all_finite(grads, axis_name=axis_name)
     should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
     return adjust(loss_scale, grads_finite, largest), should_apply
+
+
+_update = jax.jit(_update_op_by_op, static_argnums=2, inline=True)
 
 
 def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:
@@ -217,10 +224,13 @@ def _as_array(leaf: Any) -> Any:
 
 
 def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
-    """The same loss scale with new leaves, which a rule has computed and nobody need validate."""
+    """The same loss scale with new leaves, which a rule has computed and nobody need validate.
+
+    They are constants to differentiation: a rule has corners, and what it counts has no derivative.
+    """
     moved = copy.copy(loss_scale)
     for name, leaf in leaves.items():
-        object.__setattr__(moved, name, leaf)
+        object.__setattr__(moved, name, jax.lax.stop_gradient(leaf))
     return moved
 
 
@@ -231,25 +241,3 @@ def config_of(loss_scale: LossScale) -> dict[str, Any]:
         for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]
         if field.metadata.get("static") and not field.name.startswith("_")
     }
-
-
-def check_state_is_given(loss_scale: Any, *names: str) -> None:
-    """Raise a `ValueError` if one of these is replaced by ``None`` in a loss scale that has begun already."""
-    for name in names if loss_scale._begun_at is not None else ():
-        if getattr(loss_scale, name) is None:
-            raise ValueError(
-                f"`dataclasses.replace(loss_scale, {name}=...)` must be a number, got None. To begin anew, make a new "
-                f"`{type(loss_scale).__name__}`."
-            )
-
-
-def check_begun_at(loss_scale: Any) -> None:
-    """Raise a `ValueError` if ``initial_loss_scale`` is replaced in a loss scale that has begun already."""
-    begun_at, initial = loss_scale._begun_at, loss_scale.initial_loss_scale
-    if begun_at is not None and begun_at != initial:
-        raise ValueError(
-            f"`dataclasses.replace(loss_scale, initial_loss_scale={initial!r})` would change nothing: this loss scale "
-            f"has begun at {begun_at!r}. To set the scale by hand, replace `current_loss_scale`; to begin anew, make a "
-            f"new `{type(loss_scale).__name__}`."
-        )
-    object.__setattr__(loss_scale, "_begun_at", initial)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale._arguments import (
     bounded_scale,
     count_leaf,
@@ -20,14 +21,11 @@ from jax_lossscale._loss_scale._arguments import (
 )
 from jax_lossscale._loss_scale.base import (
     LossScale,
-    check_begun_at,
-    check_state_is_given,
     config_of,
     register,
     static_field,
     with_state,
 )
-from jax_lossscale._tree import check_bool_scalar
 
 HysteresisRefill = Literal["growth", "finite"]
 
@@ -61,7 +59,6 @@ class DynamicLossScale(LossScale):
         below the floor. Not configuration: use it with `dataclasses.replace` to set the scale by hand.
       num_good_steps: likewise.
       hysteresis_left: likewise.
-      _begun_at: not for you: how `dataclasses.replace` passes on which initial scale the state has begun at.
 
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
@@ -70,9 +67,8 @@ class DynamicLossScale(LossScale):
         gone down, until refilled. ``None``, and no leaf, if ``hysteresis`` is 1.
 
     Raises:
-      ValueError: if an argument is not a finite number or out of its range, if the period is not integral, if the
-        initial scale is not between floor and ceiling, or if `dataclasses.replace` is given another initial scale,
-        which would change nothing.
+      ValueError: if an argument is not a finite number or out of its range, if the period is not integral, or if the
+        initial scale is not between floor and ceiling.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -103,32 +99,33 @@ class DynamicLossScale(LossScale):
     hysteresis: int = static_field(default=1, kw_only=True)
     hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
 
-    # The state. Only the constructor fills in the defaults; unflatten does not pass there (see `register`).
-    current_loss_scale: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # float32[]
-    num_good_steps: jax.Array = field(default=None, kw_only=True)  # type: ignore[assignment]  # int32[]
+    # The state; `...` for fresh, which only the constructor fills in: unflatten does not pass there (see `register`).
+    current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None where hysteresis is 1
-
-    _begun_at: float | None = static_field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in self._validated_config().items():
             object.__setattr__(self, name, value)
-        check_state_is_given(self, "current_loss_scale", "num_good_steps")
         for name, as_leaf, fresh in (
             ("current_loss_scale", scale_leaf, self.initial_loss_scale),
             ("num_good_steps", count_leaf, 0),
-            ("hysteresis_left", count_leaf, self.hysteresis if self.hysteresis > 1 else None),
         ):
-            given = getattr(self, name)
-            value = fresh if given is None else given
-            leaf = None if value is None else as_leaf(value, f"DynamicLossScale({name}=...)")
-            object.__setattr__(self, name, None if fresh is None else leaf)
-        check_begun_at(self)
+            given = fresh if getattr(self, name) is ... else getattr(self, name)
+            object.__setattr__(self, name, as_leaf(given, f"DynamicLossScale({name}=...)"))
+        given = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        left = count_leaf(given, "DynamicLossScale(hysteresis_left=...)")
+        object.__setattr__(self, "hysteresis_left", None if self.hysteresis == 1 else left)
 
     @property
     def upper_bound(self) -> float | None:
         """The ceiling, ``max_loss_scale``."""
         return self.max_loss_scale
+
+    @property
+    def lower_bound(self) -> float:
+        """The floor, ``min_loss_scale``."""
+        return self.min_loss_scale
 
     def __call__(self) -> jax.Array:
         """The current scale: ``float32[]``."""

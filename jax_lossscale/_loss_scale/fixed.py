@@ -67,6 +67,11 @@ class FixedLossScale(LossScale):
         """The scale itself."""
         return self.loss_scale_value
 
+    @property
+    def lower_bound(self) -> ArrayLike:
+        """The scale itself."""
+        return self.loss_scale_value
+
     def __call__(self) -> jax.Array:
         """The scale: ``float32[]``."""
         return jnp.asarray(self.loss_scale_value)
@@ -114,6 +119,11 @@ class NoOpLossScale(LossScale):
 
     @property
     def upper_bound(self) -> float:
+        """One."""
+        return 1.0
+
+    @property
+    def lower_bound(self) -> float:
         """One."""
         return 1.0
 

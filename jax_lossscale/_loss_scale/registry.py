@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jax_lossscale._check import checked_dtype
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
-from jax_lossscale._tree import checked_dtype
 
 # A user's class of the same name does not take over what was saved of one of these.
 _OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
@@ -103,7 +103,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       dtype: the dtype in which the forward and backward pass compute.
 
     Returns:
-      `DynamicLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
+      `AutoLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
       float64, whose exponents reach below 1e-37.
 
     Raises:
@@ -117,7 +117,7 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     """
     dtype = checked_dtype(dtype, "loss_scale_for(dtype=...)")
     if dtype == jnp.float16:
-        return DynamicLossScale()
+        return AutoLossScale()
     if dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
         return NoOpLossScale()
     raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")

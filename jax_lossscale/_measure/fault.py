@@ -11,8 +11,9 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
+from jax_lossscale._dispatch import compiled, lie_together
 from jax_lossscale._measure.devices import AxisName, agree
-from jax_lossscale._measure.reading import at_least_16_bits
+from jax_lossscale._measure.leaves import at_least_16_bits
 
 
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
@@ -47,26 +48,34 @@ def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, j
     """The index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
-    return _first_fault([leaves[position] for position in positions], positions, axis_name)
-
-
-@partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _first_fault(
-    leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName
-) -> tuple[jax.Array, jax.Array]:
-    if not leaves:
-        return jnp.int32(-1), jnp.array(False)
-    severity = jnp.stack([_severity(at_least_16_bits(jnp.asarray(leaf))) for leaf in leaves])
-    finite, not_nan = agree(jnp.stack([severity < _INFINITE, severity < _NAN]), axis_name)
-    first = jnp.argmin(finite)
-    none = finite.all()
-    return jnp.where(none, -1, jnp.array(positions, jnp.int32)[first]), ~none & ~not_nan[first]
+    severities = _severities([leaves[position] for position in positions])
+    if not lie_together(severities):
+        severities = jax.device_get(severities)
+    return _first_of(severities, positions, axis_name)
 
 
 _INFINITE, _NAN = 1, 2
 
 
-def _severity(leaf: jax.Array) -> jax.Array:
-    """0 for a finite leaf, `_INFINITE`, or `_NAN` if there is one: ``int32[]``, in one reduction."""
-    of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
-    return jnp.max(of_each, initial=0)
+@compiled()
+def _severities(leaves: list[ArrayLike]) -> list[jax.Array]:
+    """Of each leaf 0 if it is finite, `_INFINITE`, or `_NAN` if there is one: ``int32[]``, in one reduction."""
+
+    def severity(leaf: jax.Array) -> jax.Array:
+        of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
+        return jnp.max(of_each, initial=0)
+
+    return [severity(at_least_16_bits(jnp.asarray(leaf))) for leaf in leaves]
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _first_of(
+    severities: list[jax.Array], positions: tuple[int, ...], axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    if not severities:
+        return jnp.int32(-1), jnp.array(False)
+    severity = jnp.stack(severities)
+    finite, not_nan = agree(jnp.stack([severity < _INFINITE, severity < _NAN]), axis_name)
+    first = jnp.argmin(finite)
+    none = finite.all()
+    return jnp.where(none, -1, jnp.array(positions, jnp.int32)[first]), ~none & ~not_nan[first]

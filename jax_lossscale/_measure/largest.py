@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import chex
 import jax
@@ -17,20 +16,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._dispatch import compiled
 from jax_lossscale._measure.devices import AxisName
-from jax_lossscale._measure.reading import (
-    REDUCTIONS,
-    TOGETHER,
-    alike,
-    as_read,
-    blocks,
-    large,
-    unscaled,
-)
-from jax_lossscale._measure.shards import Question, ask
+from jax_lossscale._measure.leaves import alike, as_read, blocks, large, unscaled
+from jax_lossscale._measure.primitive import Question, ask
 
-# How many parts of leaves a CPU reads side by side.
-_STREAMS = 16
+# How many arrays are joined before they are reduced: at least so many on a CPU, where they are parts of a leaf if there
+# are too few leaves alike. (Of many more than the second number, XLA would write intermediate results to memory.)
+_STREAMS = 8
+_TOGETHER = 32
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -54,9 +48,9 @@ def finite_and_largest(
     return finite, jnp.where(finite, answer, jnp.zeros_like(answer))
 
 
-@partial(jax.jit, static_argnums=2, inline=True)
-def _finite_and_largest(tree: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    return ask(_HOW_LARGE, *as_read(tree, scale), axis_name)
+@compiled(static_argnums=2, combine=np.max)
+def _finite_and_largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
+    return ask(_HOW_LARGE, *as_read(leaves, scale), axis_name)
 
 
 def _of_each(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
@@ -74,48 +68,59 @@ def _magnitudes(leaf: jax.Array) -> jax.Array:
 
 
 def _of_local(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    return jax.lax.platform_dependent(list(leaves), scale, cpu=_of_local_on_cpu, default=largest_anywhere)
+    return jax.lax.platform_dependent(list(leaves), scale, cpu=largest_on_cpu, default=largest_anywhere)
 
 
 def largest_anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    """The answer for leaves that live on one device, of whatever platform."""
-    real = _real_and_imaginary(leaves)
-    return _largest_unscaled([*alike(large(real), TOGETHER), *([block] for block in blocks(real))], scale)
+    """The answer for leaves that live on one device, of whatever platform.
 
-
-def _of_local_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    """A CPU makes a maximum of integers one by one in a reduction, but many at a time between arrays.
-
-    So leaves are cut into parts and these are joined; only the length of a part remains to be reduced.
-    ``python -m benchmarks finite`` compares it with a sum, which says less. (Of bfloat16 it is slow.)
+    A GPU launches two kernels for each reduction, one after another, and all of them before the step can begin; but one
+    kernel reads many leaves. So ``python -m benchmarks cuda`` finds in the compiled program; no GPU was timed.
     """
-    real = _real_and_imaginary(leaves)
-    groups = [*alike(large(real), -(-len(large(real)) // REDUCTIONS)), *([block] for block in blocks(real))]
-    numbers = [max(1, _STREAMS // len(group)) for group in groups]
-    parts = [
-        [part for leaf in group for part in _parts(leaf, number)] for group, number in zip(groups, numbers, strict=True)
-    ]
+    return _largest_unscaled(_groups(leaves), scale)
+
+
+def largest_on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
+    """A CPU works on many elements at a time between arrays, and in the reduction of one float array of its own.
+
+    Where a reduction must also compute what it reduces, it goes element by element. So all that is computed of words is
+    computed between arrays first, which are parts of one leaf where no others are like it.
+    """
+    groups = _groups(leaves)
+    parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]
     return _largest_unscaled(parts, scale)
+
+
+def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """All real and imaginary parts, the small ones in blocks; those of one shape and dtype together."""
+    real = _real_and_imaginary(leaves)
+    return list(alike([*large(real), *blocks(real)], _TOGETHER))
 
 
 def _largest_unscaled(groups: Sequence[Sequence[jax.Array]], scale: jax.Array | None) -> jax.Array:
     """Of groups of real arrays of one shape and dtype. Dividing keeps the order, and so comes last."""
-    bits: dict[jnp.dtype, list[jax.Array]] = {}
+    by_dtype: dict[jnp.dtype, list[jax.Array]] = {}
     for group in groups:
-        bits.setdefault(group[0].dtype, []).append(_largest_bits(group))
-    by_dtype = [jax.lax.bitcast_convert_type(_largest_of(found), dtype) for dtype, found in bits.items()]
-    return _largest_of(map(_magnitudes, unscaled(by_dtype, scale)))
+        by_dtype.setdefault(group[0].dtype, []).append(_largest_of_group(group))
+    return _largest_of(map(_magnitudes, unscaled([_largest_of(found) for found in by_dtype.values()], scale)))
 
 
-def _largest_bits(group: Sequence[jax.Array]) -> jax.Array:
-    """Bits without the sign are in the order of the magnitudes. Those of infinity, and then of NaN, come last."""
-    word = np.dtype(f"int{jnp.finfo(group[0].dtype).bits}")
-    without_sign = np.array(np.iinfo(word).max, word)
-    return _largest_of(jax.lax.bitcast_convert_type(array, word) & without_sign for array in group).max()
+def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
+    """Words without the sign are in the order of the magnitudes. That of infinity comes last, and here stands for NaN.
+
+    As words, since a maximum of floats drops NaN on a CPU; after that as floats, whose maximum is fast there.
+    """
+    dtype = group[0].dtype
+    word = np.dtype(f"int{jnp.finfo(dtype).bits}")
+    without_sign, infinity = np.array(np.iinfo(word).max, word), np.array(np.inf, dtype).view(word)
+    words = _largest_of(jax.lax.bitcast_convert_type(array, word) & without_sign for array in group)
+    return jax.lax.bitcast_convert_type(jnp.minimum(words, infinity), dtype).max()
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
     """So many vectors of one length that together hold every element; some elements are in two of them."""
+    if number == 1:
+        return [leaf]
     length = -(-leaf.size // number)
     starts = (min(n * length, leaf.size - length) for n in range(number))
     return [jax.lax.slice(leaf.ravel(), (start,), (start + length,)) for start in starts]

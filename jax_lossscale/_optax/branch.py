@@ -13,15 +13,15 @@ from jax_lossscale._measure import axes_varied_over, vary
 Skip: TypeAlias = Literal["auto", "cond", "select"]
 
 
-def choose(
+def run_or_leave(
     skip: Skip,
     should_apply: jax.Array | None,
     run: Callable[[], chex.ArrayTree],
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
     """``run()`` or ``leave()``; ``run()`` where ``should_apply`` is ``None``."""
-    if should_apply is None:
-        return run()
+    if should_apply is None or is_known(should_apply):
+        return run() if should_apply is None or should_apply else leave()
     run, leave = _varying_alike(should_apply, run, leave)
 
     def cond() -> chex.ArrayTree:
@@ -36,6 +36,11 @@ def choose(
         # its results: twice the bytes of the step (`python -m benchmarks cuda`). No GPU was timed.
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
+
+
+def is_known(flag: jax.Array) -> bool:
+    """Whether it has a value already: outside of any program, where a branch of Python's does, and compiles nothing."""
+    return not isinstance(flag, jax.core.Tracer)
 
 
 def _varying_alike(

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._optax.branch import is_known
 from jax_lossscale._warn import warn_user
 
 _Result = TypeVar("_Result")
@@ -67,47 +69,56 @@ def widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
 
 
 def run_differentiably(
-    run: Callable[[optax.Updates, Any], _Result],
-    scaled_grads: optax.Updates,
-    others: Any,
-    should_apply: jax.Array | None,
+    run: Callable[[optax.Updates], _Result], scaled_grads: optax.Updates, should_apply: jax.Array | None
 ) -> _Result:
-    """``run(scaled_grads, others)``, whose derivatives are finite where the step is skipped and the result discarded.
+    """``run(scaled_grads)``, whose derivatives are finite where the step is skipped and the result discarded.
 
     They are multiplied by zero then, but at an infinity they may be NaN. So where derivatives are taken, and only
     there, the gradients of a skipped step are replaced by ones. Always replacing them would make every kernel that
     reads gradients wait for the verdict.
     """
-    if should_apply is None:
-        return run(scaled_grads, others)
-    leaves, structure = jax.tree.flatten(others)
-    positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-
-    def run_with(scaled_grads: optax.Updates, arrays: list[jax.Array]) -> _Result:
-        filled = list(leaves)
-        for position, array in zip(positions, arrays, strict=True):
-            filled[position] = array
-        return run(scaled_grads, jax.tree.unflatten(structure, filled))
-
-    arrays = [leaves[position] for position in positions]
-    # Derivatives may also be taken of what the chain has closed over, such as a learning rate.
-    run_with_closed, closed = jax.closure_convert(run_with, scaled_grads, arrays)
+    if should_apply is None or is_known(should_apply):
+        return run(scaled_grads)
+    # Derivatives are taken also of what is closed over: parameters, states, a learning rate.
+    run_with, closed_over = _with_operands(run, scaled_grads)
 
     @jax.custom_jvp
-    def run_as_it_is(should_apply: jax.Array, scaled_grads: optax.Updates, *operands: Any) -> _Result:
+    def run_as_it_is(should_apply: jax.Array, scaled_grads: optax.Updates, closed_over: list[jax.Array]) -> _Result:
         del should_apply
-        return cast(_Result, run_with_closed(scaled_grads, *operands))
+        return run_with(scaled_grads, closed_over)
 
     @run_as_it_is.defjvp
     def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Result, _Result]:
-        should_apply, scaled_grads, *operands = primals
-        at = (harmless(scaled_grads, should_apply), *operands)
-        return cast(tuple[_Result, _Result], jax.jvp(run_with_closed, at, tangents[1:]))
+        should_apply, scaled_grads, closed_over = primals
+        at = (ones_where_skipped(scaled_grads, should_apply), closed_over)
+        return cast(tuple[_Result, _Result], jax.jvp(run_with, at, tangents[1:]))
 
-    return run_as_it_is(should_apply, scaled_grads, arrays, *closed)
+    return run_as_it_is(should_apply, scaled_grads, closed_over)
 
 
-def harmless(tree: chex.ArrayTree, should_apply: jax.Array | None) -> chex.ArrayTree:
+def _with_operands(
+    run: Callable[[optax.Updates], _Result], grads: optax.Updates
+) -> tuple[Callable[[optax.Updates, list[jax.Array]], _Result], list[jax.Array]]:
+    """``run`` as a function also of the traced arrays that it has closed over, and these.
+
+    `jax.closure_convert` does the same, and keeps each function that it is given for as long as the process lives.
+    """
+    jaxpr, result = jax.make_jaxpr(run, return_shape=True)(grads)
+    structure = jax.tree.structure(result)
+    closed_over: list[jax.Array] = [const for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
+    others = [None if isinstance(const, jax.core.Tracer) else const for const in jaxpr.consts]
+    inside = jaxpr.jaxpr
+
+    def run_with(grads: optax.Updates, closed_over: list[jax.Array]) -> _Result:
+        arrays = iter(closed_over)
+        consts = [next(arrays) if const is None else const for const in others]
+        leaves = jaxpr_as_fun(ClosedJaxpr(inside, consts))(*jax.tree.leaves(grads))
+        return cast(_Result, jax.tree.unflatten(structure, leaves))
+
+    return run_with, closed_over
+
+
+def ones_where_skipped(tree: chex.ArrayTree, should_apply: jax.Array | None) -> chex.ArrayTree:
     """Gradients, or a loss; ones in their place where the step is skipped.
 
     Not zeros: the derivative of the square root in many an optimizer is infinite there.
@@ -115,11 +126,11 @@ def harmless(tree: chex.ArrayTree, should_apply: jax.Array | None) -> chex.Array
     if should_apply is None:
         return tree
 
-    def harmless_leaf(leaf: ArrayLike) -> jax.Array:
+    def leaf_or_ones(leaf: ArrayLike) -> jax.Array:
         leaf = jnp.asarray(leaf)
         return jnp.where(should_apply, leaf, jnp.ones_like(leaf))
 
-    return _tree.map_inexact(lambda leaves: list(map(harmless_leaf, leaves)), tree)
+    return _tree.map_inexact(lambda leaves: list(map(leaf_or_ones, leaves)), tree)
 
 
 def no_updates(like: optax.Updates) -> optax.Updates:
@@ -165,20 +176,51 @@ def with_gradients(grads: optax.Updates, params: optax.Params) -> optax.Params:
     """``params``, with ``None`` for what has ``None`` for a gradient: frozen layers, and numbers that are settings."""
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
-    return jax.tree.map(
-        lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None
-    )
+
+    def with_grads(params: optax.Params) -> optax.Params:
+        return jax.tree.map(
+            lambda grad, param: None if grad is None else param, grads, params, is_leaf=lambda grad: grad is None
+        )
+
+    return _of_each_copy(with_grads, params)
 
 
 def check_no_integers(grads: optax.Updates, params: optax.Params | None) -> None:
     """Raise a `ValueError` if a floating parameter has an integer for a gradient, which would be taken for none."""
-    param_at = dict(jax.tree_util.tree_leaves_with_path(params))
+    param_at = dict(
+        jax.tree_util.tree_leaves_with_path(params.fast if isinstance(params, optax.LookaheadParams) else params)
+    )
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         is_integer = isinstance(grad, int) or (_tree.is_array(grad) and jnp.issubdtype(grad.dtype, np.integer))
         if is_integer and _tree.is_inexact(param_at.get(path)):
             raise ValueError(
                 f"`update(updates=...)` must hold floating gradients for floating parameters, got {grad!r} at "
                 f"{jax.tree_util.keystr(path)!r}. `jax.grad` makes them so; cast what was made otherwise."
+            )
+
+
+def check_not_masked(tree: optax.Params, name: str) -> None:
+    """Raise a `ValueError` that names the argument if `optax.masked` is around the wrapper, and not inside it."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+        raise ValueError(
+            f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
+            "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
+            "`loss_scaled(optax.partition(...))`."
+        )
+
+
+def check_not_scaled(extra_args: dict[str, Any], scaled_grads: optax.Updates) -> None:
+    """Raise a `ValueError` if an argument that the chain gets as it is holds the scaled gradients themselves."""
+    scaled = {id(grad) for grad in jax.tree.leaves(scaled_grads) if isinstance(grad, (jax.Array, np.ndarray))}
+    for name, given in extra_args.items():
+        if any(id(leaf) in scaled for leaf in jax.tree.leaves(given)):
+            raise ValueError(
+                f"`update({name}=...)` got the scaled gradients, which the chain would take for true ones. Pass "
+                f"`{name}=state.loss_scale.unscale(scaled_grads)`."
             )
 
 
@@ -199,4 +241,13 @@ def updates_of_others(grads: optax.Updates, params: optax.Params | None) -> opta
     def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
         return jax.tree.map(lambda param: update(grad, param), params)
 
-    return jax.tree.map(updates_below, grads, params, is_leaf=lambda leaf: leaf is None)
+    return _of_each_copy(
+        lambda params: jax.tree.map(updates_below, grads, params, is_leaf=lambda leaf: leaf is None), params
+    )
+
+
+def _of_each_copy(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
+    """``function(params)``; of both copies that `optax.lookahead` keeps, of which one has gradients."""
+    if isinstance(params, optax.LookaheadParams):
+        return optax.LookaheadParams(*map(function, params))
+    return function(params)

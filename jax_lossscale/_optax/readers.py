@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import positive_integer
-from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._optax.state import LossScaledState
 
@@ -39,7 +35,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       >>> import jax_lossscale as jls
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
       >>> {name: value.item() for name, value in jls.metrics(state).items()}["loss_scale"]
-      32768.0
+      256.0
     """
     _, state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
@@ -59,9 +55,9 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     """Raise an error when steps keep being skipped and lowering the scale cannot help.
 
     Call it on the host, now and then: it waits for the device. A run is stuck if the last ``patience`` steps were
-    skipped and further bad steps would not lower the scale, because it is at its floor or never moves. It is also stuck
-    if the last 1,000 steps were skipped, at any scale, which no overflow explains. This finds a loss that stays NaN,
-    which does not lower the scale.
+    skipped and the scale is at its ``lower_bound``, the floor of a kind that moves. It is also stuck if the last 1,000
+    steps were skipped, at any scale, which no overflow explains. This finds a loss that stays NaN, which does not lower
+    the scale.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`; of a batch of runs, one stuck run suffices.
@@ -86,7 +82,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())
-    if np.any((skips >= patience) & cannot_go_lower(state.loss_scale)):
+    if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
     elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
         situation = f"more than any overflow explains (the loss scale is {scale})"
@@ -114,17 +110,7 @@ def check_is_concrete(state: LossScaledState, name: str) -> None:
         )
 
 
-def cannot_go_lower(loss_scale: LossScale) -> np.ndarray:
-    """Whether further bad steps would leave the scale where it is, at its floor or fixed: ``bool``, on the host."""
-    with jax.disable_jit(False):  # one by one, a thousand steps would take minutes
-        after = _after_many_bad_steps(loss_scale)
-    return np.asarray(after()) >= np.asarray(loss_scale())
-
-
-@jax.jit
-def _after_many_bad_steps(loss_scale: LossScale) -> LossScale:
-    def bad_step(_: Any, loss_scale: LossScale) -> LossScale:
-        return adjust(loss_scale, jnp.array(False), jnp.float32(0))
-
-    # Not one bad step only: hysteresis lets some pass before the scale goes down.
-    return jax.lax.fori_loop(0, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS, bad_step, loss_scale)
+def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:
+    """Whether overflows leave the scale where it is: ``bool``, on the host; false of a kind that does not say."""
+    floor = loss_scale.lower_bound
+    return np.asarray(False if floor is None else np.asarray(loss_scale()) <= np.asarray(floor, np.float32))

@@ -13,7 +13,7 @@ from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._flax_serialization import register_if_flax_is_imported
 from jax_lossscale._measure import AxisName, first_fault
-from jax_lossscale._optax.branch import choose
+from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.verdict import Verdict
 
 
@@ -96,7 +96,7 @@ def next_state(
     return LossScaledState(
         loss_scale=verdict.loss_scale,
         inner_state=inner_state,
-        grads_finite=verdict.grads_finite,
+        grads_finite=_or_true(verdict.flags.grads_finite),
         applied_steps=_saturating_add(state.applied_steps, applied),
         skipped_steps=_saturating_add(state.skipped_steps, skipped),
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
@@ -121,19 +121,20 @@ def check_state(state: Any) -> None:
 
 
 def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:
-    # A state keeps its structure, also where another kind of loss scale was put into it.
-    if state.largest is None or verdict.largest is not None:
-        return None if state.largest is None else verdict.largest
-    return jnp.zeros_like(state.largest)
+    if state.largest is None or verdict.largest is None:
+        # A state keeps its structure, also where another kind of loss scale was put into it.
+        return None if state.largest is None else jnp.zeros_like(state.largest)
+    # An infinity stands for no measurement: `update` was told that gradients are finite which are not.
+    return jnp.where(jnp.isfinite(verdict.largest), verdict.largest, 0)
 
 
 def _last_bad_step(
     state: LossScaledState, verdict: Verdict, scaled_grads: optax.Updates, axis_name: AxisName
 ) -> BadStep | None:
-    before = state.last_bad_step
+    before, flags = state.last_bad_step, verdict.flags
     if before is None:
         return None
-    is_good = verdict.leaves_finite
+    is_good = _or_true(flags.leaves_finite)
     if verdict.should_apply is not None:
         is_good &= verdict.should_apply
 
@@ -144,14 +145,14 @@ def _last_bad_step(
             leaf=leaf,
             num_leaves=jnp.array(len(_tree.leaves_and_nones(scaled_grads)), jnp.int32),
             has_nan=has_nan,
-            leaves_finite=verdict.leaves_finite,
-            parts_finite=verdict.parts_finite,
-            value_finite=verdict.value_finite,
-            skip_if=~verdict.allowed,
+            leaves_finite=_or_true(flags.leaves_finite),
+            parts_finite=_or_true(flags.parts_finite),
+            value_finite=_or_true(flags.value_finite),
+            skip_if=~_or_true(flags.allowed),
         )
 
     # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
-    return cast(BadStep, choose("cond", ~is_good, look, lambda: before))
+    return cast(BadStep, run_or_leave("cond", ~is_good, look, lambda: before))
 
 
 def _no_bad_step() -> BadStep:
@@ -165,6 +166,10 @@ def _no_bad_step() -> BadStep:
         value_finite=jnp.array(True),
         skip_if=jnp.array(False),
     )
+
+
+def _or_true(flag: jax.Array | None) -> jax.Array:
+    return jnp.array(True) if flag is None else flag
 
 
 def _saturating_add(count: jax.Array, increment: ArrayLike) -> jax.Array:

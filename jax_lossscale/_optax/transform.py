@@ -1,31 +1,25 @@
 """The optax side: a transformation that unscales, checks, and runs a whole chain or leaves it untouched.
 
-One function decides (`verdict.decide`), one chooses between the step and its absence (`branch.choose`), and ``update``
-and ``update_and_apply`` differ only in what they make of the inner chain's updates.
+One function decides (`verdict.decide`), one runs the step or leaves it (`branch.run_or_leave`), and ``update`` and
+``update_and_apply`` differ only in what they make of the inner chain's updates (`step.Step`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import chex
-import jax
-import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name, check_flag
-from jax_lossscale._loss_scale import LossScale, get
+from jax_lossscale._loss_scale import get
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax import inner as _inner
-from jax_lossscale._optax.branch import Skip, choose
-from jax_lossscale._optax.eager import compiled_when_eager
-from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
-from jax_lossscale._optax.verdict import Told, Verdict, check_told, decide
+from jax_lossscale._optax.branch import Skip
+from jax_lossscale._optax.state import LossScaledState
+from jax_lossscale._optax.step import Step
+from jax_lossscale._optax.wrapped import Wrapped
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -43,19 +37,19 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         The same as ``update`` and `optax.apply_updates`, faster.
         """
         wrapped = getattr(self.update, "__self__", None)
-        if isinstance(wrapped, _Wrapped):
+        if isinstance(wrapped, Wrapped):
             return wrapped.update_and_apply
         return functools.partial(_update_then_apply, self.update)  # another `update` was put in by `_replace`
 
     def __repr__(self) -> str:
         wrapped = getattr(self.update, "__self__", None)
-        told = repr(wrapped) if isinstance(wrapped, _Wrapped) else f"{self.init!r}, {self.update!r}"
-        return f"{type(self).__name__}({told}: init, update, update_and_apply)"
+        shown = repr(wrapped) if isinstance(wrapped, Wrapped) else f"{self.init!r}, {self.update!r}"
+        return f"{type(self).__name__}({shown}: init, update, update_and_apply)"
 
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: Any = "dynamic",
+    loss_scale: Any = "auto",
     *,
     axis_name: AxisName = None,
     skip: Skip = "auto",
@@ -89,7 +83,7 @@ def loss_scaled(
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
-      loss_scale: whatever `get` accepts.
+      loss_scale: whatever `get` accepts; by default an `AutoLossScale`, which needs no numbers from you.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree on the verdict, so
         that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them
         yourself.
@@ -116,8 +110,11 @@ def loss_scaled(
         - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if you know it already
           (for example from their norm). Then they are not read to find out (but a kind with ``needs_largest`` reads
           them to measure). It is not checked;
-        - other arguments are passed on to the chain unchanged, so gradients among them must be unscaled. Outside
-          `jax.jit`, a step with such an argument is many small dispatches instead of one.
+        - other arguments are passed on to the chain unchanged, so gradients among them must be unscaled.
+
+        Outside `jax.jit`, the step is compiled on its first call, and freed with the transformation. With another
+        argument that is no array (a function, a number, a flag) nothing is compiled, and the step is as many dispatches
+        as it has operations.
 
         The updates of a skipped step are -0.0, which changes no number to which it is added. (XLA may flush subnormal
         parameters to zero in any addition; ``update_and_apply`` does not add.)
@@ -129,10 +126,13 @@ def loss_scaled(
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
         ``axis_name``, ``skip`` or ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what
-        ``init`` makes, if ``value`` is no real scalar, or one of the flags no boolean scalar.
+        ``init`` makes, if ``value`` is no real scalar, or one of the flags no boolean scalar; if another argument holds
+        the scaled gradients themselves; if `optax.masked` or `optax.partition` is around the wrapper, and not inside.
 
     Warns:
-      UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
+      UserWarning: from ``init``, at float16 parameters, in which small updates are lost; at trace time, inside
+        ``jax.shard_map(..., check_vma=False)`` without ``axis_name``, at gradients that have met those of no other
+        device, where JAX can tell.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -153,152 +153,8 @@ def loss_scaled(
     check_flag(record_bad_steps, "loss_scaled(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
-    wrapped = _Wrapped(_inner.checked(inner), get(loss_scale), axis_name, skip, record_bad_steps)
+    wrapped = Wrapped(Step(_inner.checked(inner), axis_name, skip), get(loss_scale), record_bad_steps)
     return LossScaledTransformation(wrapped.init, wrapped.update)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Wrapped:
-    """An inner chain and everything that `loss_scaled` was told about it; its methods are the transformation's."""
-
-    inner: optax.GradientTransformationExtraArgs
-    initial_loss_scale: LossScale
-    axis_name: AxisName
-    skip: Skip
-    record_bad_steps: bool
-
-    def __repr__(self) -> str:
-        return f"loss_scaled({self.initial_loss_scale!r})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Wrapped:
-        """Itself, as a function's copy is: what was compiled with it, in a train state, say, serves its copy too."""
-        return self
-
-    def init(self, params: optax.Params) -> LossScaledState:
-        """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
-        _inner.warn_of_float16(params, self.initial_loss_scale)
-        inner_state = self.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
-        _inner.check_holds_no_loss_scale(inner_state)
-        inner_state = _inner.with_own_buffers(inner_state)
-        # A copy: a state may be donated, and `initial_loss_scale` must serve again.
-        loss_scale = jax.tree.map(jnp.array, self.initial_loss_scale)
-        return initial_state(
-            _inner.with_dtypes_of(self.initial_loss_scale, loss_scale),
-            _inner.with_dtypes_of(inner_state, inner_state),
-            self.record_bad_steps,
-        )
-
-    def update(
-        self,
-        updates: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None = None,
-        *,
-        value: ArrayLike | None = None,
-        skip_if: ArrayLike | None = None,
-        parts_finite: ArrayLike | None = None,
-        grads_finite: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
-        """``(updates, state)``: those of the inner chain, or zeros where the step is skipped; see `loss_scaled`."""
-        told = Told(value, skip_if, parts_finite, grads_finite)
-        shown = self._checked(updates, state, params, told)
-        new_updates, state = self._updates(*shown, **extra_args)
-        return _fill(new_updates, lambda: _inner.updates_of_others(updates, params)), state
-
-    def update_and_apply(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params,
-        *,
-        value: ArrayLike | None = None,
-        skip_if: ArrayLike | None = None,
-        parts_finite: ArrayLike | None = None,
-        grads_finite: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaledState]:
-        """``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster; see `loss_scaled`."""
-        if params is None:
-            raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
-        told = Told(value, skip_if, parts_finite, grads_finite)
-        shown = self._checked(scaled_grads, state, _inner.with_gradients(scaled_grads, params), told)
-        new_params, state = self._new_params(*shown, **extra_args)
-        return _fill(new_params, lambda: params), state
-
-    def _checked(
-        self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params | None, told: Told
-    ) -> tuple[optax.Updates, LossScaledState, optax.Params | None, Told]:
-        """The arguments of a step, without the leaves that are no numbers; a `ValueError` names what is wrong."""
-        check_state(state)
-        check_told(told)
-        grads = _tree.inexact_only(scaled_grads)
-        if jax.tree.structure(grads) != jax.tree.structure(scaled_grads):  # type: ignore[operator]
-            _inner.check_no_integers(scaled_grads, params)
-        return grads, state, _tree.inexact_only(params), told
-
-    @compiled_when_eager
-    def _updates(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        told: Told,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
-        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
-        extra_args = _with_value(extra_args, told, verdict)
-
-        @jax.jit  # traced once, wherever it is used below
-        def run() -> tuple[optax.Updates, optax.OptState]:
-            given = state, params, extra_args
-            return _inner.run_differentiably(self._run_inner, scaled_grads, given, verdict.should_apply)
-
-        def leave() -> tuple[optax.Updates, optax.OptState]:
-            updates, _ = jax.eval_shape(run)
-            return _inner.no_updates(updates), state.inner_state
-
-        updates, inner_state = choose(self.skip, verdict.should_apply, run, leave)
-        return updates, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
-
-    @compiled_when_eager
-    def _new_params(
-        self, scaled_grads: optax.Updates, state: LossScaledState, params: optax.Params, told: Told, **extra_args: Any
-    ) -> tuple[optax.Params, LossScaledState]:
-        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
-        extra_args = _with_value(extra_args, told, verdict)
-        params = _tree.strong(params)
-
-        @jax.jit  # traced once, wherever it is used below
-        def run() -> tuple[optax.Params, optax.OptState]:
-            given = state, params, extra_args
-            updates, inner_state = _inner.run_differentiably(self._run_inner, scaled_grads, given, verdict.should_apply)
-            return _inner.apply_updates(params, updates), inner_state
-
-        def leave() -> tuple[optax.Params, optax.OptState]:
-            return params, state.inner_state
-
-        new_params, inner_state = choose(self.skip, verdict.should_apply, run, leave)
-        return new_params, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
-
-    def _run_inner(
-        self, scaled_grads: optax.Updates, given: tuple[LossScaledState, optax.Params | None, dict[str, Any]]
-    ) -> tuple[optax.Updates, optax.OptState]:
-        """The inner chain on true gradients."""
-        state, params, extra_args = given
-        updates, inner_state = self.inner.update(
-            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
-            state.inner_state,
-            None if params is None else _inner.widened(params, state.loss_scale),
-            **extra_args,
-        )
-        return updates, _inner.with_dtypes_of(state.inner_state, inner_state)
-
-
-def _with_value(extra_args: dict[str, Any], told: Told, verdict: Verdict) -> dict[str, Any]:
-    if told.value is None:
-        return extra_args
-    return {**extra_args, "value": _inner.harmless(told.value, verdict.should_apply)}
 
 
 def _update_then_apply(
@@ -310,15 +166,3 @@ def _update_then_apply(
 ) -> tuple[optax.Params, LossScaledState]:
     updates, state = update(scaled_grads, state, params, **extra_args)
     return _inner.apply_updates(params, updates), state
-
-
-def _fill(tree: chex.ArrayTree, otherwise: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
-    """``tree`` with the leaves of ``otherwise()`` in the place of those that the inner chain was not shown."""
-    if len(jax.tree.leaves(tree)) == len(_tree.leaves_and_nones(tree)):
-        return tree
-    return jax.tree.map(
-        lambda given, other: other if given is None else given,
-        tree,
-        otherwise(),
-        is_leaf=lambda leaf: leaf is None,
-    )

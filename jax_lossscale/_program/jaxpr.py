@@ -97,6 +97,11 @@ def is_equation_narrow(eqn: Any) -> bool:
     return any(holds_narrow(jaxpr) for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter))
 
 
+def has_effects(eqn: Any) -> bool:
+    """Whether the equation does more than to compute; JAX counts it as an effect, too, to name an axis of a mesh."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
     """For each equation, the variables that nothing needs after it."""
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}

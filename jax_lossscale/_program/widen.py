@@ -18,8 +18,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale import _tree
-from jax_lossscale._check import check_function
+from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import (
     Traced,
@@ -108,7 +107,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
 
 def checked_precision(dtype: Any, name: str) -> jnp.dtype:
     """``dtype``, or a `ValueError` that names the argument unless numbers can be computed in it."""
-    dtype = _tree.checked_dtype(dtype, name)
+    dtype = checked_dtype(dtype, name)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:

@@ -6,23 +6,28 @@ from jax_lossscale.diagnostics.gradients._histogram import ExponentHistogram, ex
 from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
 from jax_lossscale.diagnostics.gradients._suggestion import LossScaleSuggestion, suggest_loss_scale
 from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_fraction
+from jax_lossscale.diagnostics.programs._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics.programs._operations import OperationPrecision
 from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport, range_report
 from jax_lossscale.diagnostics.runs._explain import explain
 from jax_lossscale.diagnostics.runs._simulate import Simulation, simulate
 
 __all__ = [
+    "AutocastReport",
     "ExponentHistogram",
     "GradientComparison",
     "LeafGradientError",
     "LeafReport",
     "LossScaleSuggestion",
     "NonfiniteReport",
+    "OperationPrecision",
     "OperationRange",
     "RangeReport",
     "Simulation",
     "Underflow",
+    "autocast_report",
     "compare_gradients",
     "explain",
     "exponent_histogram",

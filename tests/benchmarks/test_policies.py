@@ -9,10 +9,11 @@ from benchmarks import __main__
 from benchmarks import traces as recordings
 from benchmarks.policies import tables
 from benchmarks.policies.comparators import HistogramLossScale, LogMaxLossScale, ToleranceLossScale
-from benchmarks.policies.contenders import contenders
+from benchmarks.policies.contenders import BEST_FIXED, contenders
 from benchmarks.policies.figure import draw
-from benchmarks.policies.judge import Judgement, better_in_both, dominated, judge
-from benchmarks.policies.traces import Trace, from_recording, of_one_length, synthetic
+from benchmarks.policies.judge import Judgement, best_fixed, better_in_both, dominated, judge
+from benchmarks.policies.replay import Group
+from benchmarks.policies.traces import Trace, events, from_recording, mixtures, of_one_length, synthetic
 
 
 def constant(log2_largest, steps=8, inside=0.0, kind="constant"):
@@ -135,11 +136,25 @@ def test_the_histogram_looks_inside():
 
 
 def test_dominated_is_worse_in_both_than_one_and_the_same():
-    one = Judgement(np.array([2, 2, 2, 0]), np.array([3.0, 3.0, 3.0, 3.0]), np.zeros(4))
-    fewer_skips = Judgement(np.array([1, 1, 2, 0]), np.array([3.0, 2.0, 1.0, 1.0]), np.zeros(4))
-    fewer_bits = Judgement(np.array([3, 3, 3, 3]), np.array([1.0, 1.0, 1.0, 1.0]), np.zeros(4))
+    """By more than three skipped steps and more than one bit."""
+    one = Judgement(np.array([5, 5, 5, 0]), np.array([3.0, 3.0, 3.0, 3.0]), np.zeros(4))
+    fewer_skips = Judgement(np.array([1, 1, 2, 0]), np.array([2.0, 1.9, 1.0, 1.0]), np.zeros(4))
+    fewer_bits = Judgement(np.array([6, 6, 6, 6]), np.array([1.0, 1.0, 1.0, 1.0]), np.zeros(4))
     assert better_in_both(fewer_skips, one).tolist() == [False, True, False, False]
     assert dominated(one, [fewer_bits, fewer_skips]).tolist() == [False, True, False, False]
+
+
+def test_the_best_fixed_scale_overflows_once_in_500_steps():
+    trace = Trace("two", np.repeat([-4.0, 0.0], [998, 2]), np.zeros(1000), 0.0)
+    assert best_fixed(trace) == 2.0**19  # 2**-4 * 2**20 overflows
+    assert best_fixed(trace._replace(log2_inside=np.repeat([0.0, 1.0, 0.0], [3, 1, 996]))) == 2.0**18
+    assert judge(contenders()[BEST_FIXED](trace), [trace]).skipped.item() == 2
+
+
+def test_what_overflows_at_every_scale_is_not_counted():
+    trace = Trace("NaN", np.zeros(1000), np.repeat([0.0, np.inf], [990, 10]), 0.0)
+    assert best_fixed(trace) == 2.0**15
+    assert judge(jls.FixedLossScale(2.0**15), [trace]).skipped.item() == 0
 
 
 def test_a_recording_becomes_a_trace():
@@ -152,7 +167,7 @@ def test_a_recording_becomes_a_trace():
 
 
 def test_every_contender_takes_a_step_on_every_synthetic_kind():
-    for trace in synthetic(50, 1):
+    for trace in synthetic(50, 1) + mixtures(50) + events(50):
         for name, make in contenders().items():
             assert make(trace)().shape == (), name
 
@@ -173,7 +188,7 @@ def group_of(**auto):
     judgements = dict.fromkeys(contenders(), perfect)
     judgements["auto"] = perfect._replace(**{name: np.array(values) for name, values in auto.items()})
     is_dominated = {name: dominated(one, [perfect]) for name, one in judgements.items()}
-    return tables.Group("two traces", traces, judgements, is_dominated)
+    return Group("two traces", traces, judgements, is_dominated)
 
 
 @pytest.mark.parametrize(
@@ -185,19 +200,26 @@ def group_of(**auto):
         ({"unused_bits": [4.0, 6.0]}, [True, True, True, True]),
         ({"unused_bits": [4.1, 0.0]}, [True, False, True, True]),
         ({"unused_bits": [0.0, 6.1]}, [True, True, False, True]),
-        ({"skipped": [1, 0], "unused_bits": [1.0, 0.0]}, [True, True, True, False]),
+        ({"skipped": [4, 0], "unused_bits": [1.1, 0.0]}, [False, True, True, False]),
     ],
     ids=str,
 )
 def test_marks(auto, met):
-    assert [mark.met for mark in tables.summary(group_of(**auto), quick=False).marks] == met
+    group = group_of(**auto)
+    assert [mark.met for mark in tables.summary(group, False, tables.marks_of_bits(group)).marks] == met
+
+
+@pytest.mark.parametrize(("unused_bits", "met"), [([3.0, 3.0], True), ([0.0, 3.1], False)])
+def test_marks_beside_the_best_fixed_scale(unused_bits, met):
+    (mark,) = tables.marks_beside_fixed(group_of(unused_bits=unused_bits))
+    assert mark.met is met
 
 
 def test_rows_and_picture():
     group = group_of(skipped=[1, 2], unused_bits=[1.0, np.nan])
-    summary, details = tables.summary(group, quick=False), tables.details(group, quick=False)
+    summary, details = tables.summary(group, False, []), tables.details(group, quick=False)
     assert [row[0] for row in summary.rows] == list(contenders())
-    assert summary.rows[0] == ("auto", 1.5, 2.0, 1.0, 1.0, 0.0, 0.0, 1)
+    assert summary.rows[0] == ("auto", 1.5, 2.0, 1.0, 1.0, 0.0, 0.0, 0)
     assert [row[:4] for row in details.rows] == [["still", 1000, 0.0, "1 / 1.0 / 0"], ["noisy", 1000, 1.5, "2 / - / 0"]]
     pytest.importorskip("matplotlib")
     (legend,) = draw([group, group]).legends

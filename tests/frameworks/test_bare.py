@@ -18,5 +18,5 @@ def test_float16_ends_within_the_noise_of_float32():
     np.testing.assert_allclose(half, full, rtol=0.15)
     assert full < 0.2  # of 0.5, the variance of a sine
     assert isinstance(full_state.loss_scale, jls.NoOpLossScale)
-    assert isinstance(half_state.loss_scale, jls.DynamicLossScale)
+    assert isinstance(half_state.loss_scale, jls.AutoLossScale)
     assert half_state.applied_steps >= 190

@@ -1,8 +1,9 @@
 """`accumulate_gradients`: the gradients of the whole batch, one verdict and one move of the loss scale per window."""
 
-import dataclasses
+import gc
 import math
 import warnings
+import weakref
 from functools import partial
 
 import jax
@@ -154,8 +155,8 @@ def test_strict_promotion(loss_scale, dtype, drop):
 
 @pytest.mark.parametrize(
     ("loss_scale", "warns"),
-    [(2.0**17, 1), (8.0, 0), (jls.DynamicLossScale(8), 1), (jls.FixedLossScale(2.0**17), 0)],
-    ids=["large number", "small number", "dynamic", "fixed, whose value is traced"],
+    [(2.0**17, 1), (8.0, 0), (jls.DynamicLossScale(8), 1), (jls.FixedLossScale(2.0**17), 1)],
+    ids=["large number", "small number", "dynamic", "fixed"],
 )
 def test_a_float16_loss_is_warned_of_where_the_scale_is_known_to_pass_it(loss_scale, warns):
     def fun(w, x):
@@ -170,35 +171,82 @@ def test_a_float16_loss_is_warned_of_where_the_scale_is_known_to_pass_it(loss_sc
 # Called outside `jax.jit`.
 
 
-@pytest.mark.parametrize("drop", DROPS)
-def test_eager_calls_compile_once(drop, compilations):
-    """A window for each call, as a training loop writes it: other arrays, another loss scale, the same functions."""
-    params, batch, tx = make_params(), make_batch(), jls.loss_scaled(optax.sgd(0.1))
-    state = tx.init(params)
+def squares_times(factor):
+    return lambda w, x: factor * jnp.mean((w * x) ** 2)
 
-    def fun(params, batch, power, *, square):
-        return loss_fn(params, batch) ** (power if square else 1)
 
-    def window(state, batch):
-        accumulate = jls.accumulate_gradients(fun, state, 4, drop=drop)
-        return jax.block_until_ready(accumulate(params, batch, 2, square=True))
+class Model:
+    """One object, whose attribute changes between calls."""
 
-    @jax.jit
-    def jitted(state, batch):
-        return jls.accumulate_gradients(fun, state, 4, drop=drop)(params, batch, 2, square=True)
+    factor = 1.0
 
-    first = window(state, batch)
-    once = len(compilations)
-    assert once > 0
-    for factor in (2.0, 4.0):
-        larger = jax.tree.map(lambda leaf, factor=factor: factor * leaf, batch)
-        other = state._replace(loss_scale=dataclasses.replace(state.loss_scale, current_loss_scale=2.0**10))
-        before = len(compilations)
-        second = window(other, larger)
-        assert len(compilations) == before
-        assert second.value != first.value
-        expected = jitted(other, larger)
-        jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6), second, expected)
+    def __call__(self, w, x):
+        return squares_times(self.factor)(w, x)
+
+
+MODEL = Model()
+FACTOR = 1.0
+
+
+def with_global(w, x):
+    return squares_times(FACTOR)(w, x)
+
+
+def rebound():
+    """A function that names a variable of its surroundings, and one that binds this anew."""
+    factor = 1.0
+
+    def function(w, x):
+        return squares_times(factor)(w, x)
+
+    def bind(value):
+        nonlocal factor
+        factor = value
+
+    return function, bind
+
+
+CLOSURE, BIND = rebound()
+CHANGING = {
+    "object": (MODEL, partial(setattr, MODEL, "factor")),
+    "partial of an object": (partial(MODEL), partial(setattr, MODEL, "factor")),
+    "bound method": (MODEL.__call__, partial(setattr, MODEL, "factor")),
+    "closure": (CLOSURE, BIND),
+    "global": (with_global, lambda value: globals().update(FACTOR=value)),
+}
+
+
+@pytest.mark.parametrize(("fun", "change"), CHANGING.values(), ids=CHANGING)
+def test_each_eager_call_sees_what_the_function_refers_to(fun, change):
+    values = []
+    for factor in 1.0, 2.0, 4.0:
+        change(factor)
+        values.append(float(jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.5), jnp.arange(4.0)).value))
+    assert values == [7.875, 15.75, 31.5]
+
+
+def test_numpy_scalars_may_steer_python_code():
+    def fun(w, x, power, *, flag):
+        assert type(power) is np.int64
+        return jnp.mean(w * x) ** power * (3 if flag else 1)
+
+    window = jls.accumulate_gradients(fun, 8.0, 2)(np.float32(1), np.ones(4, np.float32), np.int64(2), flag=np.True_)
+    assert window.grads / 8 == 6
+
+
+def test_nothing_is_kept_of_what_was_called_eagerly():
+    class Function:
+        def __call__(self, w, x):
+            return jnp.mean(w * x)
+
+    def called():
+        fun = Function()
+        jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4))
+        return weakref.ref(fun)
+
+    functions = [called() for _ in range(3)]
+    gc.collect()
+    assert [function() for function in functions] == [None] * 3
 
 
 def test_what_steers_python_code_stays_what_it_is():
@@ -214,19 +262,12 @@ def test_what_steers_python_code_stays_what_it_is():
     assert grads(3, name="a", flag=True) == 9
 
 
-def test_arrays_of_numpy_are_arguments_of_the_program_and_arrays_of_objects_are_not(compilations):
+def test_an_array_of_objects_is_handed_on():
     def fun(w, x, names):
         return jnp.mean(w * x) * len(names[0])
 
-    def value(batch, names):
-        return float(jls.accumulate_gradients(fun, 8.0, 2)(np.float32(1), batch, names).value)
-
-    batch = np.ones(4, np.float32)
-    assert value(batch, ("ab",)) == 2
-    before = len(compilations)
-    assert value(3 * batch, ("ab",)) == 6
-    assert len(compilations) == before
-    assert value(batch, np.array(["abc"], object)) == 3
+    names = np.array(["abc"], object)
+    assert jls.accumulate_gradients(fun, 8.0, 2)(np.float32(1), np.ones(4, np.float32), names).value == 3
 
 
 def test_a_function_may_name_what_is_assigned_later():
@@ -344,7 +385,9 @@ def test_dropping_a_microbatch_takes_the_mean_over_the_others(bad, backs_off):
         batch = with_bad_example(batch, 5, bad)
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(SCALE, increment_period=1))
     state = tx.init(params)
-    window = jax.jit(jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch"))(params, batch)
+    window = jax.jit(
+        lambda state: jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch")(params, batch)
+    )(state)
     assert (window.kept.sum(), window.parts_finite) == (3, not backs_off)
 
     values, grads = zip(*(jax.value_and_grad(loss_fn)(params, kept) for kept in good), strict=True)
@@ -376,7 +419,7 @@ def test_a_loss_that_is_not_finite_costs_its_microbatch_though_its_gradients_are
 
 def test_where_all_are_bad_the_window_is_skipped():
     params, batch = make_params(), {**make_batch(), "flag": jnp.ones(24, bool)}
-    tx = jls.loss_scaled(optax.sgd(0.1))
+    tx = jls.loss_scaled(optax.sgd(0.1), "dynamic")
     state = tx.init(params)
     for spoiled, scale in (batch, 2.0**14), ({**batch, "x": batch["x"] * NAN}, 2.0**15):
         window = jls.accumulate_gradients(overflowing_loss, state, 4, drop="microbatch")(params, spoiled)
@@ -591,7 +634,7 @@ def test_what_is_as_long_as_the_batch_by_chance_is_welcome():
 
 
 def test_a_verdict_that_is_no_boolean_is_refused():
-    tx = jls.loss_scaled(optax.sgd(0.1))
+    tx = jls.loss_scaled(optax.sgd(0.1), "dynamic")
     with pytest.raises(ValueError, match=r"update\(parts_finite=...\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), parts_finite=jnp.array([True, True]))
 

@@ -317,7 +317,7 @@ def test_scan_over_micro_batches():
 
         return jax.lax.scan(add, jnp.zeros_like(X), jnp.stack([Y, 2 * Y]))
 
-    (total, values), (true_total, true_values) = (accumulate(jls.DynamicLossScale(s)) for s in (SCALE, 1))
+    (total, values), (true_total, true_values) = (jax.jit(accumulate)(jls.DynamicLossScale(s)) for s in (SCALE, 1))
     assert_identical(values, true_values)
     assert_identical(total, true_total * SCALE)
 
@@ -418,7 +418,7 @@ def warnings_of(function):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    return [warning for warning in caught if "loss" in str(warning.message).lower()]
+    return [warning for warning in caught if "The loss is" in str(warning.message)]
 
 
 @pytest.mark.parametrize(
@@ -504,3 +504,66 @@ def test_the_default_first_step_with_a_float16_loss_is_applied():
     assert (int(state.applied_steps), int(state.skipped_steps)) == (1, 0)
     assert_identical(value, jnp.sum(params * params))
     assert_identical(new_params, params / 2)
+
+
+# A scale that moves must be an argument of the program.
+
+
+def square(x):
+    return x**2
+
+
+def accumulated(loss_scale):
+    return jls.accumulate_gradients(lambda w, x: jnp.mean(w * x) ** 2, loss_scale, 2)
+
+
+MOVING = {"dynamic": jls.DynamicLossScale(8.0), "auto": jls.AutoLossScale(8.0)}
+STATE = jls.loss_scaled(optax.sgd(0.1), "dynamic").init(jnp.float32(0))
+CALLED_WITH = {
+    "value_and_scaled_grad": lambda loss_scale, x: jls.value_and_scaled_grad(square, loss_scale)(x)[1],
+    "scaled_grad": lambda loss_scale, x: jls.scaled_grad(square, loss_scale)(x),
+    "scale_gradient": lambda loss_scale, x: jax.grad(lambda x: jls.scale_gradient(square(x), loss_scale))(x),
+    "accumulate_gradients": lambda loss_scale, x: accumulated(loss_scale)(x, jnp.ones(4)).grads,
+}
+
+
+@pytest.mark.parametrize("loss_scale", [*MOVING.values(), STATE], ids=[*MOVING, "state"])
+@pytest.mark.parametrize("call", CALLED_WITH.values(), ids=CALLED_WITH)
+def test_a_scale_that_moves_and_is_a_constant_of_a_program_is_warned_of_once(call, loss_scale):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(lambda x: call(loss_scale, x)).lower(3.0)
+    assert ["inside the step" in str(warning.message) for warning in caught] == [True]
+    assert caught[0].filename == __file__
+
+
+def test_made_before_the_loop_it_is_warned_of_once():
+    gradient = jls.value_and_scaled_grad(square, STATE)
+
+    @jax.jit
+    def step(params, state):
+        return gradient(params), state
+
+    with pytest.warns(UserWarning, match="stays as it is now") as caught:
+        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice
+    assert len([warning for warning in caught if "stays as it is now" in str(warning.message)]) == 1
+
+
+SOUND = {
+    "eagerly": lambda call: call(STATE, 3.0),
+    "eagerly, under vmap": lambda call: jax.vmap(lambda x: call(STATE, x))(jnp.ones(2)),
+    "eagerly, differentiated": lambda call: jax.grad(lambda x: call(STATE, x))(3.0),
+    "as an argument": lambda call: jax.jit(call)(STATE, 3.0),
+    "carried by a scan": lambda call: jax.lax.scan(lambda state, x: (state, call(state, x)), STATE, jnp.ones(3)),
+    "a number": lambda call: jax.jit(lambda x: call(8.0, x))(3.0),
+    "fixed": lambda call: jax.jit(lambda x: call(jls.FixedLossScale(8.0), x))(3.0),
+    "none": lambda call: jax.jit(lambda x: call(jls.NoOpLossScale(), x))(3.0),
+}
+
+
+@pytest.mark.parametrize("use", SOUND.values(), ids=SOUND)
+@pytest.mark.parametrize("call", CALLED_WITH.values(), ids=CALLED_WITH)
+def test_no_other_use_is_warned_of(call, use):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use(call)

@@ -99,7 +99,7 @@ def total_loss_of_parts(params, x, targets, branch_scale):
 
 
 def test_a_branch_with_a_fixed_scale_of_its_own_in_one_backward_pass(float32_losses):
-    tx = jls.loss_scaled(OPTIMIZER)
+    tx = jls.loss_scaled(OPTIMIZER, "dynamic")
 
     def step(params, state, x, targets):
         loss, grads = jls.value_and_scaled_grad(total_loss_of_parts, state)(params, x, targets, 2.0**33)
@@ -111,7 +111,7 @@ def test_a_branch_with_a_fixed_scale_of_its_own_in_one_backward_pass(float32_los
 
 
 def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_losses):
-    tx = jls.loss_scaled(OPTIMIZER)
+    tx = jls.loss_scaled(OPTIMIZER, "dynamic")
 
     def step(params, state, x, targets):
         state, branch_scale = state

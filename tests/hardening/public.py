@@ -12,7 +12,7 @@ import optax
 import jax_lossscale as jls
 
 NAN, INF = float("nan"), float("inf")
-TX = jls.loss_scaled(optax.sgd(0.1))
+TX = jls.loss_scaled(optax.sgd(0.1), "dynamic")
 PARAMS = jnp.ones(2)
 STATE = TX.init(PARAMS)
 PLAIN_STATE = optax.sgd(0.1).init(PARAMS)
@@ -41,7 +41,6 @@ AXES = (3, "x")
 # No row, and why.
 ANY_TREE = "every value is a pytree, and the leaf rule says what becomes of its leaves"
 PASSED_ON = "goes to the user's own function, chain or class as it is"
-NOT_FOR_USERS = "said to be not for users"
 JUST_STORED = "a record that the library makes, and whoever makes one stores what they like"
 
 
@@ -76,12 +75,9 @@ ROWS = {
                 "max_loss_scale": (*NUMBER, 0, 4),
                 "log2_headroom": (*NUMBER, None, -1),
                 "current_loss_scale": (*STATE_NUMBER, 0, -1, 1e-39),
-                "log2_mean": STATE_NUMBER,
-                "log2_variance": (*STATE_NUMBER, -1, np.array([-1.0])),
+                "log2_peak": STATE_NUMBER,
                 "log2_margin": (*STATE_NUMBER, -1, np.array([-1.0])),
-                "margin_patience": (*STATE_COUNT, 0),
-                **dict.fromkeys(("num_margin_steps", "num_finite_steps", "num_measured"), STATE_COUNT),
-                "_begun_at": NOT_FOR_USERS,
+                "num_finite_steps": STATE_COUNT,
             },
         ),
         "DynamicLossScale": (
@@ -98,14 +94,12 @@ ROWS = {
                 "current_loss_scale": (*STATE_NUMBER, 0, -1, 1e-39),
                 "num_good_steps": STATE_COUNT,
                 "hysteresis_left": STATE_COUNT,
-                "_begun_at": NOT_FOR_USERS,
             },
         ),
         "FixedLossScale": (
             {"loss_scale_value": 8},
             {"loss_scale_value": (*STATE_NUMBER, None, 0.5, 0), "skip_nonfinite": FLAG},
         ),
-        "LossScale": ({}, {"args": PASSED_ON, "kwargs": PASSED_ON}),
         "AccumulatedGradients": ({}, dict.fromkeys(jls.AccumulatedGradients._fields, JUST_STORED)),
         "BadStep": ({}, dict.fromkeys(jls.BadStep._fields, JUST_STORED)),
         "LossScaledState": ({}, dict.fromkeys(jls.LossScaledState._fields, JUST_STORED)),
@@ -326,7 +320,7 @@ METHODS = {
         )
         for name, kind, leaves in (
             ("DynamicLossScale", jls.DynamicLossScale, ("current_loss_scale", "num_good_steps")),
-            ("AutoLossScale", jls.AutoLossScale, ("current_loss_scale", "log2_mean", "num_measured")),
+            ("AutoLossScale", jls.AutoLossScale, ("current_loss_scale", "log2_peak", "num_finite_steps")),
         )
     },
 }

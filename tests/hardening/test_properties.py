@@ -285,13 +285,9 @@ def autos():
         return dataclasses.replace(
             loss_scale,
             current_loss_scale=2.0 ** draw(st.integers(-126, 127)),
-            log2_mean=draw(numbers),
-            log2_variance=draw(st.floats(0, 60, width=32)),
+            log2_peak=draw(st.just(-127.0) | numbers),
             log2_margin=draw(st.floats(0, 60, width=32)),
-            margin_patience=draw(st.integers(1, 4096)),
-            num_margin_steps=draw(counts),
             num_finite_steps=draw(counts),
-            num_measured=draw(st.integers(0, 128)),
         )
 
     return draw()

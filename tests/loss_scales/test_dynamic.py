@@ -160,9 +160,10 @@ def test_a_concrete_state_that_is_no_scale_is_refused(batch):
         replace(Dynamic(), current_loss_scale=np.float32([1, 0]) if batch else np.float32(0))
 
 
-def test_the_initial_scale_of_a_run_that_has_begun_is_not_replaced():
-    with pytest.raises(ValueError, match=r"initial_loss_scale=64.*has begun at 8"):
-        replace(Dynamic(8).adjust(np.True_), initial_loss_scale=64)
+def test_configuration_is_replaced_in_a_run_that_has_begun():
+    """The state stays, also where it is the initial scale that is replaced."""
+    begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=64)
+    assert (float(begun()), int(begun.num_good_steps), begun.initial_loss_scale) == (8, 1, 64)
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=8, increment_period=3)
     assert (int(begun.num_good_steps), begun.increment_period) == (1, 3)
 

@@ -171,9 +171,9 @@ def test_serialize_refuses_what_is_no_loss_scale(value):
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [
-        (jnp.float16, Dynamic),
-        ("float16", Dynamic),
-        (np.dtype("float16"), Dynamic),
+        (jnp.float16, jls.AutoLossScale),
+        ("float16", jls.AutoLossScale),
+        (np.dtype("float16"), jls.AutoLossScale),
         (jnp.bfloat16, jls.NoOpLossScale),
         ("bfloat16", jls.NoOpLossScale),
         (jnp.float32, jls.NoOpLossScale),

@@ -127,8 +127,8 @@ MANY_SHAPES = [(200, 200), (2**15 + 3,), (100, 401)]
 MANY = [(MANY_SHAPES[n % 3], ("float16", "bfloat16", "float32", "complex64")[n % 4]) for n in range(140)]
 READINGS = {
     "here": jls.all_finite,
-    "elsewhere": lambda tree: finite.finite_anywhere(tree, None),
-    "elsewhere, divided": lambda tree: finite.finite_anywhere(tree, jnp.float32(8)),
+    "elsewhere": lambda tree: finite._anywhere(tree, None),
+    "elsewhere, divided": lambda tree: finite._anywhere(tree, jnp.float32(8)),
 }
 
 

@@ -31,7 +31,7 @@ def oracle(tree, scale=1.0):
             wide = np.asarray(part).astype(np.float64)
             limit = np.finfo(np.float64 if part.dtype == np.float64 else np.float32).max
             with np.errstate(over="ignore"):
-                wide = np.abs(wide) / np.float64(scale)
+                wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)  # the scale that is applied
             if not (wide <= limit).all():  # a NaN is not
                 return False, 0.0
             largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
@@ -48,7 +48,7 @@ def answer_of(found):
 READINGS = {
     "eager": finite_and_largest,
     "elsewhere": lambda tree, scale=None: as_pair(largest.largest_anywhere, tree, scale),
-    "on a CPU": lambda tree, scale=None: as_pair(largest._of_local_on_cpu, tree, scale),
+    "on a CPU": lambda tree, scale=None: as_pair(largest.largest_on_cpu, tree, scale),
     "plainly": lambda tree, scale=None: as_pair(largest._of_each, tree, scale),
 }
 
@@ -96,13 +96,32 @@ def test_as_numpy_sees_it(dtype, data):
 
 
 @every_reading
-@pytest.mark.parametrize("scale", [2.0**-126, 0.25, 1.0, 2.0**15, 2.0**127])
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-126, 2.0**-113, 2.0**-112, 2.0**-111, 0.25, 1.0, 2.0**15, 2.0**127])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_divided_by_a_scale(dtype, scale, read):
     for value in float(jnp.finfo(dtype).max), 1.0, -3.0, float(jnp.finfo(dtype).smallest_normal):
         tree = [np.array([0, value], dtype), np.zeros((3, 4), dtype)]
         assert answer_of(read(tree, scale)) == oracle(tree, scale)
         assert bool(all_finite_unscaled(tree, scale)) == oracle(tree, scale)[0]
+
+
+@every_reading
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
+    scales = np.ldexp(np.float32(1), np.arange(-126, 128))
+
+    @jax.jit
+    def at_every_scale(tree):
+        return jax.lax.map(lambda scale: (*read(tree, scale), all_finite_unscaled(tree, scale)), scales)
+
+    for size in 3, 2**15 + 9:
+        for value in float(jnp.finfo(dtype).max), 1.5, *BAD:
+            leaf = np.zeros(size, dtype)
+            leaf[-1] = -value
+            finite, magnitudes, verdicts = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
+            expected = [oracle([leaf[-1:]], scale) for scale in scales]
+            assert list(zip(finite, magnitudes, strict=True)) == expected
+            assert verdicts == [is_finite for is_finite, _ in expected]
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])

@@ -26,7 +26,7 @@ def number(scale):
 
 
 def unscaled(eager, jitted):
-    """What unscaling makes of 2^127 times ones at that scale: vectors."""
+    """What unscaling makes of ones that were scaled at a scale of 2^127: vectors."""
     outcomes = {
         (1.0, 1.0): "exact",
         (0.0, 0.0): "zeros",

@@ -69,7 +69,7 @@ def value():
 
 def unscaling():
     loss_scale = jls.FixedLossScale(asked.HIGHEST_POWER)
-    scaled = jnp.full(4, asked.HIGHEST_POWER)
+    scaled = loss_scale.scale(jnp.ones(4))  # by 2^126, the largest scale that is applied
     return asked.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
 
 
@@ -92,7 +92,7 @@ def arguments():
 
 
 def one_device():
-    tx = jls.loss_scaled(optax.sgd(1.0), axis_name="x")
+    tx = jls.loss_scaled(optax.sgd(1.0), "dynamic", axis_name="x")
     params, mesh = jnp.zeros(4), jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=(P("x"), P(), P("x")), out_specs=(P("x"), P()))
     params, state = jax.jit(step)(jnp.array([1.0, jnp.inf, 1.0, 1.0]), tx.init(params), params)
@@ -108,7 +108,7 @@ def compilations():
 
 def own_reasons():
     for options in {"skip_if": jnp.array(True)}, {"value": jnp.float32(jnp.nan)}:
-        params, state = after(jls.loss_scaled(optax.sgd(1.0)), jnp.float32(1.0), **options)
+        params, state = after(jls.loss_scaled(optax.sgd(1.0), "dynamic"), jnp.float32(1.0), **options)
         assert (params, state.loss_scale(), state.skipped_steps) == (PARAMS, 2.0**15, 1)
     return "`skip_if`, `value`"
 

@@ -1,5 +1,6 @@
 """The optimizer step as another machine would get it: lowered with `jax.export`, read, stored, and called again."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale._measure import all_finite_unscaled
 
 PLATFORMS = ["cpu", "cuda", "rocm", "tpu"]
 LEAVES = 5
@@ -99,28 +101,43 @@ def test_a_bad_step_is_skipped_by_a_conditional_or_by_selections(skip, platforms
     assert "custom_call" not in text
 
 
-# How the elements of a large leaf are read: tested one by one, or added up; where a sum on a CPU is not finite, they
-# are tested after all.
+# How the elements of a large leaf are read: as words, whose largest is found; or added up, and as words only where the
+# sum is not finite.
 LARGE = (512, 128)
-READINGS = {  # (dtype, platform): (tests of each element, sums, views of bytes, conditionals on a first answer)
-    **{(dtype, platform): (1, 0, 0, 0) for dtype in ("float16", "bfloat16", "float32") for platform in PLATFORMS},
-    ("float16", "cpu"): (0, 0, 1, 0),
-    ("bfloat16", "cpu"): (1, 1, 0, 1),
-    ("float32", "cpu"): (1, 1, 0, 1),
+READINGS = {  # (dtype, platform): (tests of each element, sums, readings as words, conditionals on a first answer)
+    **{(dtype, platform): (0, 0, 1, 0) for dtype in ("float16", "bfloat16", "float32") for platform in PLATFORMS},
+    ("bfloat16", "cpu"): (0, 1, 1, 1),
+    ("float32", "cpu"): (0, 1, 1, 1),
 }
 
 
+@pytest.mark.parametrize("scale", [None, np.float32(8)], ids=["as they are", "divided"])
 @pytest.mark.parametrize(("dtype", "platform", "expected"), [(*key, value) for key, value in READINGS.items()])
-def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, expected):
-    text = lowered(jls.all_finite, [platform], jax.ShapeDtypeStruct(LARGE, dtype))
+def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, expected, scale):
+    def is_finite(leaf):
+        return jls.all_finite(leaf) if scale is None else all_finite_unscaled(leaf, scale)
+
+    text = lowered(is_finite, [platform], jax.ShapeDtypeStruct(LARGE, dtype))
+    words = re.findall(r"stablehlo.bitcast_convert .*\(tensor<([\dx]*)x\w+>\) -> tensor<.*xi\d+>", text)
     counts = (
-        len(re.findall(r"stablehlo\.is_finite .*tensor<512x128x", text)),
+        len(re.findall(r"stablehlo\.is_finite .*tensor<\d+x", text)),
         len(re.findall(r"applies stablehlo\.add across", text)),
-        len(re.findall(r"stablehlo\.bitcast_convert .*tensor<512x128x2xui8>", text)),
+        sum(math.prod(map(int, shape.split("x"))) for shape in words) / math.prod(LARGE),
         len([found for found in branchings(text) if found.on == "flag"]),
     )
     assert counts == expected
     assert "custom_call" not in text
+
+
+SMALL = (100, 10)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_small_leaves_are_put_together_once_and_looked_at_once(dtype):
+    leaves = [jax.ShapeDtypeStruct(SMALL, dtype)] * 7
+    text = lowered(lambda leaves, scale: all_finite_unscaled(leaves, scale), ["cpu"], leaves, np.float32(0.5))
+    assert text.count("stablehlo.concatenate") == 1
+    assert [found for found in branchings(text) if found.on == "flag"] == []
 
 
 LOSS_SCALES = {

@@ -33,10 +33,18 @@ def skipping(loss_scale, steps, **extra):
     return state
 
 
+def test_the_largest_gradient_is_finite_also_where_the_caller_was_wrong_that_all_are():
+    state = skipping("auto", 1, grads_finite=jnp.array(True))
+    assert jls.metrics(state)["largest"] == 0
+    assert (state.applied_steps, state.loss_scale()) == (1, 2.0**8)
+
+
 STUCK = {
     "fresh": (lambda: skipping("dynamic", 0), None),
     "on its way down": (lambda: skipping("dynamic", 12), None),
     "at the floor, for fewer steps than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
+    "auto, on its way down": (lambda: skipping("auto", 3), None),
+    "auto, at its floor": (lambda: skipping("auto", 10), "cannot go lower"),
     "at the floor": (lambda: skipping(jls.DynamicLossScale(2.0), 10), "cannot go lower"),
     "at a floor of its own": (
         lambda: skipping(jls.DynamicLossScale(2.0**-6, min_loss_scale=2.0**-8), 10),
@@ -107,6 +115,7 @@ class Measuring(jls.LossScale):
 
     current: jax.Array
     needs_largest = True
+    lower_bound = 1.0
 
     def __call__(self):
         return self.current
@@ -120,13 +129,23 @@ class Measuring(jls.LossScale):
         return {}
 
 
-def test_a_kind_is_adjusted_as_its_contract_says():
-    state = skipping("dynamic", 0)._replace(consecutive_skips=jnp.int32(20))
-    jls.raise_if_stuck(state._replace(loss_scale=Measuring(jnp.float32(64.0))))
-    low = state._replace(loss_scale=Measuring(jnp.float32(1.0)), skipped_steps=jnp.int32(20))
+def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
+    state = skipping(Measuring(jnp.float32(64.0)), 2)
+    assert state.loss_scale() == 4
+    state = state._replace(consecutive_skips=jnp.int32(20), skipped_steps=jnp.int32(20))
+    jls.raise_if_stuck(state)
+    low = state._replace(loss_scale=Measuring(jnp.float32(1.0)))
     with pytest.raises(RuntimeError, match="cannot go lower"):
         jls.raise_if_stuck(low)
     assert "cannot go lower" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
+
+
+def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_steps(monkeypatch):
+    monkeypatch.delattr(Measuring, "lower_bound")
+    state = skipping(Measuring(jnp.float32(1.0)), 1)._replace(consecutive_skips=jnp.int32(999))
+    jls.raise_if_stuck(state)
+    with pytest.raises(RuntimeError, match="more than any overflow"):
+        jls.raise_if_stuck(state._replace(consecutive_skips=jnp.int32(1000)))
 
 
 # States whose leaves are wrapped.
@@ -173,7 +192,7 @@ def test_wrapped_leaves_are_read_as_arrays(wrap):
 
 def test_an_nnx_optimizer_from_end_to_end():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), "dynamic", record_bad_steps=True), wrt=nnx.Param)
     grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), nnx.state(model, nnx.Param))
     optimizer.update(model, grads)
     assert jls.metrics(optimizer.opt_state)["skipped_steps"] == 1

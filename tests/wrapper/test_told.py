@@ -190,3 +190,4 @@ def test_a_kind_that_measures_does_not_take_gradients_that_are_not_finite_for_ze
     for _ in range(4):
         _, state = tx.update(BAD_GRADS, state, PARAMS, grads_finite=True)
     assert state.loss_scale() == 2.0**10
+    assert jls.metrics(state)["largest"] == 0  # which is not known

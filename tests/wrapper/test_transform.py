@@ -424,10 +424,7 @@ def test_without_a_loss_scale_the_program_is_that_of_the_bare_optimizer():
 HOLDERS = {
     "alone": lambda tx: tx,
     "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
-    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False}),
-    "in a partition": lambda tx: optax.transforms.partition(
-        {"a": tx, "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}
-    ),
+    "masked, and nothing left out": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
     "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "around a partition": lambda tx: jls.loss_scaled(
         optax.transforms.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}), SCALE
@@ -539,25 +536,16 @@ class Halved(jls.LossScale):
         return {}
 
 
-LATER = {
-    "another one": lambda early: type(early)(8.0),
-    "a state that holds it": lambda early: jls.loss_scaled(optax.sgd(0.1), early).init(jnp.ones(2)),
-}
-
-
-@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
-def test_a_kind_made_before_flax_was_imported_is_known_to_it_later(later, monkeypatch):
+def test_a_state_of_a_new_kind_is_known_to_flax_where_flax_has_been_imported():
     @register  # as the kinds of this library are
     @dataclasses.dataclass(frozen=True, eq=False)
-    class MadeEarly(jls.FixedLossScale):
+    class New(jls.FixedLossScale):
         pass
 
-    with monkeypatch.context() as patched:
-        patched.delitem(sys.modules, "flax.serialization")
-        early = MadeEarly(8.0)
-    assert not flax.serialization.is_serializable(MadeEarly)
-    later(early)
-    assert flax.serialization.is_serializable(MadeEarly)
+    loss_scale = New(8.0)
+    assert not flax.serialization.is_serializable(New)
+    jls.loss_scaled(optax.sgd(0.1), loss_scale).init(jnp.ones(2))
+    assert flax.serialization.is_serializable(New)
 
 
 def test_flax_keeps_the_leaves_of_a_kind_that_wraps_another():
@@ -674,3 +662,76 @@ MISUSE = {
 def test_misuse_is_named(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+# --- Masks, and arguments that hold scaled gradients ---
+
+MASK = {"kernel": True, "bias": False}
+AROUND = {
+    "masked": lambda tx: optax.masked(tx, MASK),
+    "in a partition": lambda tx: optax.transforms.partition(
+        {"a": tx, "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
+def test_a_mask_around_the_wrapper_is_refused(wrap):
+    """What is outside of it would stay scaled."""
+    with pytest.raises(ValueError, match=r"init\(params=.*loss_scaled\(optax.masked\(inner, mask\)\)"):
+        wrap(jls.loss_scaled(optax.sgd(0.1), SCALE)).init(PARAMS)
+    unscaled = wrap(jls.loss_scaled(optax.sgd(1.0), None))
+    updates, _ = unscaled.update(GRADS, unscaled.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(updates["kernel"], -GRADS["kernel"])
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    masked = {**GRADS, "bias": optax.MaskedNode()}
+    with pytest.raises(ValueError, match=r"update\(updates=.*MaskedNode"):
+        tx.update(masked, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("call", [lambda step: step, jax.jit], ids=["eager", "jit"])
+def test_an_argument_that_is_the_scaled_gradients_is_refused(call):
+    def step(tx):
+        return call(lambda grads, **extra: tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **extra))
+
+    for extra in (lambda grads: {"grad": grads}, lambda grads: {"seen": [1.0, grads["bias"]]}):
+        tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+        run = call(lambda grads, tx=tx, extra=extra: tx.update(grads, tx.init(PARAMS), PARAMS, **extra(grads)))
+        with pytest.raises(ValueError, match=r"update\((grad|seen)=.*unscale\(scaled_grads\)"):
+            run(GRADS)
+    for tx in jls.loss_scaled(optax.sgd(0.1), None), jls.loss_scaled(optax.sgd(0.1), SCALE):
+        _, state = step(tx)(GRADS, grad=jax.tree.map(jnp.copy, GRADS))
+        assert state.applied_steps == 1
+    _, state = step(jls.loss_scaled(optax.sgd(0.1), None))(GRADS, grad=GRADS)
+    assert state.applied_steps == 1
+
+
+@pytest.mark.parametrize("apply_together", [False, True])
+@pytest.mark.parametrize("others", [{"frozen": None}, {"count": 3}, {"frozen": None, "count": jnp.int32(3)}], ids=repr)
+def test_lookahead_with_leaves_that_have_no_gradient(others, apply_together):
+    def after(others):
+        tx = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), SCALE)
+        params = optax.LookaheadParams.init_synced({**PARAMS, **others})
+        float0 = np.zeros((), jax.dtypes.float0)
+        grads = {**GRADS, **{name: None if leaf is None else float0 for name, leaf in others.items()}}
+        state = tx.init(params)
+        for _ in range(3):
+            if apply_together:
+                params, state = tx.update_and_apply(grads, state, params)
+            else:
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+        return params
+
+    result, expected = after(others), after({})
+    assert (result.fast["bias"] != result.slow["bias"]).all()
+    for ours, theirs in zip(result, expected, strict=True):
+        assert {name: ours.pop(name) for name in others} == others
+        chex.assert_trees_all_equal(ours, theirs)
+
+
+def test_lookahead_with_an_integer_for_a_gradient():
+    tx = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), SCALE)
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    with pytest.raises(ValueError, match="floating gradients for floating parameters"):
+        tx.update({**GRADS, "bias": jnp.int32([1, 2])}, tx.init(params), params)

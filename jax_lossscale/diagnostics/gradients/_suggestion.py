@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import checked_floating_dtype
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale._arguments import finite_number
 from jax_lossscale.diagnostics.gradients._bits import (
@@ -89,7 +90,7 @@ def suggest_loss_scale(
       >>> print(suggestion)
       2^22 = 4194304 fits a largest gradient of 0.001, and rescues 50.000%; 0.000% of all are zero already.
     """
-    dtype = _tree.checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")
+    dtype = checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")
     given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
     if headroom < 1:
         raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1, got {given!r}.")

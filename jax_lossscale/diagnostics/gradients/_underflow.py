@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_flag
+from jax_lossscale._check import check_flag, checked_floating_dtype
 from jax_lossscale.diagnostics.gradients._bits import parts
 from jax_lossscale.diagnostics.gradients._survey import ALL_ZERO, Survey, already_zero, share, survey, total
 
@@ -71,7 +71,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
       >>> print(lost)
       25.000% would become zero, 25.000% subnormal; beside these, 20.000% of all are zero already.
     """
-    dtype = _tree.checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
+    dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
     check_flag(per_leaf, "underflow_fraction(per_leaf=...)")
     if not per_leaf:
         return _underflow([survey(part, dtype) for part in parts(_tree.inexact_leaves(grads))])

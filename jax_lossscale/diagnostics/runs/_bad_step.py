@@ -10,7 +10,7 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._optax import BadStep, LossScaledState
-from jax_lossscale._optax.readers import cannot_go_lower
+from jax_lossscale._optax.readers import is_at_its_floor
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
 
 # It takes 15 skipped steps from the default scale, 2**15, down to 1.
@@ -24,9 +24,11 @@ _A_NAN_THAT_STAYS = (
     "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16; "
     f"{_THE_LINE}."
 )
+A_FROZEN_SCALE = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _AN_INFINITY_THAT_STAYS = (
-    "The gradients overflow almost without a scale. Look for a sum where a mean is meant, for inputs that are not "
-    f"normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with `min_loss_scale`."
+    f"The gradients overflow almost without a scale. Look for {A_FROZEN_SCALE}, for a sum where a mean is meant, for "
+    f"inputs that are not normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with "
+    "`min_loss_scale`."
 )
 _A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
 _A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'
@@ -128,7 +130,7 @@ def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> str
         return f"{_THE_CONDITION}; the scale stays."
     if not is_about_gradients:
         return _PERHAPS_THE_LOSS
-    if cannot_go_lower(state.loss_scale):
+    if is_at_its_floor(state.loss_scale):
         return f"The scale cannot go lower. {_why_it_stays(cause, state.loss_scale)}"
     if often:
         return _OFTEN

@@ -15,7 +15,15 @@ from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import check_is_concrete
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
-from jax_lossscale.diagnostics.runs._bad_step import Cause, cause_of_last_step, fault, recorded_cause, what_to_do, why
+from jax_lossscale.diagnostics.runs._bad_step import (
+    A_FROZEN_SCALE,
+    Cause,
+    cause_of_last_step,
+    fault,
+    recorded_cause,
+    what_to_do,
+    why,
+)
 
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
 _LARGE_SHARE_OF_SKIPS = 0.05
@@ -30,7 +38,7 @@ _ALL_ZERO = (
     "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
 )
 _A_PART = "In the last step a micro-batch overflowed, and was left out."
-_THE_OPTIMIZER = "how they began, and at the optimizer (a learning rate that is not finite, a division by zero)."
+_THE_OPTIMIZER = f"how they began, at the optimizer (a learning rate that is not finite), and for {A_FROZEN_SCALE}."
 _RESTART = "Restart from a checkpoint."
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 
@@ -62,7 +70,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       >>> params = {"kernel": jnp.ones(2)}
       >>> params, state = tx.update_and_apply({"kernel": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
       >>> print(jls.diagnostics.explain(state, params))
-      The loss scale is 2^14 = 16384 (DynamicLossScale).
+      The loss scale is 2^0 = 1 (AutoLossScale).
       Of 1 step, 0 were applied and 1 skipped.
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients bear: there is nothing to do.

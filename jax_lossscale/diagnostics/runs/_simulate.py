@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import checked_floating_dtype
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.base import adjust
 
@@ -100,7 +101,7 @@ def simulate(
         raise ValueError(
             f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Make one with `jls.get`."
         )
-    dtype = _tree.checked_floating_dtype(dtype, "simulate(dtype=...)")
+    dtype = checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
         raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
     if grads_finite is not None:

@@ -1,8 +1,8 @@
 """flax: a `TrainState` for linen, an `Optimizer` for nnx, its serialization, and ``DynamicScale`` to and from.
 
-Flax's own serialization (``to_state_dict``, ``to_bytes``, msgpack) knows the types that were registered with it. Every
-kind of loss scale is registered when one is made after flax was imported; importing this module registers every kind
-in this library, whatever came first, and `register` does it for a kind of your own.
+Flax's own serialization (``to_state_dict``, ``to_bytes``, msgpack) knows the types that were registered with it.
+Importing this module registers every kind of loss scale in this library, and `register` does it for a kind of your own.
+The states that `loss_scaled` makes need neither, where flax has been imported before.
 
 Examples:
   >>> import flax.serialization, jax_lossscale as jls

@@ -1,0 +1,64 @@
+"""Leaves as they are read: no derivative is taken of them, and many of them are read at once.
+
+Each reduction costs its compilation, and a launch on a GPU, whatever it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+
+# Leaves of up to this many elements are read together, in blocks that stay in the cache.
+_SMALL_LEAF = 2**15
+_BLOCK = 2**18
+
+
+def as_read(leaves: Sequence[ArrayLike], scale: ArrayLike | None) -> tuple[list[jax.Array], jax.Array | None]:
+    """The leaves and the scale as arrays that no derivative is taken of."""
+    arrays = [at_least_16_bits(jax.lax.stop_gradient(jnp.asarray(leaf))) for leaf in leaves]
+    return arrays, None if scale is None else jax.lax.stop_gradient(jnp.asarray(scale))
+
+
+def at_least_16_bits(leaf: jax.Array) -> jax.Array:
+    # Eight bits and fewer come in a dozen encodings, some without infinities. Float32 holds all their values.
+    return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 16 else leaf
+
+
+def unscaled(leaves: Sequence[jax.Array], scale: jax.Array | None) -> Sequence[jax.Array]:
+    """The leaves divided by the scale, if there is one."""
+    return leaves if scale is None else _tree.unscale(list(leaves), scale)
+
+
+def large(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Those that are no part of `blocks`."""
+    return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
+
+
+def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
+    """The leaves by shape and dtype, up to ``number`` at a time."""
+    by_type: dict[Any, list[jax.Array]] = {}
+    for leaf in leaves:
+        by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
+    for same in by_type.values():
+        yield from (same[start : start + number] for start in range(0, len(same), number))
+
+
+def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
+    """The small leaves, as vectors of one dtype each."""
+    by_dtype: dict[jnp.dtype, list[list[jax.Array]]] = {}
+    sizes: dict[jnp.dtype, int] = {}
+    for leaf in leaves:
+        if (size := leaf.size) <= _SMALL_LEAF:
+            if sizes.get(leaf.dtype, _BLOCK) + size > _BLOCK:
+                by_dtype.setdefault(leaf.dtype, []).append([])
+                sizes[leaf.dtype] = 0
+            by_dtype[leaf.dtype][-1].append(leaf.ravel())
+            sizes[leaf.dtype] += size
+    for parts in (parts for blocks in by_dtype.values() for parts in blocks):
+        yield jax.lax.concatenate(parts, 0)

@@ -1,0 +1,78 @@
+"""One step of a chain: the verdict, the chain or its absence, the next state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import optax
+
+from jax_lossscale import _tree
+from jax_lossscale._measure import AxisName
+from jax_lossscale._optax import inner as _inner
+from jax_lossscale._optax.branch import Skip, is_known, run_or_leave
+from jax_lossscale._optax.state import LossScaledState, next_state
+from jax_lossscale._optax.verdict import Reported, decide
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What a step needs to know beside its arguments.
+
+    Programs that JAX keeps for as long as a function lives refer to this object, for the sake of derivatives. So it
+    must not refer to that function itself.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    skip: Skip
+
+    def take(
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None,
+        reported: Reported,
+        extra_args: dict[str, Any],
+        applies: bool,
+    ) -> tuple[chex.ArrayTree, LossScaledState]:
+        """The state after the step, beside the parameters if it ``applies`` the updates, and the updates if not."""
+        verdict = decide(scaled_grads, state.loss_scale, reported, self.axis_name)
+        should_apply = verdict.should_apply
+        if reported.value is not None:
+            extra_args = {**extra_args, "value": _inner.ones_where_skipped(reported.value, should_apply)}
+        if applies:
+            params = _tree.without_weak_types(params)
+
+        def run_inner(scaled_grads: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
+            return self._run_inner(scaled_grads, state, params, extra_args)
+
+        def run() -> tuple[chex.ArrayTree, optax.OptState]:
+            updates, inner_state = _inner.run_differentiably(run_inner, scaled_grads, should_apply)
+            return (_inner.apply_updates(params, updates) if applies else updates), inner_state
+
+        def leave() -> tuple[chex.ArrayTree, optax.OptState]:
+            return (params if applies else _inner.no_updates(jax.eval_shape(run)[0])), state.inner_state
+
+        if should_apply is not None and not is_known(should_apply):
+            run = jax.jit(run)  # traced once, though both branches use it
+        result, inner_state = run_or_leave(self.skip, should_apply, run, leave)
+        return result, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
+
+    def _run_inner(
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """The inner chain on true gradients."""
+        updates, inner_state = self.inner.update(
+            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
+            state.inner_state,
+            None if params is None else _inner.widened(params, state.loss_scale),
+            **extra_args,
+        )
+        return updates, _inner.with_dtypes_of(state.inner_state, inner_state)

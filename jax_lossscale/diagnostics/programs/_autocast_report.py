@@ -1,0 +1,190 @@
+"""What `autocast` makes of a function and its gradient: which operation is computed in which dtype, where, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_lossscale._autocast.plan import Planner
+from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
+from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics.programs._operations import OperationPrecision, bytes_kept, casts, opaque, operations
+
+_MOST_ROWS = 16
+_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AutocastReport(Report[OperationPrecision]):
+    """An `OperationPrecision` for every operation on floats, the products first, and of these those that are wide.
+
+    Printed, or shown in a notebook, it is the facts, and a table of the products. Iterating over it gives the
+    operations.
+
+    Attributes:
+      operations: the operations of value and gradient.
+      dtype: the name of the dtype of `autocast`.
+      bytes_before: what the function without `autocast` keeps for its backward pass, beside its own arguments.
+      bytes_after: the same with `autocast`.
+      casts: how many casts between floating dtypes value and gradient hold with `autocast`.
+      not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
+    """
+
+    operations: tuple[OperationPrecision, ...]
+    dtype: str
+    bytes_before: int
+    bytes_after: int
+    casts: int
+    not_followed: tuple[str, ...]
+
+    _name_columns: ClassVar[int] = 5
+
+    @property
+    def products(self) -> tuple[OperationPrecision, ...]:
+        """The matrix products and convolutions."""
+        return tuple(each for each in self.operations if each.is_product)
+
+    @property
+    def narrow_share(self) -> float:
+        """The share of the products' work that is done in the dtype; 1 if there is none."""
+        work = sum(each.work for each in self.products)
+        return sum(each.work for each in self._narrow()) / work if work else 1.0
+
+    def _narrow(self) -> tuple[OperationPrecision, ...]:
+        return tuple(each for each in self.products if each.dtype == self.dtype)
+
+    def _entries(self) -> tuple[OperationPrecision, ...]:
+        return self.operations
+
+    @property
+    def facts(self) -> str:
+        """How many products are narrow; if not all, where the first is that is not, and why."""
+        number, narrow = (sum(each.number for each in products) for products in (self.products, self._narrow()))
+        fact = f"Matrix products and convolutions: {narrow} of {number} in {self.dtype}."
+        wide = [each for each in self.products if each.dtype != self.dtype]
+        if not wide:
+            return fact
+        first = min(wide, key=lambda each: each.position)
+        where = ", ".join(filter(None, [first.layer and f"layer {first.layer!r}", first.source])) or "no line of yours"
+        return f"{fact} The first that is not, in {first.dtype}: {where}: {first.reason}."
+
+    def _summary(self) -> str:
+        forward = sum(each.number for each in self.products if not each.is_backward)
+        backward = sum(each.number for each in self.products if each.is_backward)
+        return (
+            f"{self.facts}\n"
+            f"Forward pass: {forward}. Backward pass: {backward}. "
+            f"{percent(self.narrow_share)} of their work is in {self.dtype}.\n"
+            f"Kept for the backward pass: {_in_bytes(self.bytes_after)}, without `autocast` "
+            f"{_in_bytes(self.bytes_before)}. Casts: {self.casts}."
+        )
+
+    def _rows(self) -> list[list[str]]:
+        return [_HEADINGS, *map(_cells, self.products[:_MOST_ROWS])] if self.products else []
+
+    def _notes(self) -> list[str]:
+        more = len(self.products) - _MOST_ROWS
+        notes = [f"... and {more} more: `report.products`."] if more > 0 else []
+        if self.not_followed:
+            notes.append(f"Not followed: {', '.join(self.not_followed)}.")
+        return notes
+
+
+def autocast_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    dtype: DTypeLike = jnp.float16,
+    policy: PrecisionPolicy | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> AutocastReport:
+    """Tell what `autocast` makes of a function and its gradient: what is computed in which dtype, where, and why.
+
+    Value and gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, and not run. Operations are counted as
+    they stand in the program, those in the body of a loop once; their work is counted as often as it is done, as far as
+    that is known when the program is made (not for while loops, and for both branches of a conditional). The names of
+    layers come from flax, haiku and `jax.named_scope`; for nnx and equinox, the names of classes are used instead.
+    Layer, operation and line are what the rules of a `PrecisionPolicy` go by.
+
+    Args:
+      fun: a scalar-valued function, written for float32. The report on a function that casts by hand, or that is
+        `autocast` already, tells what is in it.
+      *args: its arguments: parameters and one batch.
+      dtype: as in `autocast`.
+      policy: likewise.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: likewise.
+      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
+        beforehand, with `functools.partial`.
+
+    Returns:
+      An `AutocastReport`.
+
+    Raises:
+      ValueError: if an argument is not of its kind.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(weights, x):
+      ...     hidden = jnp.tanh(x @ weights)
+      ...     with jax.named_scope("energy"), jls.keep_float32():
+      ...         return jnp.mean((hidden @ weights) ** 2)
+      >>> report = jls.diagnostics.autocast_report(loss_fn, jnp.ones((4, 4)), jnp.ones((8, 4)))
+      >>> [(each.layer, each.dtype, each.number, each.reason) for each in report.products if not each.is_backward]
+      [('energy/keep_float32', 'float32', 1, 'inside `keep_float32`'), ('', 'float16', 1, '')]
+      >>> report.bytes_before, report.bytes_after
+      (384, 256)
+    """
+    check_function(fun, "autocast_report(fun=...)")
+    dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
+    policy = checked_policy(policy, "autocast_report(policy=...)")
+    check_flag(has_aux, "autocast_report(has_aux=...)")
+    argnums = as_argnums(argnums, "autocast_report(argnums=...)")
+    planner = Planner(dtype, policy)
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        return computed_by(planner, fun, args, kwargs) if dtype != jnp.float32 else fun(*args, **kwargs)
+
+    program = Traced(jax.value_and_grad(narrow, argnums, has_aux), args, kwargs).jaxpr.jaxpr
+    found = operations(program, dtype, planner.exceptions)
+    found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
+    return AutocastReport(
+        operations=tuple(found),
+        dtype=dtype.name,
+        bytes_before=bytes_kept(fun, args, kwargs, argnums, has_aux),
+        bytes_after=bytes_kept(narrow, args, kwargs, argnums, has_aux),
+        casts=casts(program),
+        not_followed=tuple(opaque(program)),
+    )
+
+
+def _cells(of: OperationPrecision) -> list[str]:
+    return [
+        of.operation,
+        of.layer,
+        of.source,
+        "backward" if of.is_backward else "forward",
+        of.dtype if of.result == of.dtype else f"{of.dtype}, result {of.result}",
+        str(of.number),
+        f"{of.work:.2g}",
+        of.reason,
+    ]
+
+
+def _in_bytes(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if unit != "bytes" else f"{number} {unit}"
+        number /= 1024
+    return f"{number:.3g} GiB"

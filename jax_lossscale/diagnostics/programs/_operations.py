@@ -1,0 +1,196 @@
+"""What a program computes, read from its jaxpr: each operation's dtype, place and work, casts, and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
+
+from jax_lossscale._autocast.calls import CALLS
+from jax_lossscale._autocast.operations import (
+    MOVES,
+    MOVES_BETWEEN_DEVICES,
+    MOVES_EACH_BY_ITSELF,
+    PRODUCTS,
+    REPEATING_MOVES,
+)
+from jax_lossscale._program.inline import called_plainly
+from jax_lossscale._program.jaxpr import Traced, jaxprs_of
+from jax_lossscale._program.place import Place, place_of
+
+_NO_ARITHMETIC = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF | {"convert_element_type"}
+# What they compute lies outside of the jaxpr.
+_OPAQUE = frozenset({"ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_module", "call_exported"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationPrecision:
+    """The operations of one kind in one place, and the dtype that they are computed in.
+
+    Attributes:
+      operation: the name of the primitive, as JAX prints it.
+      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
+        there are none.
+      source: file and line, of the innermost function that belongs to no installed library.
+      is_backward: whether they belong to the backward pass.
+      dtype: the dtype of their operands; of operands of several dtypes, the widest.
+      result: the dtype of their results.
+      number: how many there are in the program.
+      work: the floating-point operations of matrix products and convolutions; 0 for anything else.
+      reason: why a product, or its result, is not in the dtype of `autocast`; "" if it is.
+      is_product: whether it is a matrix product or a convolution. A product that sums nothing up, such as an outer
+        product, is a multiplication.
+      position: how many operations of the program come before the first of them.
+    """
+
+    operation: str
+    layer: str
+    source: str
+    is_backward: bool
+    dtype: str
+    result: str
+    number: int
+    work: float
+    reason: str
+    is_product: bool
+    position: int
+
+
+class _Met(NamedTuple):
+    """An equation, on the way through a program."""
+
+    eqn: Any
+    place: Place
+    within: tuple[Any, ...]
+    times: float
+
+
+def operations(
+    program: Jaxpr, dtype: jnp.dtype, exceptions: Sequence[tuple[tuple[Any, ...], str]]
+) -> list[OperationPrecision]:
+    """The operations on floats in a program, those of one kind and place as one.
+
+    Args:
+      program: the program.
+      dtype: the dtype of `autocast`.
+      exceptions: the products that `autocast` left wide, each by the equations that it lies in, and why.
+    """
+    reasons: dict[tuple[str, str, str], dict[str, None]] = {}
+    for path, reason in exceptions:
+        place = None
+        for eqn in path:
+            place = place_of(eqn, place)
+        assert place is not None
+        reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
+    found: dict[Any, OperationPrecision] = {}
+    for position, met in enumerate(_walked(program)):
+        eqn, place = met.eqn, met.place
+        name = eqn.primitive.name
+        if name in _NO_ARITHMETIC or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
+            continue
+        is_product = name in PRODUCTS and _work(eqn) > 0
+        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [eqn.outvars[0].aval.dtype]
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        is_exception = is_product and {widest, eqn.outvars[0].aval.dtype} != {dtype}
+        key = (name, place.layer, place.source)
+        reason = _reason(met, reasons.get(key, {})) if is_exception else ""
+        row = OperationPrecision(
+            operation=name,
+            layer=place.layer,
+            source=place.source,
+            is_backward=place.is_backward,
+            dtype=widest.name,
+            result=eqn.outvars[0].aval.dtype.name,
+            number=1,
+            work=met.times * _work(eqn) if is_product else 0.0,
+            reason=reason,
+            is_product=is_product,
+            position=position,
+        )
+        kind = dataclasses.replace(row, number=0, work=0.0, position=0)
+        same = found.get(kind)
+        found[kind] = dataclasses.replace(same, number=same.number + 1, work=same.work + row.work) if same else row
+    return list(found.values())
+
+
+def casts(program: Jaxpr) -> int:
+    """How many casts between floating dtypes a program holds."""
+    return sum(
+        met.eqn.primitive.name == "convert_element_type"
+        and _is_inexact([*met.eqn.invars, *met.eqn.outvars])
+        and met.eqn.invars[0].aval.dtype != met.eqn.outvars[0].aval.dtype
+        for met in _walked(program)
+    )
+
+
+def opaque(program: Jaxpr) -> list[str]:
+    """What in a program is computed as it was written, each by its name and line."""
+    found = [met for met in _walked(program) if met.eqn.primitive.name in _OPAQUE]
+    return list(dict.fromkeys(f"{met.eqn.primitive.name} ({met.place.source})" for met in found))
+
+
+def bytes_kept(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: Any, has_aux: bool
+) -> int:
+    """The bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+
+    def kept(*args: Any, **kwargs: Any) -> list[Any]:
+        def of_moved(*moved: Any) -> Any:
+            filled = list(args)
+            for position, value in zip(positions, moved, strict=True):
+                filled[position] = value
+            return fun(*filled, **kwargs)
+
+        found: Any = jax.vjp(of_moved, *(args[position] for position in positions), has_aux=bool(has_aux))  # type: ignore[call-overload]
+        return jax.tree.leaves(found[1])
+
+    jaxpr = Traced(kept, args, kwargs).jaxpr.jaxpr
+    there = {*jaxpr.invars, *jaxpr.constvars}
+    names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
+    return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
+
+
+def _walked(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Met]:
+    """The equations of a program and of all jaxprs in it, in order."""
+    for eqn in jaxpr.eqns:
+        place = place_of(eqn, at)
+        yield _Met(eqn, place, within, times)
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in _inner(eqn):
+            yield from _walked(inner, (*within, eqn), place, times * length)
+
+
+def _inner(eqn: Any) -> list[Jaxpr]:
+    return [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+
+
+def _is_inexact(atoms: Sequence[Any]) -> bool:
+    return all(jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms)
+
+
+def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
+    for eqn in met.within:
+        if eqn.primitive.name not in CALLS and called_plainly(eqn) is None:
+            return f"inside `{eqn.primitive.name}`, which is computed as it was"
+    if exceptions:
+        return "; ".join(exceptions)
+    return f"made by differentiating what is computed in {met.eqn.outvars[0].aval.dtype.name}"
+
+
+def _work(eqn: Any) -> float:
+    """The multiplications and additions of a product; 0 if nothing is summed up, and for anything else."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in PRODUCTS:
+        return 0.0
+    left, right, result = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if name == "conv_general_dilated":
+        return 2.0 * result.size * right.size / max(right.shape[params["dimension_numbers"].rhs_spec[0]], 1)
+    numbers = params.get("ragged_dot_dimension_numbers")
+    (contracted, _), _ = numbers.dot_dimension_numbers if numbers else params["dimension_numbers"]
+    return 2.0 * result.size * math.prod(left.shape[axis] for axis in contracted) if contracted else 0.0

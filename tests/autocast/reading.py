@@ -1,0 +1,38 @@
+"""How tests read a program: its equations, and the dtypes of its products."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_lossscale._program.jaxpr import jaxprs_of
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, and of those inside it, in order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for parameter in eqn.params.values():
+            for inner in jaxprs_of(parameter):
+                yield from equations(inner)
+
+
+def is_multiplication(eqn):
+    """Whether nothing is summed up, as in an outer product."""
+    return eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0] == ((), ())
+
+
+def product_dtypes(function, *args, **kwargs):
+    """The dtypes of the products of a function, in order: "float16", or those of both operands and of the result."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(function)(*args, **kwargs)):
+        if eqn.primitive.name in PRODUCTS and not is_multiplication(eqn):
+            names = [atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)]
+            found.append(names[0] if len(set(names)) == 1 else " ".join(names))
+    return found
+
+
+def distance(tree, other):
+    """The largest relative distance of two leaves."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return max(float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(a) + 1e-12)) for a, b in pairs)

@@ -1,0 +1,179 @@
+"""The products that stay float32: which, and for which reason."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.scipy.stats import multivariate_normal
+from reading import product_dtypes
+from small_programs import W, X
+
+import jax_lossscale as jls
+
+IDENTITY = np.eye(8, dtype=np.float32)
+LARGE, SMALL = (np.full((8, 8), value, np.float32) for value in (1e9, 1e-9))
+
+
+def gram(w):
+    return w @ w.T + IDENTITY
+
+
+def solved_in_a_scan(w, x):
+    def step(carry, _):
+        return jnp.sin(carry @ carry.T), None
+
+    return jnp.linalg.cholesky(jax.lax.scan(step, w, None, length=2)[0] + 8 * IDENTITY)
+
+
+def times_a_constant_in_a_loop(w, x):
+    return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ LARGE), x)
+
+
+def times_a_constant_in_a_while_loop(w, x):
+    large = jnp.asarray(LARGE)
+    return jax.lax.while_loop(lambda x: jnp.sum(x @ large) > 1e30, lambda x: x @ large, x)
+
+
+def in_context(w, x):
+    with jax.default_matmul_precision("highest"):
+        return x @ w
+
+
+MARKED = "marked with the precision"
+FACTORED = "a factorization is made of its result"
+CONSTANT = "float16 cannot hold its constant operand"
+CAST = "not float32 in the source"
+# What is computed from a matrix of 8 x 8 and one of 4 x 8, and why its products are not narrow; "" if they are.
+SITUATIONS = {
+    "plain": (lambda w, x: x @ w, ""),
+    "marked": (lambda w, x: jnp.matmul(x, w, precision="highest"), MARKED),
+    "one operand marked": (lambda w, x: jnp.matmul(x, w, precision=("default", "highest")), MARKED),
+    "marked around": (in_context, MARKED),
+    "marked high, which is three bfloat16": (lambda w, x: jnp.matmul(x, w, precision="high"), ""),
+    "an algorithm": (lambda w, x: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32), MARKED),
+    "float32 preferred, as jnp does by itself": (
+        lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.float32),
+        "",
+    ),
+    "float32 result of float16": (
+        lambda w, x: jax.lax.dot(x.astype(jnp.float16), w.astype(jnp.float16), preferred_element_type=jnp.float32),
+        CAST,
+    ),
+    "cast by hand to the other": (lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), CAST),
+    "no sum": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))), None),
+    "cholesky": (lambda w, x: jnp.linalg.cholesky(gram(w)), FACTORED),
+    "cholesky, through moves": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
+    "cholesky, through arithmetic": (lambda w, x: jnp.linalg.cholesky(jnp.exp(gram(w)) + 9 * IDENTITY), FACTORED),
+    "cholesky, both in jit": (lambda w, x: jax.jit(jnp.linalg.cholesky)(jax.jit(gram)(w)), FACTORED),
+    "cholesky in vmap": (
+        lambda w, x: jax.vmap(lambda x: jnp.linalg.cholesky(gram(w) + jnp.diag(x * x)))(x),
+        FACTORED,
+    ),
+    "cholesky in remat": (lambda w, x: jax.checkpoint(lambda w: jnp.linalg.cholesky(gram(w)))(w), FACTORED),
+    "cholesky in cond": (
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.linalg.cholesky, jnp.tanh, gram(w)),
+        FACTORED,
+    ),
+    "cholesky of a carry": (solved_in_a_scan, FACTORED),
+    "qr": (lambda w, x: jnp.linalg.qr(gram(w))[1], FACTORED),
+    "eigh": (lambda w, x: jnp.linalg.eigh(gram(w))[0], FACTORED),
+    "svd": (lambda w, x: jnp.linalg.svd(w @ w, compute_uv=False), FACTORED),
+    "determinant": (lambda w, x: jnp.linalg.det(gram(w)), FACTORED),
+    "triangular solve": (
+        lambda w, x: jax.scipy.linalg.solve_triangular(jnp.tril(gram(w)), x[0]),
+        FACTORED,
+    ),
+    "a product of a factor is not factored": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY), ""),
+    "constant too large": (lambda w, x: x @ LARGE, CONSTANT),
+    "constant too small": (lambda w, x: x @ SMALL, CONSTANT),
+    "constant made inside": (lambda w, x: x @ jnp.full((8, 8), 1e9), CONSTANT),
+    "constant array of the device": (lambda w, x: x @ jnp.asarray(LARGE).T, CONSTANT),
+    "constant given to jit": (lambda w, x: jax.jit(jnp.matmul)(x, LARGE), CONSTANT),
+    "constant in a loop": (times_a_constant_in_a_loop, CONSTANT),
+    "constant in a while loop": (times_a_constant_in_a_while_loop, CONSTANT),
+    "constant in remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, LARGE), CONSTANT),
+    "constant in cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, y: x, x, LARGE), CONSTANT),
+    "constant that fits": (lambda w, x: x @ (SMALL + 1), ""),
+    "constant of zeros": (lambda w, x: x @ (0 * SMALL), ""),
+    "constant with some that vanish": (lambda w, x: x @ (SMALL + IDENTITY), ""),
+}
+# Of these, not all products do: (dtype, reason) of those of the forward pass.
+IN_PARTS = {
+    "solve": (
+        lambda w, x: jnp.linalg.solve(gram(w), x[0]),
+        {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which is computed as it was")},
+    ),
+    "multivariate normal": (
+        lambda w, x: multivariate_normal.logpdf(x[0], jnp.zeros(8), gram(w)),
+        {("float32", FACTORED), ("float16", "")},
+    ),
+    "inverse, then a product": (
+        lambda w, x: x @ jnp.linalg.inv(gram(w)),
+        {
+            ("float32", FACTORED),
+            ("float32", "inside `custom_linear_solve`, which is computed as it was"),
+            ("float32", "made by differentiating what is computed in float32"),
+            ("float16", ""),
+        },
+    ),
+}
+
+
+def loss_of(function):
+    def loss(w, x):
+        return jnp.sum(jnp.real(function(w, x)).astype(jnp.float32))
+
+    return loss
+
+
+def forward_products(report):
+    return [each for each in report.products if not each.is_backward]
+
+
+@pytest.mark.parametrize(("function", "reason"), SITUATIONS.values(), ids=SITUATIONS)
+def test_which_products_stay_float32_and_why(function, reason):
+    loss = loss_of(function)
+    plain, narrow = product_dtypes(loss, W, X), product_dtypes(jls.autocast(loss), W, X)
+    assert narrow == (["float16"] * len(plain) if reason == "" else plain)
+    report = jls.diagnostics.autocast_report(loss, W, X)
+    if reason is None:
+        assert not report.products
+    else:
+        assert all(each.reason.startswith(reason) for each in forward_products(report))
+        assert len(forward_products(report)) == 1
+
+
+@pytest.mark.parametrize(("function", "expected"), IN_PARTS.values(), ids=IN_PARTS)
+def test_which_of_several_products_stay_float32_and_why(function, expected):
+    report = jls.diagnostics.autocast_report(loss_of(function), W, X)
+    assert {(each.dtype, each.reason) for each in forward_products(report)} == expected
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32"])
+def test_a_mark_that_everybody_has_is_none(precision):
+    with jax.default_matmul_precision(precision):
+        assert product_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
+        if precision == "F32_F32_F32":  # another mark is one
+            marked = jls.autocast(lambda w, x: jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST))
+            assert product_dtypes(marked, W, X) == ["float32"]
+
+
+def test_bfloat16_holds_the_constants_of_float32():
+    assert product_dtypes(jls.autocast(SITUATIONS["constant too large"][0], jnp.bfloat16), W, X) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("function", [jnp.linalg.cholesky, lambda g: jnp.linalg.eigh(g)[0], jnp.linalg.inv])
+def test_a_nearly_singular_matrix_is_factored_as_in_float32(function):
+    def loss(a):
+        return jnp.sum(function(a @ a.T + 1e-3 * jnp.eye(64)))
+
+    a = jax.random.normal(jax.random.key(0), (64, 8))
+    for plain, narrow in zip(jax.value_and_grad(loss)(a), jax.value_and_grad(jls.autocast(loss))(a), strict=True):
+        np.testing.assert_array_equal(plain, narrow)
+
+
+def test_the_derivative_of_a_factorization_is_that_of_float32():
+    def loss(w):
+        return jnp.sum(jnp.linalg.qr(w)[1] ** 2 * IDENTITY)
+
+    np.testing.assert_array_equal(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W))

@@ -1,0 +1,328 @@
+"""What goes in and comes out, and what `autocast` composes with."""
+
+import functools
+import json
+from typing import NamedTuple
+
+import chex
+import equinox as eqx
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from any_jax import enable_x64
+from reading import PRODUCTS, distance, equations, product_dtypes
+from small_programs import W, X
+
+import jax_lossscale as jls
+from jax_lossscale._program.place import place_of
+
+
+def network(w, x):
+    return jnp.tanh(x @ w) @ w
+
+
+def loss_fn(w, x):
+    return jnp.mean(network(w, x) ** 2)
+
+
+narrow_loss = jls.autocast(loss_fn)
+
+
+def close(found, expected, tolerance=4e-3):
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    return distance(expected, found) < tolerance
+
+
+# Ways to call it.
+
+
+@jls.autocast
+def decorated(w, x):
+    """Of its own."""
+    return x @ w
+
+
+@functools.partial(jls.autocast, dtype=jnp.bfloat16)
+def decorated_in_bfloat16(w, x):
+    return x @ w
+
+
+def test_it_is_a_decorator_that_keeps_name_and_docstring():
+    assert decorated.__name__ == "decorated"
+    assert decorated.__doc__ == "Of its own."
+    assert product_dtypes(decorated, W, X) == ["float16"]
+    assert product_dtypes(decorated_in_bfloat16, W, X) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.float16, np.dtype("float16")])
+def test_a_dtype_may_be_written_in_any_way(dtype):
+    assert product_dtypes(jls.autocast(network, dtype), W, X) == [jnp.dtype(dtype).name] * 2
+
+
+class Batch(NamedTuple):
+    x: jax.Array
+    label: str = "digits"
+
+
+# Arguments, in the ways a function may take them: each is a call of a function of W and X.
+CALLS = {
+    "keywords": (network, (), {"w": W, "x": X}),
+    "some keywords": (network, (W,), {"x": X}),
+    "first argument a number": (lambda n, w, x: n * network(w, x), (2, W, X), {}),
+    "first argument a key": (lambda k, w, x: network(w, x) + jax.random.normal(k), (jax.random.key(0), W, X), {}),
+    "first argument a string": (lambda s, w, x: network(w, x) if s == "train" else x, ("train", W, X), {}),
+    "a function": (lambda f, w, x: f(x @ w) @ w, (jnp.tanh, W, X), {}),
+    "None": (lambda w, bias, x: network(w, x), (W, None, X), {}),
+    "booleans steer the program": (lambda w, x, deep: network(w, x) if deep else x, (W, X), {"deep": True}),
+    "trees": (lambda p, b: network(p["w"][0], b.x), ({"w": [W]}, Batch(X)), {}),
+    "NumPy arrays": (network, (np.asarray(W), np.asarray(X)), {}),
+    "a Python number in arithmetic": (lambda s, w, x: s * network(w, x), (0.5, W, X), {}),
+    "a NumPy scalar": (lambda s, w, x: s * network(w, x), (np.float32(0.5), W, X), {}),
+    "variadic": (lambda *args, **kwargs: network(*args, **kwargs), (W,), {"x": X}),
+    "closed over": (lambda: network(W, X), (), {}),
+    "a method": (eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)).__call__, (X[0],), {}),
+    "a module": (lambda mlp, x: jax.vmap(mlp)(x), (eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), X), {}),
+}
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS.values(), ids=CALLS)
+def test_arguments_of_any_kind(function, args, kwargs):
+    assert close(jls.autocast(function)(*args, **kwargs), function(*args, **kwargs))
+    found = [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in equations(jls_jaxpr(function, args, kwargs))
+        if eqn.primitive.name in PRODUCTS
+    ]
+    assert found
+    assert set(found) == {"float16"}
+
+
+def jls_jaxpr(function, args, kwargs):
+    return jax.make_jaxpr(lambda: jls.autocast(function)(*args, **kwargs))()
+
+
+def test_results_of_any_kind():
+    def function(w, x):
+        y = x @ w
+        batch = Batch(y, "text")
+        return {"y": batch, "none": None, "name": "n", "number": 3, "indices": jnp.argmax(y, -1), "is": y > 0, "f": len}
+
+    found, expected = jls.autocast(function)(W, X), function(W, X)
+    arrays = [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(expected)]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found)] == arrays
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(leaf, jax.Array):
+            assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape)
+        else:
+            assert leaf == other
+
+
+def test_a_result_that_is_an_argument_is_that_argument():
+    w, x, y = jls.autocast(lambda w, x: (w, x, x @ w))(W, X)
+    np.testing.assert_array_equal(w, W)
+    np.testing.assert_array_equal(x, X)
+    assert y.dtype == jnp.float32
+
+
+# What is not float32 stays to the bit.
+
+
+def test_random_bits_integers_and_keys_stay_to_the_bit():
+    def function(key, w, x):
+        here, there = jax.random.split(key)
+        tokens = jnp.argsort(x, axis=-1)
+        return {
+            "key": jax.random.key_data(there),
+            "bits": jax.random.bits(here, (3,)),
+            "normal": jax.random.normal(here, (4, 8)),
+            "bernoulli": jax.random.bernoulli(here, 0.3, (100,)),
+            "tokens": tokens,
+            "integers": tokens @ tokens.T,
+            "product": jnp.tanh(x @ w),
+        }
+
+    found, expected = (each(jax.random.key(3), W, X) for each in (jls.autocast(function), function))
+    assert close({"product": found.pop("product")}, {"product": expected.pop("product")})
+    chex.assert_trees_all_equal(found, expected)
+
+
+def test_complex_numbers_stay_to_the_bit():
+    def function(z, w, x):
+        return z @ z.T, jnp.fft.fft(x), z * (1 + 2j), x @ w
+
+    z = (X + 1j * X[::-1]).astype(jnp.complex64)
+    found, expected = (each(z, W, X) for each in (jls.autocast(function), function))
+    chex.assert_trees_all_equal(found[:3], expected[:3])
+    assert not jnp.array_equal(found[3], expected[3])
+    [result] = jls.autocast(lambda a, b, w: (a + b, w @ w))(jnp.array([1 + 2j]), jnp.array([1 + 2j]), W)[0]
+    assert result == 2 + 4j
+
+
+def test_float64_stays_to_the_bit():
+    with enable_x64():
+        w, x = (jnp.asarray(np.asarray(each), jnp.float64) for each in (W, X))
+
+        def function(w, x, small):
+            y = jnp.tanh(x @ w) @ w
+            return y, jnp.sum(y), small @ small.T
+
+        small = X.astype(jnp.float32)
+        found, expected = (each(w, x, small) for each in (jls.autocast(function), function))
+        chex.assert_trees_all_equal(found[:2], expected[:2])
+        assert found[2].dtype == jnp.float32
+        assert not jnp.array_equal(found[2], expected[2])
+
+
+def test_what_is_cast_by_hand_stays_to_the_bit():
+    def by_hand(w, x):
+        y = jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float16)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    plain, narrow = (jax.make_jaxpr(jax.grad(each))(W, X) for each in (by_hand, jls.autocast(by_hand)))
+    assert str(plain) == str(narrow)
+
+
+# What it composes with.
+
+
+def test_one_trace_under_jit():
+    @jax.jit
+    @chex.assert_max_traces(1)
+    def step(w, x):
+        return jax.value_and_grad(jls.autocast(loss_fn))(w, x)
+
+    for n in range(3):
+        step(W + n, X)
+
+
+def test_the_function_itself_is_traced_once_a_call():
+    traces = []
+
+    @jax.jit
+    def step(w, x):
+        return jax.value_and_grad(jls.autocast(counted))(w, x)
+
+    def counted(w, x):
+        traces.append(1)
+        return loss_fn(w, x)
+
+    step(W, X)
+    step(W, X)
+    assert len(traces) == 1
+
+
+TRANSFORMED = {
+    "jit": lambda f: jax.jit(f)(W, X),
+    "value and grad": lambda f: jax.value_and_grad(f, (0, 1))(W, X),
+    "linearize": lambda f: jax.linearize(f, W, X)[1](W, X),
+    "jvp": lambda f: jax.jvp(f, (W, X), (X[:1] * W, X)),
+    "vjp": lambda f: jax.vjp(f, W, X)[1](1.0),
+    "vmap": lambda f: jax.vmap(f, (None, 0))(W, jnp.stack([X, X + 1])),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0))(W, jnp.stack([X, X + 1])),
+    "grad of vmap": lambda f: jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 0))(w, jnp.stack([X, X + 1]))))(W),
+    "hessian": lambda f: jax.hessian(lambda b: f(W, X + b))(jnp.zeros((1, 8))),
+    "jacfwd of grad": lambda f: jax.jacfwd(lambda b: jax.grad(f)(W, X + b))(jnp.zeros((1, 8))),
+    "scan": lambda f: jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(f)(w, x), f(w, x)), W, jnp.stack([X, X])),
+    "remat": lambda f: jax.grad(jax.checkpoint(f))(W, X),
+    "custom_vjp around": lambda f: jax.grad(lambda w: f(jls.scale_gradient(w, 8.0), X))(W),
+    "value and scaled grad": lambda f: jls.value_and_scaled_grad(f, 2.0**10)(W, X),
+    "accumulated": lambda f: jls.accumulate_gradients(f, 2.0**10, 2)(W, X).grads,
+    "disable_jit": lambda f: without_jit(jax.grad(f)),
+    "a traced value closed over": lambda f: jax.jit(jax.grad(lambda w, x: jls.autocast(lambda: f(w, x))()))(W, X),
+}
+
+
+def without_jit(function):
+    with jax.disable_jit():
+        return function(W, X)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_what_is_made_of_it_is_that_of_float32_but_for_rounding(transform):
+    assert close(transform(narrow_loss), transform(loss_fn), 2e-2)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_products_are_narrow_in_what_is_made_of_it(transform):
+    if transform is TRANSFORMED["disable_jit"]:
+        pytest.skip("there is no program to be read")
+    assert set(product_dtypes(lambda: transform(narrow_loss))) == {"float16"}
+
+
+def test_it_is_exported():
+    exported = jax.export.export(jax.jit(jax.grad(narrow_loss)))(W, X)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(W, X), jax.jit(jax.grad(narrow_loss))(W, X))
+
+
+def test_it_is_exported_for_any_batch():
+    (rows,) = jax.export.symbolic_shape("rows")
+    shape = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+    exported = jax.export.export(jax.jit(jax.grad(narrow_loss)))(W, shape)
+    assert close(exported.call(W, X), jax.grad(loss_fn)(W, X))
+
+
+def test_arguments_can_be_donated():
+    step = jax.jit(lambda w, x: w - jax.grad(narrow_loss)(w, x), donate_argnums=0)
+    w = W + 0
+    step(w, X)
+    assert w.is_deleted()
+
+
+def test_shapes_go_in_under_eval_shape():
+    types = jax.eval_shape(jax.value_and_grad(narrow_loss), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)))
+    assert types == jax.eval_shape(jax.value_and_grad(loss_fn), W, X)
+
+
+def test_an_error_of_the_function_comes_through():
+    with pytest.raises(TypeError, match="dot_general"):
+        jls.autocast(loss_fn)(W, X[:, :3])
+
+
+def test_no_callback_is_in_the_program():
+    text = jax.jit(jax.grad(narrow_loss)).lower(W, X).as_text()
+    assert "callback" not in text
+
+
+# Layers and lines stay on the operations.
+
+
+def named(w, x):
+    with jax.named_scope("encoder"):
+        x = jnp.exp(x @ w)
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.tanh(jax.jit(lambda w, x: x @ w)(w, x)))
+
+
+def test_layers_and_lines_stay_on_the_operations():
+    first = named.__code__.co_firstlineno
+    layers = {"exp": ("encoder", 2), "tanh": ("head", 4)}
+    for function in (jls.autocast(named), jax.grad(jls.autocast(named))):
+        places = walked(jax.make_jaxpr(function)(W, X).jaxpr)
+        for name, (layer, line) in layers.items():
+            found = [place for operation, place in places if operation == name]
+            assert found
+            assert {(each.layer, each.source.rpartition(":")[2]) for each in found} == {(layer, str(first + line))}
+        products = {(place.layer, place.is_backward) for operation, place in places if operation == "dot_general"}
+        assert {layer for layer, _ in products} == {"encoder", "head"}
+
+
+def walked(jaxpr, at=None):
+    found = []
+    for eqn in jaxpr.eqns:
+        place = place_of(eqn, at)
+        found.append((eqn.primitive.name, place))
+        for parameter in eqn.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += walked(inner, place) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_a_layer_is_the_same_in_the_compiled_program():
+    text = jax.jit(jax.grad(jls.autocast(named))).lower(W, X).as_text(debug_info=True)
+    assert "encoder" in text
+    assert "head" in text
+    assert json.dumps("test_interface.py")[1:-1] in text

@@ -1,0 +1,109 @@
+"""On a mesh: what moves between devices is narrow, what is added up keeps the dtype in which the source adds."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from any_jax import set_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reading import distance, equations, product_dtypes
+
+import jax_lossscale as jls
+
+W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+X = jax.random.normal(jax.random.key(1), (32, 16))
+
+
+def mesh_of(axis_type=AxisType.Auto):
+    return jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+
+
+def loss_fn(w, x):
+    return jnp.mean(jnp.square(jnp.tanh(x @ w) @ w))
+
+
+def fully_sharded(w, x):
+    """Weights are gathered where they are used, and their gradients scattered."""
+
+    def shard(w, x):
+        w = jax.lax.all_gather(w, "data", axis=0, tiled=True)
+        return jax.lax.pmean(loss_fn(w, x), "data")
+
+    return jax.shard_map(shard, mesh=mesh_of(), in_specs=(P("data"), P("data")), out_specs=P())(w, x)
+
+
+def moved(function, name):
+    return {
+        eqn.invars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(function)(W, X))
+        if eqn.primitive.name.startswith(name)
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_narrow(dtype):
+    narrow = jax.value_and_grad(jls.autocast(fully_sharded, dtype))
+    assert moved(jax.value_and_grad(fully_sharded), "all_gather") == {"float32"}
+    assert moved(narrow, "all_gather") == {jnp.dtype(dtype).name}
+    assert moved(narrow, "reduce_scatter") == {jnp.dtype(dtype).name}
+    assert moved(narrow, "psum") == {"float32"}
+    assert set(product_dtypes(narrow, W, X)) == {jnp.dtype(dtype).name}
+    rounding = 4e-3 if dtype == jnp.float16 else 3e-2
+    assert distance(jax.value_and_grad(fully_sharded)(W, X), jax.jit(narrow)(W, X)) < rounding
+
+
+COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")
+
+
+def collectives(compiled):
+    return {(kind, dtype) for dtype, kind in COLLECTIVE.findall(compiled.as_text())}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_in_jit_with_shardings_weights_are_gathered_narrow(axis_type):
+    mesh = mesh_of(axis_type)
+    with set_mesh(mesh):
+        w, x = (jax.device_put(each, NamedSharding(mesh, P("data"))) for each in (W, X))
+
+        def loss(w, x):
+            return loss_fn(jax.sharding.reshard(w, P()) if axis_type is AxisType.Explicit else w, x)
+
+        def gradient(function):
+            return jax.jit(jax.grad(function)).lower(w, x).compile()
+
+        plain, narrow = gradient(loss), gradient(jls.autocast(loss))
+        assert ("all-gather", "f32") in collectives(plain)
+        assert {dtype for kind, dtype in collectives(narrow) if kind == "all-gather"} == {"f16"}
+        result = narrow(w, x)
+        assert result.sharding == plain(w, x).sharding
+        assert distance(plain(w, x), result) < 4e-3
+
+
+def test_gradients_of_data_parallel_training_are_reduced_narrow():
+    """So are those of code that is cast by hand; a loss scale that follows the overflow covers both."""
+    mesh = mesh_of()
+    w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
+    compiled = jax.jit(jax.grad(jls.autocast(loss_fn))).lower(w, x).compile()
+    assert ("all-reduce", "f16") in collectives(compiled)
+    np.testing.assert_allclose(compiled(w, x), jax.grad(jls.autocast(loss_fn))(W, X), atol=1e-4)
+
+
+def test_a_constraint_inside_stays():
+    mesh = mesh_of()
+
+    def constrained(w, x):
+        y = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), NamedSharding(mesh, P(None, "data")))
+        return jnp.mean((y @ w) ** 2)
+
+    found = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(jls.autocast(constrained))(W, X))
+        if eqn.primitive.name == "sharding_constraint"
+    ]
+    assert [eqn.params["sharding"].spec for eqn in found] == [P(None, "data")]
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    narrow = jax.jit(jax.grad(jls.autocast(constrained)))(W, x)
+    assert distance(jax.grad(constrained)(W, X), narrow) < 4e-3

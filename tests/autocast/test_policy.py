@@ -1,0 +1,255 @@
+"""`keep_float32`, and the rules of a policy: what they speak of, and what they change."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from reading import distance, equations, product_dtypes
+from small_programs import W, X
+
+import jax_lossscale as jls
+
+NARROW, WIDE = "float16", "float32"
+
+
+def multiplied(w, x):
+    return x @ w
+
+
+@jls.keep_float32
+def kept(w, x):
+    return x @ w
+
+
+@jax.custom_vjp
+def with_a_rule(w, x):
+    return x @ w
+
+
+with_a_rule.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, y: (kept[1].T @ y, y @ kept[0].T))
+compiled = jax.jit(multiplied)
+
+
+def cached(w, x):
+    """A compiled function whose program is the same inside and outside."""
+    x = compiled(w, x)
+    with jls.keep_float32():
+        x = compiled(w, x)
+    return compiled(w, x)
+
+
+def in_scan(w, x):
+    return jax.lax.scan(lambda x, _: (kept(w, x), None), x, length=2)[0] @ w
+
+
+def around_a_loop(w, x):
+    with jls.keep_float32():
+        x = jax.lax.fori_loop(0, 2, lambda _, x: x @ w, x)
+    return x @ w
+
+
+# Where the mark is, and the dtypes of the products of the forward pass.
+MARKED = {
+    "context": (lambda w, x: jls.keep_float32(multiplied)(w, x) @ w, [WIDE, NARROW]),
+    "below jit": (lambda w, x: jax.jit(kept)(w, x) @ w, [WIDE, NARROW]),
+    "around jit": (lambda w, x: jls.keep_float32(jax.jit(multiplied))(w, x) @ w, [WIDE, NARROW]),
+    "a cached function": (cached, [NARROW, WIDE, NARROW]),
+    "below vmap": (lambda w, x: jax.vmap(kept, (None, 0))(w, x) @ w, [WIDE, NARROW]),
+    "below grad": (lambda w, x: x @ jax.grad(lambda w: jnp.sum(jnp.sin(kept(w, x))))(w), [WIDE, WIDE, NARROW]),
+    "below remat": (lambda w, x: jax.checkpoint(kept)(w, x) @ w, [WIDE, NARROW]),
+    "around remat": (lambda w, x: jls.keep_float32(jax.checkpoint(multiplied))(w, x) @ w, [WIDE, NARROW]),
+    "below scan": (in_scan, [WIDE, NARROW]),
+    "around a loop": (around_a_loop, [WIDE, NARROW]),
+    "around custom_vjp": (lambda w, x: jls.keep_float32(with_a_rule)(w, x) @ w, [WIDE, NARROW]),
+    "two deep": (lambda w, x: jls.keep_float32(kept)(w, x) @ w, [WIDE, NARROW]),
+}
+each_mark = pytest.mark.parametrize(("function", "expected"), MARKED.values(), ids=MARKED)
+
+
+@each_mark
+def test_what_is_marked_stays_float32(function, expected):
+    assert product_dtypes(jls.autocast(function), W, X) == expected
+    assert product_dtypes(jls.autocast(jax.jit(function)), W, X) == expected
+    assert product_dtypes(jax.jit(jls.autocast(function)), W, X) == expected
+
+
+@each_mark
+def test_so_do_its_derivatives(function, expected):
+    loss = jls.autocast(lambda w, x: jnp.sum(function(w, x)))
+    found = product_dtypes(jax.grad(loss, (0, 1)), W, X)
+    assert set(found) == {NARROW, WIDE}
+    assert found.count(WIDE) >= 2 * expected.count(WIDE)
+
+
+@each_mark
+def test_without_autocast_the_mark_changes_nothing(function, expected):
+    assert set(product_dtypes(function, W, X)) == {WIDE}
+
+
+def network(w, x):
+    with jax.named_scope("encoder"):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("second"):
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("encoder_head"):
+        return head(w, x)
+
+
+def head(w, x):
+    return x @ w
+
+
+FIRST_LINE = network.__code__.co_firstlineno + 3
+RULES = {
+    "a layer, and what is below": ([{"layer": "encoder"}], [WIDE, WIDE, NARROW]),
+    "a path": ([{"layer": "encoder/first"}], [WIDE, NARROW, NARROW]),
+    "a pattern": ([{"layer": "*/second"}], [NARROW, WIDE, NARROW]),
+    "an operation": ([{"operation": "dot_general"}], [WIDE] * 3),
+    "a line": ([{"source": f"test_policy.py:{FIRST_LINE}"}], [WIDE, NARROW, NARROW]),
+    "a file": ([{"source": "test_policy.py:*"}], [WIDE] * 3),
+    "a file, with its folder": ([{"source": "autocast/test_policy.py:*"}], [WIDE] * 3),
+    "a function": ([{"function": "head"}], [NARROW, NARROW, WIDE]),
+    "all at once": ([{"layer": "encoder", "operation": "dot*", "function": "network"}], [WIDE, WIDE, NARROW]),
+    "two rules": ([{"layer": "encoder/first"}, {"function": "head"}], [WIDE, NARROW, WIDE]),
+    "the first that matches": ([{"precision": "narrow", "layer": "*/first"}, {"layer": "*"}], [NARROW, WIDE, WIDE]),
+}
+
+
+@pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
+def test_what_a_rule_speaks_of(rules, expected):
+    policy = jls.PrecisionPolicy([{"precision": "wide", **rule} for rule in rules])
+    narrow = functools.partial(jls.autocast, policy=policy)
+    assert product_dtypes(narrow(network), W, X) == expected
+    assert product_dtypes(narrow(jax.jit(network)), W, X) == expected
+    in_a_loop = narrow(lambda w, x: jax.lax.scan(lambda x, _: (network(w, x), None), x, length=2)[0])
+    assert product_dtypes(in_a_loop, W, X) == expected
+    found = product_dtypes(jax.grad(lambda w, x: jnp.sum(narrow(network)(w, x))), W, X)
+    assert found.count(WIDE) + found.count(NARROW) == len(found)
+
+
+def test_a_rule_that_speaks_of_nothing_warns():
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="decoder"), jls.PrecisionRule("wide", layer="*")])
+    with pytest.warns(UserWarning, match="no operation matches PrecisionRule\\('wide', layer='decoder'\\)"):
+        jls.autocast(network, policy=policy)(W, X)
+
+
+def dtypes_of(name, function, *args):
+    return [
+        (*(atom.aval.dtype.name for atom in eqn.invars), eqn.outvars[0].aval.dtype.name)
+        for eqn in equations(jax.make_jaxpr(function)(*args))
+        if eqn.primitive.name == name
+    ]
+
+
+def following(precision, **patterns):
+    return functools.partial(jls.autocast, policy=jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns)]))
+
+
+def test_narrow_overrules_a_mark():
+    def marked(w, x):
+        with jls.keep_float32():
+            return jnp.matmul(x, w, precision="highest")
+
+    assert product_dtypes(following("narrow", operation="dot_general")(marked), W, X) == [NARROW]
+
+
+def test_narrow_arithmetic():
+    function = following("narrow", operation="tanh")(network)
+    assert dtypes_of("tanh", function, W, X) == [(NARROW, NARROW)] * 2
+    assert distance(network(W, X), function(W, X)) < 4e-3
+
+
+def test_narrow_multiplications_have_narrow_results():
+    def outer(w, x):
+        return jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w
+
+    assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
+
+
+def test_everything_narrow():
+    def loss(w, x):
+        return jnp.mean(network(w, x) ** 2)
+
+    function = jax.value_and_grad(following("narrow")(loss))
+    assert distance(jax.value_and_grad(loss)(W, X), function(W, X)) < 1e-2
+    assert set(dtypes_of("tanh", function, W, X)) == {(NARROW, NARROW)}
+    assert set(dtypes_of("integer_pow", function, W, X)) == {(NARROW, NARROW)}
+
+
+def test_a_wide_move_moves_float32():
+    def moving(w, x):
+        return jnp.sin(x @ w).T @ x
+
+    assert dtypes_of("transpose", jls.autocast(moving), W, X) == [(NARROW, NARROW)]
+    assert dtypes_of("transpose", following("wide", operation="transpose")(moving), W, X) == [(WIDE, WIDE)]
+
+
+def convolved(w, x):
+    image, kernel = jnp.tile(x[:, :, None], (1, 1, 2)), w.reshape(4, 2, 8)
+    return jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+@pytest.mark.parametrize("function", [multiplied, convolved])
+def test_a_wide_result_is_float32_of_narrow_operands(function):
+    wide_result = following("wide_result", function=function.__name__)(function)
+    assert product_dtypes(wide_result, W, X) == [f"{NARROW} {NARROW} {WIDE}"]
+    assert jnp.all(jnp.isfinite(wide_result(1e3 * W, 1e3 * X)))
+    assert not jnp.all(jnp.isfinite(jls.autocast(function)(1e3 * W, 1e3 * X)))
+    grads = jax.grad(lambda w, x: jnp.sum(jnp.sin(function(w, x))), (0, 1))(W, X)
+    assert distance(grads, jax.grad(lambda w, x: jnp.sum(jnp.sin(wide_result(w, x))), (0, 1))(W, X)) < 2e-3
+
+
+def test_without_recomputing_there_is_no_checkpoint():
+    def loss(w, x):
+        return jnp.mean(network(w, x) ** 2)
+
+    def names(function):
+        return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(function))(W, X))}
+
+    kept = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
+    assert names(jls.autocast(loss)) & {"checkpoint", "remat2"}
+    assert not names(kept) & {"checkpoint", "remat2"}
+    assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(kept)(W, X)) < 1e-3
+
+
+POLICY = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")], recompute=False)
+
+
+def test_a_policy_is_a_value():
+    again = jls.PrecisionPolicy.from_config(json.loads(json.dumps(POLICY.get_config())))
+    assert again == POLICY
+    assert hash(again) == hash(POLICY)
+    assert eval(repr(POLICY), vars(jls)) == POLICY
+    assert str(POLICY) == "wide: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
+    assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
+
+
+# What is called, and what the `ValueError` says: argument, value, cure.
+REFUSED = [
+    (lambda: jls.PrecisionRule("float32"), ["precision=...", "'narrow', 'wide', 'wide_result'", "'float32'"]),
+    (lambda: jls.PrecisionRule("wide", layer=3), ["layer=...", "3", "leave it out"]),
+    (lambda: jls.PrecisionRule("wide", source=""), ["source=...", "''", "leave it out"]),
+    (lambda: jls.PrecisionPolicy("wide"), ["rules=...", "'wide'", "list"]),
+    (lambda: jls.PrecisionPolicy({"precision": "wide"}), ["rules=...", "list"]),
+    (lambda: jls.PrecisionPolicy([3]), ["rules=...", "3"]),
+    (lambda: jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}]), ["rules=...", "'layers'"]),
+    (lambda: jls.PrecisionPolicy(recompute="no"), ["recompute=...", "'no'", "True or False"]),
+    (lambda: jls.PrecisionPolicy.from_config({"rule": []}), ["rule"]),
+    (lambda: jls.keep_float32(3), ["keep_float32(function=...)", "3"]),
+    (lambda: jls.autocast(3), ["autocast(fun=...)", "3"]),
+    (lambda: jls.autocast(jnp.sin, "tiny"), ["autocast(dtype=...)", "'tiny'"]),
+    (lambda: jls.autocast(jnp.sin, jnp.int32), ["autocast(dtype=...)", "int32"]),
+    (lambda: jls.autocast(jnp.sin, jnp.float8_e5m2), ["autocast(dtype=...)", "float16, bfloat16 or float32", "float8"]),
+    (lambda: jls.autocast(jnp.sin, policy="fast"), ["autocast(policy=...)", "'fast'", "PrecisionPolicy"]),
+    (lambda: jls.autocast(jnp.sin, policy=[{"precision": "wide"}]), ["autocast(policy=...)", "PrecisionPolicy"]),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_is_refused_and_how(call, words):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words)
