@@ -34,7 +34,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     the identity, and so is the backward pass of the backward pass. So derivatives of derivatives, in any order of
     modes, are scaled once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every
     order. (`jax.experimental.jet` goes through this function, but not through its gradient.) The scale is a constant:
-    there is no gradient with respect to it. As in `LossScale.unscale`, at most 2**126 is applied.
+    there is no gradient with respect to it. As in `LossScale.unscale`, at most ``2**126`` is applied.
 
     Args:
       tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.

@@ -35,7 +35,7 @@ class LossScale(abc.ABC):
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
 
-    The scale that is *applied*, to the cotangent, by `scale` and by `unscale` alike, never exceeds 2**126: then its
+    The scale that is *applied*, to the cotangent, by `scale` and by `unscale` alike, never exceeds ``2**126``: then its
     reciprocal is a normal number, and one exact factor. The state may hold more, and ``loss_scale()`` returns it.
 
     To write your own kind, write a subclass that is a frozen dataclass and is registered as a pytree (for example with
@@ -124,7 +124,7 @@ class LossScale(abc.ABC):
           tree: any pytree.
 
         Returns:
-          A tree of the same structure, shapes and dtypes, times 2**126 at most. A float16 leaf overflows where the
+          A tree of the same structure, shapes and dtypes, times ``2**126`` at most. A float16 leaf overflows where the
           product exceeds what float16 holds.
         """
         return _tree.scale(tree, self())
@@ -133,7 +133,7 @@ class LossScale(abc.ABC):
         """Divide the inexact leaves of a tree by the scale, in float32.
 
         Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
-        place. Like `scale`, it applies at most 2**126 (and at least 2**-126).
+        place. Like `scale`, it applies at most ``2**126`` (and at least ``2**-126``).
 
         Args:
           tree: scaled gradients, any pytree.

@@ -36,7 +36,9 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> jls.diagnostics.first_nonfinite({"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])})
+      >>> jls.diagnostics.first_nonfinite(
+      ...     {"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])}
+      ... )
       Array(1, dtype=int32)
     """
     check_axis_name(axis_name, "first_nonfinite(axis_name=...)")

@@ -70,7 +70,9 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> histogram = jls.diagnostics.exponent_histogram({"kernel": jnp.array([0.0, 1.0, 1.5, 0.25])})
+      >>> histogram = jls.diagnostics.exponent_histogram(
+      ...     {"kernel": jnp.array([0.0, 1.0, 1.5, 0.25])}
+      ... )
       >>> {int(e): int(n) for e, n in zip(histogram.exponents, histogram.counts) if n}
       {-2: 1, 0: 2}
       >>> int(histogram.zeros)

@@ -128,7 +128,10 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> grads = {"bias": jnp.zeros(2), "kernel": jnp.array([[1.0, jnp.inf], [-jnp.inf, jnp.nan]])}
+      >>> grads = {
+      ...     "bias": jnp.zeros(2),
+      ...     "kernel": jnp.array([[1.0, jnp.inf], [-jnp.inf, jnp.nan]]),
+      ... }
       >>> jls.diagnostics.nonfinite_report(grads)
       1 of 2 leaves are not finite.
       leaf        dtype     shape  NaN  +inf  -inf   share  largest finite  first at
