@@ -13,12 +13,10 @@ WIDEST_CODE = 88  # as in the pages
 def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == [
         "before_you_train",
-        "coming_from",
         "debugging",
         "distributed",
         "policies",
         "quickstart",
-        "scaling",
         "underflow",
     ]
 

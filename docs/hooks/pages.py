@@ -26,6 +26,7 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
 }
+NOT_IN_NAV = {"results.md"}  # the page on performance leads to it
 FRONT_PAGE = {"README.md": "index.md"}
 EXAMPLES = "examples/README.md"
 EXAMPLES_PAGE = "examples.md"
@@ -63,6 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
             inclusion = InclusionLevel.NOT_IN_NAV  # the page of the examples leads to it
+        if page in NOT_IN_NAV:
+            inclusion = InclusionLevel.NOT_IN_NAV
         content = with_links_to_pages(content, source, page)
         files.append(File.generated(config, page, content=content, inclusion=inclusion))
         for name, picture in pictures.items():

@@ -37,7 +37,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     there is no gradient with respect to it. As in `LossScale.unscale`, at most ``2**126`` is applied.
 
     Args:
-      tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.
+      tree: any pytree, of any shapes and dtypes. Integers, keys and the like stay the same objects.
       scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
 
     Returns:
@@ -88,7 +88,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     and float32 inputs. Derivatives of derivatives, and forward mode, are as in `scale_gradient`.
 
     Args:
-      tree: any pytree, of any shapes, with dtypes that have the range of float32. Leaves that are not inexact stay the
+      tree: any pytree, of any shapes, with dtypes that have the range of float32. Integers, keys and the like stay the
         same objects.
       scale: as in `scale_gradient`.
 

@@ -116,7 +116,7 @@ class LossScale(abc.ABC):
         return hash((type(self), *config_of(self).items()))
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Multiply the inexact leaves of a tree by the scale.
+        """Multiply the floating and complex leaves of a tree by the scale.
 
         To scale a loss, prefer `value_and_scaled_grad`: it does not touch the loss, which therefore cannot overflow.
 
@@ -130,7 +130,7 @@ class LossScale(abc.ABC):
         return _tree.scale(tree, self())
 
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Divide the inexact leaves of a tree by the scale, in float32.
+        """Divide the floating and complex leaves of a tree by the scale, in float32.
 
         Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
         place. Like `scale`, it applies at most ``2**126`` (and at least ``2**-126``).

@@ -57,12 +57,12 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     gathering them.
 
     Args:
-      tree: any pytree; its inexact leaves are counted, of a complex leaf both parts.
+      tree: any pytree; its floating and complex leaves are counted, of a complex one both parts.
       per_leaf: whether to count each leaf by itself.
 
     Returns:
       An `ExponentHistogram`; with ``per_leaf``, a tree of them in the structure of ``tree``, with ``None`` for every
-      leaf that is not inexact.
+      leaf of integers, keys and the like.
 
     Raises:
       ValueError: if more numbers would be counted together than a ``uint32`` holds, 4 294 967 295.

@@ -57,7 +57,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
 
     Returns:
       An `Underflow`. Where there are no numbers, the shares are 0. With ``per_leaf``, a tree of them in the structure
-      of ``grads``, with ``None`` for every leaf that is not inexact.
+      of ``grads``, with ``None`` for every leaf of integers, keys and the like.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype.
