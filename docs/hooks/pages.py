@@ -34,9 +34,16 @@ EXAMPLES_PAGE = "examples.md"
 SEARCH_BOOSTS = {
     "choosing.md": 3,
     "guide/": 2,
-    "wrong.md": 2,
+    "wrong.md": 5,
     "migrating.md": 2,
+    "cheat_sheet.md": 0.5,
+    "glossary.md": 0.5,
+    "api/": 0.5,
+    "examples/": 0.5,
     "notebooks/": 0.5,
+    "accuracy.md": 0.7,
+    "frameworks/": 1.5,
+    "mutation.md": 0.1,
     "results.md": 0.2,
     "contributing.md": 0.2,
 }
