@@ -78,7 +78,7 @@ def test_the_notebook_recommends_the_loss_scales_of_the_table():
     assert unknown == recommended["You do not know your gradients"] == "AutoLossScale()"
     # The first example has what a person who knows nothing should have.
     assert jls.get("auto") == jls.AutoLossScale()
-    assert "optax.adamw(3e-4)))" in blocks("python")[0]
+    assert "loss_scaled(optax.adamw(3e-4))\n" in blocks("python")[0]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
