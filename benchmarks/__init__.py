@@ -14,10 +14,11 @@ BENCHMARKS = {
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
     "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits",
+    "autocast": "`jls.autocast` beside casts by hand: products, bytes kept, casts, errors, H100 (extra `bench-cuda`)",
     "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
 }
 
 # These run only where they are named.
 ON_REQUEST = {
-    "accuracy": "ten small trainings in seven arms: does float16 give float32's result? (half an hour)",
+    "accuracy": "ten small trainings in eight arms: does float16 give float32's result? (half an hour)",
 }

@@ -1,4 +1,4 @@
-"""Does float16 give float32's result? Small real trainings in seven arms, each from several seeds.
+"""Does float16 give float32's result? Small real trainings in eight arms, each from several seeds.
 
 Not part of ``python -m benchmarks``: it takes half an hour. ``python -m benchmarks accuracy`` runs it, with
 ``--workload`` for one workload, and with ``--docs`` it writes table and figure of ``docs/accuracy.md``.
@@ -6,6 +6,7 @@ Not part of ``python -m benchmarks``: it takes half an hour. ``python -m benchma
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -15,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
 from benchmarks.report import Cell, Table
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, Workload
 from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, compile_training
 
 SEEDS = (0, 1, 2)
@@ -39,12 +41,28 @@ class Arm:
       dtype: what is computed in.
       loss_scale: makes the loss scale of a run from what computes the float32 gradients of its first step.
       roundings: of the initial weights, each a training of its own.
+      autocast: whether `jls.autocast` rewrites the workload in float32, which else is cast by hand.
     """
 
     name: str
     dtype: DTypeLike
     loss_scale: MakeLossScale
     roundings: tuple[int, ...] = (AS_DRAWN,)
+    autocast: bool = False
+
+    def workload(self, workload: Workload) -> Workload:
+        """What is trained."""
+        return _under_autocast(workload) if self.autocast else workload
+
+
+def _under_autocast(workload: Workload) -> Workload:
+    def loss(params: Any, statistics: Any, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, Any]:
+        def in_float32(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, Any]:
+            return workload.loss(params, statistics, batch, jnp.float32)
+
+        return jls.autocast(in_float32, dtype)(params, statistics, batch)
+
+    return dataclasses.replace(workload, loss=loss)
 
 
 def _no_loss_scale(gradients: Callable[[], Any]) -> jls.LossScale:
@@ -63,7 +81,11 @@ def _dynamic(gradients: Callable[[], Any]) -> jls.LossScale:
 def arms() -> list[Arm]:
     """All of them. The first is what the others are compared with, the second says what differs by chance."""
     auto = getattr(jls, "AutoLossScale", None)
-    automatic = [Arm("float16, auto", jnp.float16, lambda gradients: auto())] if auto else []
+    automatic = [
+        Arm(name, jnp.float16, lambda gradients: auto(), autocast=autocast)
+        for name, autocast in (("float16, auto", False), ("autocast, auto", True))
+        if auto
+    ]
     return [
         Arm("float32", jnp.float32, _no_loss_scale),
         Arm("float32, weights rounded", jnp.float32, _no_loss_scale, _ROUNDINGS),
@@ -126,12 +148,14 @@ def compare(
     """
     workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in names}
     # Arms that differ only in their initial weights are one program.
-    programs = [tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale))]
+    programs = [
+        tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale, arm.autocast))
+    ]
     jobs = [(name, program) for name in names for program in programs]
     outcomes: dict[tuple[str, str], tuple[Outcome, ...]] = {}
 
     def train(name: str, program: tuple[Arm, ...]) -> None:
-        training = compile_training(workloads[name], program[0].dtype, program[0].loss_scale)
+        training = compile_training(program[0].workload(workloads[name]), program[0].dtype, program[0].loss_scale)
         for arm in program:
             outcomes[name, arm.name] = tuple(training(seed, rounding) for seed in seeds for rounding in arm.roundings)
 

@@ -76,8 +76,15 @@ gpu_device_info {
   clock_rate_ghz: 1.98
   threads_per_warp: 32
   threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
   block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472
   shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
   l2_cache_size: 52428800
   device_memory_size: 80000000000
   memory_bandwidth: 3350000000000
@@ -87,22 +94,33 @@ gpu_device_info {
 
 def run(quick: bool, progress: Progress) -> list[Table]:
     """A table for each dtype of the gradients, with and without clipping, and one for meshes."""
-    if missing := [package for package in _PACKAGES if not _is_installed(package)]:
-        return [_not_measured(f"needs {' and '.join(missing)}: pip install -e '.[bench-cuda]'")]
-    # Only the CPU is started. The plugin would refuse to load without the libraries that running, not compiling, needs.
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    one_device = jax.sharding.SingleDeviceSharding(_devices("1x1x1")[0])
+    if why := missing():
+        return [_not_measured(why)]
+    start()
+    one_device = jax.sharding.SingleDeviceSharding(devices("1x1x1")[0])
     cases = [(dtype, contenders) for contenders in (_CONTENDERS, _CLIPPED) for dtype in _BYTES_GOALS]
     parts = len(cases) + 1
     tables = [
         _measure(dtype, contenders, one_device, quick, progress.part(n, parts, f"{dtype} gradients"))
         for n, (dtype, contenders) in enumerate(cases)
     ]
-    return [*tables, _measure_on_meshes(_devices("1x1x8"), quick, progress.part(parts - 1, parts, "eight devices"))]
+    return [*tables, _measure_on_meshes(devices("1x1x8"), quick, progress.part(parts - 1, parts, "eight devices"))]
 
 
-def _devices(topology: str) -> list[Any]:
+def missing() -> str:
+    """What has to be installed to compile for a GPU; empty if nothing."""
+    packages = [package for package in _PACKAGES if not _is_installed(package)]
+    return f"needs {' and '.join(packages)}: pip install -e '.[bench-cuda]'" if packages else ""
+
+
+def start() -> None:
+    """Start the CPU only. The plugin would refuse to load without the libraries that running, not compiling, needs."""
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+
+def devices(topology: str) -> list[Any]:
+    """H100s that are not there."""
     return topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology=topology).devices
 
 

@@ -34,7 +34,7 @@ REPORT = ROOT / "docs" / "mutation.md"
 CPU_SECONDS = 600  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
 
-SCALES, WRAPPER, HARD = "tests/loss_scales/", "tests/wrapper/", "tests/hardening/"
+SCALES, WRAPPER, HARD, AUTOCAST = "tests/loss_scales/", "tests/wrapper/", "tests/hardening/", "tests/autocast/"
 MEASURE, GRADIENTS, SIGNATURES = "tests/measure/", "tests/gradients/", "tests/test_public_api.py"
 RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"]
 TESTS = {  # the quickest to notice first
@@ -80,6 +80,18 @@ TESTS = {  # the quickest to notice first
         HARD + "test_bad_input.py",
     ],
     "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
+    "_autocast/calls.py": [AUTOCAST + "test_structures.py", AUTOCAST + "test_acceptance.py"],
+    "_autocast/linear_algebra.py": [AUTOCAST + "test_exceptions.py"],
+    "_autocast/plan.py": [
+        *(AUTOCAST + name for name in ("test_exceptions.py", "test_policy.py", "test_structures.py")),
+    ],
+    "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
+    "_autocast/rewrite.py": [
+        *(AUTOCAST + name for name in ("test_structures.py", "test_stretches.py", "test_acceptance.py")),
+        *(AUTOCAST + name for name in ("test_exceptions.py", "test_interface.py")),
+    ],
+    "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
+    "_autocast/transform.py": [AUTOCAST + "test_interface.py", AUTOCAST + "test_policy.py"],
     "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/cotangent.py": [
         GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")

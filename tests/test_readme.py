@@ -65,7 +65,7 @@ def test_its_table_is_part_of_the_table_to_choose_by():
 
 
 def test_the_notebook_recommends_the_loss_scales_of_the_table():
-    notebook = json.loads((ROOT / "notebooks" / "policies.ipynb").read_text())
+    notebook = json.loads((ROOT / "notebooks" / "scaling.ipynb").read_text())
     (to_copy,) = ["".join(c["source"]) for c in notebook["cells"] if "## To copy" in "".join(c["source"])]
     recommended = dict(
         re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.((?:Auto|Dynamic).*)\n```", to_copy)
@@ -78,7 +78,7 @@ def test_the_notebook_recommends_the_loss_scales_of_the_table():
     assert unknown == recommended["You do not know your gradients"] == "AutoLossScale()"
     # The first example has what a person who knows nothing should have.
     assert jls.get("auto") == jls.AutoLossScale()
-    assert "loss_scaled(optax.adamw(3e-4))\n" in blocks("python")[0]
+    assert "loss_scaled(optax.adamw(3e-4))" in blocks("python")[0]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

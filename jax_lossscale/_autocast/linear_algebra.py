@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_lossscale._autocast.operations import LINEAR_ALGEBRA, PRODUCTS
 from jax_lossscale._program.inline import Name, Program, inlined
@@ -42,7 +42,7 @@ def outputs_feeding(eqn: Any, outputs: Collection[bool]) -> list[bool]:
     goes_on = list(outputs)
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     while True:
-        inputs = _of_jaxpr(eqn.params["jaxpr"], goes_on)[num_consts : num_consts + num_carry]
+        inputs = _of_jaxpr(eqn.params["jaxpr"].jaxpr, goes_on)[num_consts : num_consts + num_carry]
         wider = [a or b for a, b in zip(goes_on, inputs, strict=False)] + goes_on[num_carry:]
         if wider == goes_on:
             return goes_on
@@ -55,34 +55,30 @@ def _inputs_feeding(eqn: Any, outputs: Sequence[bool]) -> Sequence[bool]:
         return [True] * number
     if name in PRODUCTS:
         return [False] * number
-    inner = [ClosedJaxpr(jaxpr, ()) for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+    inner = [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
     if not inner:
         return [any(outputs)] * number
     if name == "scan":
-        return _of_jaxpr(eqn.params["jaxpr"], outputs_feeding(eqn, outputs))
+        return _of_jaxpr(eqn.params["jaxpr"].jaxpr, outputs_feeding(eqn, outputs))
     if name == "cond":
         of_branches = [_of_jaxpr(branch, outputs) for branch in inner]
         return [False, *map(any, zip(*of_branches, strict=True))]
-    if len(inner) == 1 and len(inner[0].jaxpr.invars) == number and len(inner[0].jaxpr.outvars) == len(outputs):
+    if len(inner) == 1 and len(inner[0].invars) == number and len(inner[0].outvars) == len(outputs):
         return _of_jaxpr(inner[0], outputs)
     return [any(outputs) or any(map(_holds_linear_algebra, inner))] * number
 
 
-def _of_jaxpr(closed: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    if not any(outputs) and not _holds_linear_algebra(closed):
-        return [False] * len(closed.jaxpr.invars)
-    program = inlined(ClosedJaxpr(closed.jaxpr, [None] * len(closed.jaxpr.constvars)))
+def _of_jaxpr(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
+    if not any(outputs) and not _holds_linear_algebra(jaxpr):
+        return [False] * len(jaxpr.invars)
+    program = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
     found = feeding(program, outputs)
     return [name in found for name in program.inputs]
 
 
-def _holds_linear_algebra(closed: ClosedJaxpr) -> bool:
+def _holds_linear_algebra(jaxpr: Jaxpr) -> bool:
     return any(
         eqn.primitive.name in LINEAR_ALGEBRA
-        or any(
-            _holds_linear_algebra(ClosedJaxpr(jaxpr, ()))
-            for parameter in eqn.params.values()
-            for jaxpr in jaxprs_of(parameter)
-        )
-        for eqn in closed.jaxpr.eqns
+        or any(_holds_linear_algebra(inner) for parameter in eqn.params.values() for inner in jaxprs_of(parameter))
+        for eqn in jaxpr.eqns
     )

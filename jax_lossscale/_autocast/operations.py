@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
+
 # Matrix products and convolutions: what tensor cores compute.
-PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", WIDE_PRODUCT})
 
 # They only move numbers, or choose among them: results are in the dtype of the operands, all of which are of one.
 MOVES = frozenset(

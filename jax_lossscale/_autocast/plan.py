@@ -24,7 +24,7 @@ from jax_lossscale._autocast.operations import (
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Program, Step, inlined
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.place import place_of
+from jax_lossscale._program.place import place_within
 
 _ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
 
@@ -197,11 +197,9 @@ class Planner:
         """The first rule that speaks of the equation."""
         if not self.policy.rules:
             return None
-        place = None
-        for outer in (*around, eqn):
-            place = place_of(outer, place)
+        place = place_within(eqn, around)
         for rule in self.policy.rules:
-            if place is not None and rule.matches(eqn.primitive.name, place):
+            if rule.matches(eqn.primitive.name, place):
                 self.matched.add(rule)
                 return rule
         return None

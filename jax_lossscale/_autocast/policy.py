@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar, overload
@@ -34,6 +36,8 @@ class PrecisionRule:
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"``; folders may be left out.
+      code: a part of the text of that line, or of one that called it, such as ``"q @ k.T"``, as it stands. Unlike the
+        number of a line it stays the same when something else in the file is edited.
       function: the name of a function that was running, such as ``"RungeKutta.step"``, of whatever library.
       reason: why. It is shown, and changes nothing.
 
@@ -50,6 +54,7 @@ class PrecisionRule:
     layer: str = "*"
     operation: str = "*"
     source: str = "*"
+    code: str = ""
     function: str = "*"
     reason: str = ""
 
@@ -61,7 +66,7 @@ class PrecisionRule:
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) or (not value and field.name != "reason"):
+            if not isinstance(value, str) or (not value and field.default != ""):
                 raise ValueError(
                     f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
                     "everything, leave it out."
@@ -77,6 +82,7 @@ class PrecisionRule:
             fnmatch.fnmatchcase(operation, self.operation)
             and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
             and any(fnmatch.fnmatchcase(place.source, pattern) for pattern in (self.source, f"*/{self.source}"))
+            and (not self.code or any(self.code in line for line in place.lines))
             and (self.function == "*" or any(fnmatch.fnmatchcase(name, self.function) for name in place.functions))
         )
 
@@ -96,6 +102,8 @@ class PrecisionPolicy:
       rules: each a `PrecisionRule`, or the dictionary of one.
       recompute: whether the arithmetic between products is computed again in the backward pass. If not, its float32
         intermediate values are kept, which takes more memory and less time.
+      loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
+        and changes nothing: policies that differ in nothing else are equal.
 
     Raises:
       ValueError: if an argument is not of its kind.
@@ -113,6 +121,7 @@ class PrecisionPolicy:
 
     rules: tuple[PrecisionRule, ...] = ()
     recompute: bool = True
+    loss_scale: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_flag(self.recompute, "PrecisionPolicy(recompute=...)")
@@ -123,14 +132,27 @@ class PrecisionPolicy:
             )
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
         object.__setattr__(self, "recompute", bool(self.recompute))
+        if self.loss_scale is not None:
+            is_number = isinstance(self.loss_scale, numbers.Real) and not isinstance(self.loss_scale, bool)
+            if not is_number or not 0 < self.loss_scale < math.inf:
+                raise ValueError(
+                    f"`PrecisionPolicy(loss_scale=...)` must be a positive finite number or None, got "
+                    f"{self.loss_scale!r}."
+                )
+            object.__setattr__(self, "loss_scale", float(self.loss_scale))
 
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
-        return "\n".join([*lines, *([] if self.recompute else ["Nothing is computed again in the backward pass."])])
+        if not self.recompute:
+            lines.append("Nothing is computed again in the backward pass.")
+        if self.loss_scale is not None:
+            lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
+        return "\n".join(lines)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, of values that JSON can hold."""
-        return {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
+        config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
+        return config if self.loss_scale is None else {**config, "loss_scale": self.loss_scale}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax_lossscale._autocast.calls import CALLS, as_declared, declared
 from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
 from jax_lossscale._autocast.stretches import Stretch, stretches
+from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program.inline import Name, Step
 from jax_lossscale._program.jaxpr import as_dtype, bind, in_context
 
@@ -32,6 +33,8 @@ class Body:
       within: the equations that it lies in, the outermost first.
       recompute: whether its stretches are computed again in the backward pass.
       is_iterated: whether it is the body of a loop.
+      measured: what is done instead of a narrow product, if it is to be measured: from its equation, the equations
+        that this lies in, and its operands, to its outputs. Then everything is float32.
     """
 
     planner: Planner
@@ -40,6 +43,7 @@ class Body:
     within: tuple[Any, ...] = ()
     recompute: bool = True
     is_iterated: bool = False
+    measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
 
     @property
     def invars(self) -> Sequence[Any]:
@@ -78,7 +82,7 @@ class _Evaluation:
     def __init__(self, body: Body) -> None:
         self.body = body
         self.program = body.plan.program
-        self.dtype = body.planner.dtype
+        self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
         self.goes_into_products = _going_into_products(body.plan)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
@@ -89,7 +93,10 @@ class _Evaluation:
         is_kept = [decision.kind is Kind.PRODUCT for decision in plan.decisions]
         is_alone = [decision.is_alone for decision in plan.decisions]
         if plan.is_narrow:
-            width = [self.dtype.itemsize if decision.is_narrow else 4 for decision in plan.decisions]
+            width = [
+                self.dtype.itemsize if decision.is_narrow and not decision.has_wide_result else 4
+                for decision in plan.decisions
+            ]
             order = stretches(self.program, is_alone, is_kept, width)
         else:
             order = [Stretch((position,), (), step.outputs) for position, step in enumerate(self.program.steps)]
@@ -148,10 +155,15 @@ class _Evaluation:
                 inputs = [self.narrowed(value) for value in inputs]
             else:
                 inputs = declared(inputs, eqn.invars)
-        params = eqn.params
-        if decision.is_narrow and "preferred_element_type" in params:
-            result = jnp.dtype(jnp.float32) if decision.has_wide_result else self.dtype
-            params = {**params, "preferred_element_type": result, "precision": None}
+        if not (decision.is_narrow and "preferred_element_type" in eqn.params):
+            return bind(eqn, inputs, eqn.params, step.within)
+        if self.body.measured is not None:
+            with in_context(eqn, step.within):
+                return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
+        params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
+        if decision.has_wide_result:
+            with in_context(eqn, step.within):
+                return [wide_product(eqn.primitive, inputs, params)]
         return bind(eqn, inputs, params, step.within)
 
     def call(self, position: int, step: Step, inputs: list[Any]) -> list[Any]:
@@ -214,7 +226,7 @@ class _Evaluation:
         """Whether a value is narrow already, or a literal that is the same number in half precision."""
         if getattr(value, "dtype", None) == self.dtype:
             return True
-        return isinstance(atom, Literal) and np.float32(self.dtype.type(value)) == value
+        return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
 
 
 def _going_into_products(plan: Plan) -> set[Name]:

@@ -79,9 +79,10 @@ def _sink(
     needed_at: dict[Name, int] = {}
     for position in reversed(range(len(program.steps))):
         step = program.steps[position]
-        is_free = not (is_alone[position] or is_kept[position]) and all(name in needed_at for name in step.outputs)
+        levels_above = [needed_at[name] for name in step.outputs if name in needed_at]
+        is_free = not (is_alone[position] or is_kept[position]) and 0 < len(levels_above) == len(step.outputs)
         if is_free and sum(cost[name] for name in {*_names(step.inputs)}) <= sum(cost[name] for name in step.outputs):
-            levels[position] = max(levels[position], min(needed_at[name] for name in step.outputs))
+            levels[position] = max(levels[position], min(levels_above))
         for name in _names(step.inputs):
             needed_at[name] = min(needed_at.get(name, levels[position]), levels[position])
 

@@ -14,6 +14,7 @@ from jax_lossscale._autocast.plan import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Body
 from jax_lossscale._check import check_function, checked_dtype
+from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._warn import warn_user
 
@@ -116,7 +117,8 @@ def autocast(
 
 def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The result of a function, computed by a rule."""
-    traced = Traced(fun, args, kwargs)
+    fun, its_object = nnx_objects.with_its_object(fun)
+    traced = Traced(fun, (*its_object, *args), kwargs)
     plan = planner.plan(traced.jaxpr)
     if not plan.is_narrow:
         return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))

@@ -11,6 +11,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
+from jax_lossscale._program import nnx_objects
+
 
 class Traced:
     """A function traced on arguments, of which the arrays are inputs and all else is handed on as it is.
@@ -21,16 +23,20 @@ class Traced:
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, self._objects, made_anew = nnx_objects.flattened((args, kwargs))
         self._positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
-        self.inputs = self.inputs_from(args, kwargs)
+        self.inputs = [leaves[position] for position in positions]
 
         def of_inputs(*inputs: Any) -> list[Any]:
             filled = list(leaves)
             for position, value in zip(positions, inputs, strict=True):
                 filled[position] = value
-            args, kwargs = jax.tree.unflatten(structure, filled)
-            self._leaves, self._structure = jax.tree.flatten(fun(*args, **kwargs))
+            (args, kwargs), objects = made_anew(filled)
+            before = nnx_objects.contents(objects)
+            result = _called(fun, args, kwargs)
+            changed = nnx_objects.changes(objects, before)
+            self._changed = list(changed)
+            self._leaves, self._structure = jax.tree.flatten((result, list(changed.values())))
             arrays = [leaf for leaf in self._leaves if _is_array(leaf)]
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             self._is_array = [leaf is None for leaf in self._leaves]
@@ -40,14 +46,29 @@ class Traced:
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
         """The inputs for other arguments of the same structure."""
-        leaves = jax.tree.leaves((args, kwargs))
+        leaves, *_ = nnx_objects.flattened((args, kwargs))
         return [leaves[position] for position in self._positions]
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """What the function would have returned, with these outputs of the jaxpr."""
+        """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
         arrays = iter(outputs)
         pairs = zip(self._leaves, self._is_array, strict=True)
-        return jax.tree.unflatten(self._structure, [next(arrays) if is_array else leaf for leaf, is_array in pairs])
+        leaves = [next(arrays) if is_array else leaf for leaf, is_array in pairs]
+        result, changed = jax.tree.unflatten(self._structure, leaves)
+        nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
+        return result
+
+
+def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return fun(*args, **kwargs)
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # of nnx, which need not be installed
+            raise
+        raise ValueError(
+            f"The function changes an nnx module or variable that is none of its arguments ({error}). "
+            "Make the module an argument of the function instead of closing over it."
+        ) from error
 
 
 def _is_array(leaf: Any) -> bool:
@@ -143,4 +164,5 @@ def as_dtype(value: Any, dtype: Any) -> Any:
         return value
     if isinstance(value, jax.Array):
         return jax.lax.convert_element_type(value, dtype)
-    return np.asarray(value).astype(dtype)[()]
+    with np.errstate(over="ignore"):
+        return np.asarray(value).astype(dtype)[()]

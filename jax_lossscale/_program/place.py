@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ class Place(NamedTuple):
       column: the same of the innermost frame outside of JAX, to the column: what tells operations apart.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether it belongs to the backward pass.
+      lines: the texts of the lines that were running, but for those of installed libraries, the innermost first. They
+        stay the same when lines are added above.
     """
 
     stack: str
@@ -40,22 +44,36 @@ class Place(NamedTuple):
     column: str
     functions: tuple[str, ...]
     is_backward: bool
+    lines: tuple[str, ...]
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:
     """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
-    outer = within or Place("", "", "", "", (), False)
+    outer = within or Place("", "", "", "", (), False, ())
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
+    own = [
+        frame for frame in frames if not frame.file_name.startswith((*_LIBRARIES, "<frozen")) and not _is_ours(frame)
+    ]
+    texts = (linecache.getline(frame.file_name, frame.line_num).strip() for frame in own)
     return Place(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
         # What is compiled apart, and perhaps called from elsewhere, does not know from where.
-        source=_source(frames) or outer.source or summarize(eqn.source_info),
+        source=_source(own) or outer.source or summarize(eqn.source_info),
         column=summarize(eqn.source_info),
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
+        lines=(*filter(None, texts), *outer.lines),
     )
+
+
+def place_within(eqn: Any, within: Sequence[Any]) -> Place:
+    """The place of an equation that lies in the jaxprs of others, the outermost first."""
+    place = None
+    for outer in within:
+        place = place_of(outer, place)
+    return place_of(eqn, place)
 
 
 def _layer(stack: str) -> str:
@@ -63,7 +81,7 @@ def _layer(stack: str) -> str:
         stack = stripped
     names: list[str] = []
     for name in stack.split("/"):
-        if name not in _NO_LAYERS and names[-1:] != [name]:
+        if name not in _NO_LAYERS and names[-1:] != [name] and "->" not in name:  # which is an `einsum`
             names.append(name)
     half = len(names) // 2  # what `jax.checkpoint` makes anew has the names of its surroundings twice
     if half and names[:half] == names[half : 2 * half]:
@@ -80,10 +98,7 @@ def _frames(eqn: Any) -> list[Any]:
 
 
 def _source(frames: list[Any]) -> str:
-    for frame in frames:
-        if not frame.file_name.startswith((*_LIBRARIES, "<frozen")) and not _is_ours(frame):
-            return f"{_readable(frame.file_name)}:{frame.line_num}"
-    return ""
+    return f"{_readable(frames[0].file_name)}:{frames[0].line_num}" if frames else ""
 
 
 def _readable(file_name: str) -> str:

@@ -8,6 +8,7 @@ from jax_lossscale.diagnostics.gradients._suggestion import LossScaleSuggestion,
 from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_fraction
 from jax_lossscale.diagnostics.programs._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
+from jax_lossscale.diagnostics.programs._find_precision import find_precision
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision
 from jax_lossscale.diagnostics.programs._range_report import OperationRange, RangeReport, range_report
@@ -31,6 +32,7 @@ __all__ = [
     "compare_gradients",
     "explain",
     "exponent_histogram",
+    "find_precision",
     "first_nonfinite",
     "in_precision",
     "leaf_path",

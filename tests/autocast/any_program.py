@@ -170,10 +170,22 @@ def number_of_products(program):
 
 
 names = st.one_of(*(st.sampled_from(list(kind)) for kind in (PRODUCTS, ARITHMETIC, MOVES)))
-PROGRAMS = st.recursive(
+_steps = st.recursive(
     st.lists(names, min_size=1, max_size=3),
     lambda inside: st.lists(
         st.one_of(names, st.tuples(st.sampled_from(list(STRUCTURES)), inside)), min_size=1, max_size=3
     ),
-    max_leaves=5,
+    max_leaves=4,
 )
+
+
+@st.composite
+def programs(draw):
+    """Some steps, then a product inside of some structure inside of another, then some steps."""
+    inner = [draw(st.sampled_from(list(PRODUCTS))), *draw(_steps)]
+    for _ in range(draw(st.integers(1, 2))):
+        inner = [*draw(st.lists(names, max_size=1)), (draw(st.sampled_from(list(STRUCTURES))), inner)]
+    return [*inner, *draw(st.lists(names, max_size=2))]
+
+
+PROGRAMS = programs()

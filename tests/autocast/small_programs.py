@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -47,6 +48,13 @@ def scan(w, x):
 
 def scan_over_layers(w, x):
     return end(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, jnp.stack([w, 2 * w, 3 * w]))[0])
+
+
+def scan_with_a_constant_in_jit(w, x):
+    """Which is a constant of the jaxpr of `jax.jit`, inside that of `jax.lax.scan`."""
+    constant = np.eye(8, dtype=np.float32)[::-1]
+    function = jax.jit(lambda w, x: jnp.tanh(x @ w) @ constant)
+    return end(jax.lax.scan(lambda x, _: (function(w, x), None), x, length=2)[0])
 
 
 def fori(w, x):
@@ -97,6 +105,18 @@ def custom_jvp(w, x):
         return y, (1 - y * y) * (x @ dw + dx @ w)
 
     return end(function(w, x) @ w)
+
+
+def custom_jvp_without_results(w, x):
+    """As equinox writes it around what is not to be differentiated."""
+
+    @jax.custom_jvp
+    def function(tree):
+        return tree
+
+    function.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    function({})
+    return plain(w, x)
 
 
 def custom_jvp_with_an_integer(w, x):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reading import distance, product_dtypes
+from reading import distance, equations, product_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -78,6 +78,13 @@ def masked_by_hand(w, x):
     return jnp.mean((jax.nn.softmax(jnp.where(mask, jnp.finfo(jnp.float32).min, scores)) @ x) ** 2)
 
 
+def masked_by_a_literal(w, x):
+    """A move that chooses between what is narrow and what is not in the range."""
+    scores = (x @ w) @ (x @ w).T
+    mask = jnp.broadcast_to(jnp.arange(4)[:, None] > 1, (4, 4))
+    return jnp.mean((jax.nn.softmax(jax.lax.select(mask, jax.lax.full_like(scores, -2e38), scores)) @ x) ** 2)
+
+
 def masked_by_adding(w, x):
     scores = (x @ w) @ (x @ w).T
     return jnp.mean((jax.nn.softmax(scores - 1e9 * (jnp.arange(4) > 1)[:, None]) @ x) ** 2)
@@ -146,6 +153,7 @@ PROGRAMS = [
     lstm,
     masked_row,
     masked_by_hand,
+    masked_by_a_literal,
     masked_by_adding,
     clipped_probabilities,
     log_of_a_small_number,
@@ -223,6 +231,31 @@ def test_a_carry_of_a_while_loop_adds_up_in_float32():
         return jax.lax.while_loop(lambda total: total[0, 0] < 4096, lambda total: total + w @ w, zero)
 
     assert jls.autocast(total)(jnp.ones((1, 1))) == 4096
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_carry_that_is_a_product_is_float32(loop):
+    def function(w, x):
+        if loop == "scan":
+            return jax.lax.scan(lambda x, _: (x @ w, x), x, length=2)
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1e9, lambda x: x @ w, x), x
+
+    found, expected = jls.autocast(function)(W, X), function(W, X)
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+    assert distance(expected, found) < 2e-3
+    carries = [
+        eqn.outvars[0].aval.dtype
+        for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+        if eqn.primitive.name == loop
+    ]
+    assert carries == [jnp.float32]
+
+
+def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32():
+    def loss(w):
+        return jnp.sum(jnp.full((1, 1), 2048.0) @ w) + jnp.sum(jnp.ones((1, 1)) @ w)
+
+    assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 2049
 
 
 def test_the_gradient_of_a_weight_that_all_iterations_share_adds_up_in_float32():

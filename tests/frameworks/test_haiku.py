@@ -1,4 +1,4 @@
-"""haiku, its modules cast by jmp's policies: the page's program, and float16 master weights that nobody asked for."""
+"""haiku: the page's program, and float16 master weights that nobody asked for."""
 
 import re
 import warnings
@@ -12,8 +12,8 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     hk = pytest.importorskip("haiku")
-    jmp = pytest.importorskip("jmp")
 
+from float32_programs import assert_narrow
 from pages import assert_same_bits, bad, copied
 
 import jax_lossscale as jls
@@ -21,15 +21,14 @@ import jax_lossscale as jls
 
 @pytest.fixture(scope="module")
 def page():
-    yield copied("haiku")
-    hk.mixed_precision.clear_policy(hk.Linear)
-    hk.mixed_precision.clear_policy(hk.BatchNorm)
+    return copied("haiku")
 
 
-def test_master_weights_are_float32_and_the_arithmetic_is_float16(page):
+def test_master_weights_and_statistics_are_float32_and_the_products_float16(page):
     assert {leaf.dtype for leaf in jax.tree.leaves(page.params)} == {jnp.dtype(jnp.float32)}
-    output, model_state = page.model.apply(page.params, page.model_state, None, page.batch["x"])
-    assert output.dtype == jnp.float16
+    args = page.params, page.model_state, page.batch
+    assert_narrow(jax.grad(jls.autocast(page.loss_fn), has_aux=True), *args)
+    _, model_state = jls.autocast(page.loss_fn)(*args)
     assert {leaf.dtype for leaf in jax.tree.leaves(model_state) if leaf.ndim} == {jnp.dtype(jnp.float32)}
 
 
@@ -46,7 +45,7 @@ def test_a_bad_batch_leaves_parameters_and_statistics_as_they_were(page, value):
     assert opt_state.applied_steps == page.opt_state.applied_steps + 1
 
 
-PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.Conv1D(3, 1)(x)))  # the page sets no policy for this one
+PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.Conv1D(3, 1)(x)))
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, jls.FixedLossScale(8.0, skip_nonfinite=True)])

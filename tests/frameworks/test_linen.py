@@ -47,7 +47,7 @@ def test_it_is_flaxs_own_step_written_out(page):
 
     @jax.jit
     def their_step(state, batch):
-        grad_fn = jls.value_and_scaled_grad(page.loss_fn, state.opt_state, has_aux=True)
+        grad_fn = jls.value_and_scaled_grad(jls.autocast(page.loss_fn), state.opt_state, has_aux=True)
         (loss, batch_stats), grads = grad_fn(state.params, state.batch_stats, batch)
         updates, opt_state = page.tx.update(grads, state.opt_state, state.params, value=loss)
         new = {"params": optax.apply_updates(state.params, updates), "batch_stats": batch_stats}
@@ -66,7 +66,7 @@ def test_it_is_flaxs_own_step_written_out(page):
     ):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), tree, expected)
     assert jls.all_finite((ours.params, ours.batch_stats))
-    assert ours.opt_state.skipped_steps >= 1
+    assert ours.opt_state.skipped_steps == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -248,6 +248,7 @@ assert serialization.from_bytes(state, serialization.to_bytes(state)).loss_scale
 assert serialization.from_bytes(state, serialization.to_bytes(state_before)).loss_scale == state.loss_scale
 
 for loss_scale in jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.AutoLossScale():
+    jls.loss_scaled(optax.sgd(1.0), loss_scale).init(jnp.ones(2))
     saved = serialization.to_bytes({"loss_scale": loss_scale})
     assert serialization.from_bytes({"loss_scale": loss_scale}, saved) == {"loss_scale": loss_scale}
 
@@ -262,6 +263,7 @@ class Own(jls.LossScale):
 
 
 own = Own(jnp.float32(3.0))
+jls.loss_scaled(optax.sgd(1.0), own).init(jnp.ones(2))
 assert serialization.from_bytes(Own(jnp.float32(1.0)), serialization.to_bytes(own))() == 3.0
 assert not any(name.startswith("jax_lossscale.interop") for name in sys.modules)
 """

@@ -28,6 +28,7 @@ ONE_OF_SOME = (None, 3, "other", [])
 BOOL_SCALAR = (1, "yes", np.array([True, False]), 1.0, [True])
 DTYPE = (None, 16, "half-precision", len, jnp.int32)
 AXIS_NAME = (3, ("batch", 3), ["batch"], True)
+POLICY = (3, "wide", {}, [], jls.PrecisionRule("wide"))
 FUNCTION = (None, 3, "loss", [len])
 OPTIONAL_FUNCTION = FUNCTION[1:]
 ARGNUMS = ("0", 0.5, [0.5], None, (0, "1"))
@@ -100,6 +101,24 @@ ROWS = {
             {"loss_scale_value": 8},
             {"loss_scale_value": (*STATE_NUMBER, None, 0.5, 0), "skip_nonfinite": FLAG},
         ),
+        "PrecisionPolicy": (
+            {},
+            {
+                "rules": (None, 3, "wide", {"precision": "wide"}, [3], [{"other": 1}]),
+                "recompute": FLAG,
+                "loss_scale": ("8", True, 0, -1, NAN, INF, [8.0]),
+            },
+        ),
+        "PrecisionRule": (
+            {"precision": "wide"},
+            {
+                "precision": ONE_OF_SOME,
+                **dict.fromkeys(("layer", "operation", "source", "function"), (None, 3, "", ["a"])),
+                **dict.fromkeys(("code", "reason"), (None, 3, ["a"])),
+            },
+        ),
+        "autocast": ({"fun": loss}, {"fun": FUNCTION, "dtype": (*DTYPE, jnp.complex64), "policy": POLICY}),
+        "keep_float32": ({"function": loss}, {"function": OPTIONAL_FUNCTION}),
         "AccumulatedGradients": ({}, dict.fromkeys(jls.AccumulatedGradients._fields, JUST_STORED)),
         "BadStep": ({}, dict.fromkeys(jls.BadStep._fields, JUST_STORED)),
         "LossScaledState": ({}, dict.fromkeys(jls.LossScaledState._fields, JUST_STORED)),
@@ -164,10 +183,37 @@ ROWS = {
         **{
             name: ({}, dict.fromkeys(inspect.signature(getattr(jls.diagnostics, name)).parameters, JUST_STORED))
             for name in (
+                *("AutocastReport", "OperationPrecision"),
                 *("ExponentHistogram", "GradientComparison", "LeafGradientError", "LeafReport"),
                 *("LossScaleSuggestion", "NonfiniteReport", "OperationRange", "RangeReport", "Simulation", "Underflow"),
             )
         },
+        "autocast_report": (
+            {"fun": loss, "args": (jnp.float32(1.0),)},
+            {
+                "fun": FUNCTION,
+                "argnums": ARGNUMS,
+                "has_aux": FLAG,
+                "dtype": DTYPE,
+                "policy": POLICY,
+                "args": PASSED_ON,
+                "kwargs": PASSED_ON,
+            },
+        ),
+        "find_precision": (
+            {"fun": loss, "args": (jnp.float32(1.0),)},
+            {
+                "fun": FUNCTION,
+                "argnums": ARGNUMS,
+                "has_aux": FLAG,
+                "dtype": DTYPE,
+                "tolerance": ("3", True, NAN, INF, 0, -1, [0.1]),
+                "batches": (3, "x", []),
+                "progress": FLAG,
+                "args": PASSED_ON,
+                "kwargs": PASSED_ON,
+            },
+        ),
         "compare_gradients": (
             {"fun": loss, "args": (jnp.float32(1.0),)},
             {

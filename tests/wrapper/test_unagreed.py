@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from any_jax import needs_jax, shard_map
+from any_jax import needs_jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -43,7 +43,7 @@ def warnings_of(loss_fn, combine, *, axis_name=None, loss_scale="dynamic", check
     params = jnp.ones(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jax.jit(shard_map(step, **specs)).lower(params, tx.init(params), jnp.ones((8, 2)))
+        jax.jit(jax.shard_map(step, **specs)).lower(params, tx.init(params), jnp.ones((8, 2)))
     return [str(warning.message) for warning in caught]
 
 

@@ -94,12 +94,12 @@ def compare_gradients(
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
     narrow = gradient_program("compare_gradients", fun, 1.0, args, kwargs, argnums, has_aux)
-    nudged = _nudged(args, argnums, keep_dtypes=reference is not None)
+    moved = nudged(args, argnums, keep_dtypes=reference is not None)
     if reference is None:
-        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *nudged), kwargs), has_aux)
+        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *moved), kwargs), has_aux)
     else:
         wide = Traced(jax.value_and_grad(reference, argnums, has_aux), args, kwargs)
-        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(nudged, kwargs), has_aux)
+        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(moved, kwargs), has_aux)
     if not exact.leaves:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
 
@@ -157,8 +157,8 @@ def _made_reference(narrow: Traced, nudged: Sequence[Any], has_aux: bool) -> _Ex
 
 def _reference(traced: Traced, fun: Callable[..., Any], nudged: Sequence[Any], has_aux: bool) -> _Exact:
     compiled = jax.jit(fun)
-    value, leaves = _value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
-    _, moved = _value_and_leaves(traced.result(compiled(*nudged)), has_aux)
+    value, leaves = value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
+    _, moved = value_and_leaves(traced.result(compiled(*nudged)), has_aux)
     return _Exact(value, leaves, jax.device_get(measure(list(moved.values()), list(leaves.values()), _ONE)))
 
 
@@ -170,7 +170,7 @@ def _at_scales(
     value: Any = math.nan
     measured = []
     for scale in scales:
-        value, leaves = _value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+        value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
         measurement = measure(list(leaves.values()), list(exact.leaves.values()), jnp.float32(scale))
         measured.append(jax.device_get(measurement))  # waits, so that no two scales' gradients are held at a time
     return value, measured
@@ -198,25 +198,34 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def _nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    nudged = list(args)
-    for position in positions:
-        nudged[position] = jax.tree.map(partial(_nudge, keep_dtype=keep_dtypes), nudged[position])
-    return nudged
+    moved = list(args)
+    chosen = [moved[position] for position in positions]
+    leaves, structure = jax.tree.flatten(chosen)
+    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
+    for n, leaf in zip(inexact, _nudge([leaves[n] for n in inexact], keep_dtypes), strict=True):
+        leaves[n] = leaf
+    for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
+        moved[position] = argument
+    return moved
 
 
-def _nudge(leaf: Any, keep_dtype: bool) -> Any:
-    if not _tree.is_inexact(leaf):
-        return leaf
-    (wide,) = jax.tree.leaves(_tree.widen(jnp.asarray(leaf)))
-    signs = jax.random.rademacher(jax.random.key(0), wide.shape, wide.real.dtype)
-    nudged = wide * (1 + _NUDGE * signs)
-    return nudged.astype(jnp.result_type(leaf)) if keep_dtype else nudged
+@partial(jax.jit, static_argnums=1)
+def _nudge(leaves: list[Any], keep_dtypes: bool) -> list[jax.Array]:
+    wide = _tree.widen(leaves)
+    bits = jax.random.bits(jax.random.key(0), (sum(leaf.size for leaf in wide),), jnp.uint8)
+    moved, start = [], 0
+    for leaf, original in zip(wide, leaves, strict=True):
+        signs = 2.0 * (bits[start : start + leaf.size].reshape(leaf.shape) & 1).astype(leaf.real.dtype) - 1
+        nudged = leaf * (1 + _NUDGE * signs)
+        moved.append(nudged.astype(original.dtype) if keep_dtypes else nudged)
+        start += leaf.size
+    return moved
 
 
-def _value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     """The value, and the gradients by path."""
     value, grads = result
     with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]

@@ -1,0 +1,96 @@
+"""The modules and variables of flax nnx among arguments: objects, which a function may change while it runs.
+
+As pytrees they would be copied, and what the function changes in the copies (batch statistics, the counts of random
+streams) would be lost, silently. So they are split and merged as nnx does it, and what was changed is a result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+_SETTINGS = (bool, int, float, str)
+
+
+def flattened(tree: Any) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]], tuple[Any, list[Any]]]]:
+    """The leaves of a tree, those of the objects in it; the objects; and what makes anew a tree and its objects."""
+    parts, structure = jax.tree.flatten(tree, is_leaf=_is_object)
+    objects = [part for part in parts if _is_object(part)]
+    if not objects:
+        return parts, [], lambda leaves: (jax.tree.unflatten(structure, leaves), [])
+    definition, state = _nnx().split(objects)
+    leaves, state_structure = jax.tree.flatten(state)
+    others = [part for part in parts if not _is_object(part)]
+
+    def made_anew(leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        copies = _nnx().merge(definition, jax.tree.unflatten(state_structure, leaves[len(others) :]))
+        of_objects, of_others = iter(copies), iter(leaves)
+        filled = [next(of_objects if _is_object(part) else of_others) for part in parts]
+        return jax.tree.unflatten(structure, filled), copies
+
+    return [*others, *leaves], objects, made_anew
+
+
+def contents(objects: list[Any]) -> dict[Any, Any]:
+    """The leaves of each variable in the objects, and each setting, by path."""
+    return {
+        path: [value] if isinstance(value, _SETTINGS) else jax.tree.leaves(value.get_raw_value())
+        for path, value in _parts(objects)
+    }
+
+
+def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """The variables and settings, by path, that are no longer what they were."""
+    now = contents(objects)
+    return {
+        path: value
+        for path, value in _parts(objects)
+        if len(before.get(path, ())) != len(now[path])
+        or any(new is not old for new, old in zip(now[path], before[path], strict=True))
+    }
+
+
+def change(objects: list[Any], changed: dict[Any, Any]) -> None:
+    """Change the objects as their copies were changed."""
+    nodes = dict(_nnx().iter_graph(objects)) if changed else {}
+    for path, value in changed.items():
+        if isinstance(value, _SETTINGS):
+            setattr(nodes[path[:-1]], path[-1], value)
+        elif path in nodes:
+            nodes[path].set_value(value.get_raw_value())
+        else:
+            _nnx().update(objects, _nnx().from_flat_state({path: value}))
+
+
+def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A module or a method of one, as a function and its first argument; any other function, as it is."""
+    if _is_object(fun):
+        return type(fun).__call__, (fun,)
+    owner = getattr(fun, "__self__", None)
+    return (fun.__func__, (owner,)) if _is_object(owner) and hasattr(fun, "__func__") else (fun, ())
+
+
+def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
+    if not objects:
+        return []
+    nnx = _nnx()
+    nodes = dict(nnx.iter_graph(objects))
+    return [
+        (path, value)
+        for path, value in nodes.items()
+        if isinstance(value, nnx.Variable)
+        or (isinstance(value, _SETTINGS) and isinstance(nodes.get(path[:-1]), nnx.Pytree))
+    ]
+
+
+def _is_object(value: Any) -> bool:
+    nnx = _nnx()
+    return nnx is not None and isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _nnx() -> Any:
+    """The package, if the program has imported it: without it there are no objects of it."""
+    return sys.modules.get("flax.nnx")

@@ -1,0 +1,241 @@
+"""A program in float32 that can be told, while it runs, which of its products to round as `autocast` would.
+
+Around each product that `autocast` makes narrow stand probes: identities that know which product it is, and that leave
+others in the backward pass. The program of value and gradient is traced and compiled once. Where it meets a probe it
+rounds the number to half precision, or leaves it, by a number that is an argument. So one program is the function in
+float32, under `autocast`, and under each policy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_lossscale._autocast.plan import Planner
+from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.rewrite import Body
+from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of, last_uses
+from jax_lossscale._program.place import Place, place_within
+from jax_lossscale.diagnostics.programs._sites import CALLS, CUSTOM_CALLS, closed
+
+# What is probed of a product; and of each, its cotangent.
+LEFT, RIGHT, RESULT = range(3)
+NUMBER_OF_ROLES = 3
+
+
+class Statistics(NamedTuple):
+    """Of the numbers at a probe: the largest magnitude, and the relative error that rounding makes, in the norm."""
+
+    largest: Any
+    error: Any
+
+
+class ProductSite(NamedTuple):
+    """Products that no rule of a policy can tell apart."""
+
+    operation: str
+    layer: str
+    source: str
+    lines: tuple[str, ...]
+
+    def place(self) -> Place:
+        """Where it is."""
+        return Place("", self.layer, self.source, "", (), False, self.lines)
+
+
+class Probes:
+    """The function with probes, and the products that were met when it was traced.
+
+    Attributes:
+      sites: the products, the position of each being its number.
+      equations: how many products there are at each.
+    """
+
+    def __init__(self, fun: Callable[..., Any], dtype: jnp.dtype) -> None:
+        self.sites: dict[ProductSite, int] = {}
+        self.equations: dict[ProductSite, set[int]] = {}
+        self._dtype = dtype
+        self._fun = fun
+        self._met: list[Any] = []  # kept, lest their ids be taken by others
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.equations.clear()
+        traced = Traced(self._fun, args, kwargs)
+        planner = Planner(self._dtype, PrecisionPolicy())
+        body = Body(planner, traced.jaxpr, planner.plan(traced.jaxpr), recompute=False, measured=self._product)
+        return traced.result(body(traced.inputs, declared=True))
+
+    def _product(self, eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
+        place = place_within(eqn, within)
+        site = ProductSite(eqn.primitive.name, place.layer, place.source, place.lines)
+        number = self.sites.setdefault(site, len(self.sites))
+        self.equations.setdefault(site, set()).add(id(eqn))
+        self._met.append(eqn)
+        left, right, *others = operands
+        left, right = _probe(left, number, LEFT), _probe(right, number, RIGHT)
+        # Else a GPU would round operands that are meant to be exact.
+        params = {**eqn.params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+        return [_probe(bind_primitive(eqn.primitive, [left, right, *others], params), number, RESULT)]
+
+
+_probe_primitive = Primitive("probe")
+
+
+def _probe(value: Any, site: int, role: int, kind: str = "value") -> Any:
+    return _probe_primitive.bind(value, site=site, role=role, kind=kind)
+
+
+def _differentiate(primals: Any, tangents: Any, *, site: int, role: int, kind: str) -> tuple[Any, Any]:
+    ((value,), (tangent,)) = primals, tangents
+    if not isinstance(tangent, ad.Zero):
+        tangent = _probe(tangent, site, role, "tangent")
+    return _probe(value, site, role, kind), tangent
+
+
+def _transpose(cotangent: Any, value: Any, *, site: int, role: int, kind: str) -> list[Any]:
+    return [cotangent if isinstance(cotangent, ad.Zero) else _probe(cotangent, site, role, "cotangent")]
+
+
+_probe_primitive.def_impl(lambda value, **_: value)
+_probe_primitive.def_abstract_eval(lambda aval, **_: aval)
+mlir.register_lowering(_probe_primitive, lambda context, value, **_: [value])
+ad.primitive_jvps[_probe_primitive] = _differentiate
+ad.primitive_transposes[_probe_primitive] = _transpose
+batching.primitive_batchers[_probe_primitive] = lambda values, axes, **params: (
+    _probe_primitive.bind(*values, **params),
+    axes[0],
+)
+
+
+class RoundingEvaluator:
+    """Evaluates jaxprs with probes.
+
+    Args:
+      dtype: the half precision.
+      strengths: ``float32[2, sites]``: how much of the rounding is done, 0 or 1: of the result of each product, and of
+        all else (its operands, and every cotangent).
+      is_smooth: whether the strengths may be differentiated; then infinities do not come in.
+    """
+
+    def __init__(self, dtype: jnp.dtype, strengths: jax.Array, is_smooth: bool = False) -> None:
+        self._dtype = dtype
+        self._strengths = strengths
+        self._is_smooth = is_smooth
+
+    def nothing_measured(self) -> jax.Array:
+        """``float32[sites, 2 * roles, 2]``: by site, role (then those of cotangents), and field of `Statistics`."""
+        return jnp.zeros((self._strengths.shape[1], 2 * NUMBER_OF_ROLES, len(Statistics._fields)), jnp.float32)
+
+    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any], measured: Any) -> tuple[list[Any], Any]:
+        """The outputs, and the worst that was measured, with what had been before."""
+        jaxpr = program.jaxpr
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *inputs], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
+            operands = [read(atom) for atom in eqn.invars]
+            rule = _INSIDE.get(eqn.primitive.name)
+            if eqn.primitive is _probe_primitive:
+                value, measured = self._at_probe(operands[0], measured, **eqn.params)
+                outputs = [value]
+            elif rule is not None and _holds_probes(eqn):
+                outputs, measured = rule(self, eqn, operands, measured)
+            else:
+                outputs = bind(eqn, operands, eqn.params)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+            for variable in unneeded:
+                del values[variable]
+        return [read(atom) for atom in jaxpr.outvars], measured
+
+    def _at_probe(self, value: Any, measured: Any, *, site: int, role: int, kind: str) -> tuple[Any, Any]:
+        if kind == "tangent":
+            return value, measured
+        is_cotangent = kind == "cotangent"
+        strength = self._strengths[0 if role == RESULT and not is_cotangent else 1, site]
+        error = lax.stop_gradient(value.astype(self._dtype).astype(value.dtype) - value)
+        if self._is_smooth:
+            return value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0), measured
+        # What `.at[...].max(...)` makes, a scatter, takes long to compile.
+        at = (site, role + NUMBER_OF_ROLES * is_cotangent, 0)
+        worst = jnp.maximum(measured[at[:2]], _statistics(value, error))
+        measured = lax.dynamic_update_slice(measured, worst[None, None], at)
+        return jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value), measured
+
+
+def _statistics(value: jax.Array, error: jax.Array) -> jax.Array:
+    magnitude = jnp.where(jnp.isfinite(value), jnp.abs(value), 0)
+    largest = jnp.max(magnitude, initial=0)
+    unit = jnp.where(largest > 0, largest, 1)
+    error = jnp.where(jnp.isfinite(error), error, value)
+    error = jnp.where(jnp.isfinite(error), error, 0)
+    norms = [jnp.sqrt(jnp.sum(jnp.square(part / unit))) for part in (error, magnitude)]
+    return jnp.stack([largest, norms[0] / jnp.maximum(norms[1], 1e-30)])
+
+
+def _holds_probes(eqn: Any) -> bool:
+    return any(map(_jaxpr_holds_probes, [jaxpr for each in eqn.params.values() for jaxpr in jaxprs_of(each)]))
+
+
+def _jaxpr_holds_probes(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive is _probe_primitive or _holds_probes(eqn) for eqn in jaxpr.eqns)
+
+
+# What is evaluated inside.
+
+
+def _call(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any, name: str = "jaxpr") -> Any:
+    return self.evaluate(closed(eqn.params[name]), inputs, measured)
+
+
+def _scan(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any) -> Any:
+    params = eqn.params
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
+
+    def body(state: Any, xs: Any) -> Any:
+        outputs, measured = self.evaluate(params["jaxpr"], [*consts, *state[0], *xs], state[1])
+        return (outputs[:num_carry], measured), outputs[num_carry:]
+
+    options = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+    (carry, measured), ys = lax.scan(body, (list(carry), measured), list(xs), **options)
+    return [*carry, *ys], measured
+
+
+def _while(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any) -> Any:
+    of_condition = inputs[: eqn.params["cond_nconsts"]]
+    inputs = inputs[len(of_condition) :]
+    of_body, carry = inputs[: eqn.params["body_nconsts"]], inputs[eqn.params["body_nconsts"] :]
+
+    def goes_on(state: Any) -> Any:
+        return self.evaluate(eqn.params["cond_jaxpr"], [*of_condition, *state[0]], state[1])[0][0]
+
+    def body(state: Any) -> Any:
+        return self.evaluate(eqn.params["body_jaxpr"], [*of_body, *state[0]], state[1])
+
+    return lax.while_loop(goes_on, body, (list(carry), measured))
+
+
+def _cond(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any) -> Any:
+    def of(branch: ClosedJaxpr) -> Callable[..., Any]:
+        return lambda operands, measured: self.evaluate(branch, operands, measured)
+
+    index, *operands = inputs
+    return lax.switch(index.astype(jnp.int32), list(map(of, eqn.params["branches"])), operands, measured)
+
+
+_INSIDE: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(CUSTOM_CALLS, functools.partial(_call, name="call_jaxpr")),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,207 @@
+"""Trials of `find_precision`: value and gradients with some products wide, compared with float32's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_lossscale._limits import limits_of
+from jax_lossscale.diagnostics.programs._compare_gradients import nudged, value_and_leaves
+from jax_lossscale.diagnostics.programs._gradient_measure import measure, reports_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator
+
+# What becomes of the products of a site.
+NARROW, WIDE_RESULT, WIDE = range(3)
+# No two scales' gradients are equally large; from the largest that fits, a little down.
+_LOG2_HEADROOM = 1
+# A leaf with less than this share of the gradient may have ten times its error: it is small because much cancels.
+_SMALL_SHARE = 0.01
+_SMALL_LEAF = 10.0
+
+
+class Trial(NamedTuple):
+    """What was found with some products wide.
+
+    Attributes:
+      levels: ``int[sites]``: `NARROW`, `WIDE_RESULT` or `WIDE`.
+      scale: the loss scale.
+      error: the worst of the errors of the value, of all gradients, and of each leaf that matters; infinite if anything
+        is not finite.
+      where: of what that error is, in words.
+      results: by batch, the value and the gradients of the leaves, divided by the scale; empty if forgotten.
+    """
+
+    levels: np.ndarray
+    scale: float
+    error: float
+    where: str
+    results: Sequence[list[Any]] = ()
+
+
+class Program:
+    """A function on some batches, that can be computed with some products wide.
+
+    Attributes:
+      sites: the products that `autocast` makes narrow.
+      numbers: how many products there are at each site.
+      spent: how many gradients have been computed, for each batch.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        batches: Sequence[Sequence[Any]],
+        kwargs: Any,
+        argnums: Any,
+        has_aux: bool,
+        dtype: jnp.dtype,
+        tolerance: float,
+    ) -> None:
+        self._tolerance = tolerance
+        self._probes = Probes(fun, dtype)
+        self._traced = gradient_program("find_precision", self._probes, 1.0, batches[0], kwargs, argnums, has_aux)
+        self.sites = tuple(self._probes.sites)
+        self.numbers = np.array([len(self._probes.equations[site]) for site in self.sites], int)
+        self.dtype = dtype
+        self._has_aux = has_aux
+        self._kwargs = kwargs
+        self.batches = batches
+        self.spent = 0
+        self._known: dict[bytes, Trial] = {}
+        self._compiled = jax.jit(self._outputs, compiler_options={"xla_allow_excess_precision": False})
+        self._slope = jax.jit(jax.grad(self._deviation))
+        exact = self._run(np.full(len(self.sites), WIDE), 1.0, batches)
+        self.exact = [(value, leaves) for value, leaves, _ in exact]
+        self._largest = np.max([measured[:, NUMBER_OF_ROLES:, 0] for *_, measured in exact], axis=0)
+        moved = self._run(
+            np.full(len(self.sites), WIDE), 1.0, [nudged(args, argnums, keep_dtypes=False) for args in batches]
+        )
+        self._rounding = [
+            (value, jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(1))))
+            for (value, leaves, _), (_, exact) in zip(moved, self.exact, strict=True)
+        ]
+
+    def trial(self, levels: np.ndarray) -> Trial:
+        """With the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
+        if levels.tobytes() in self._known:
+            return self._known[levels.tobytes()]
+        scale = self.best_scale(levels)
+        found = self._run(levels, scale, self.batches)
+        error, where = self.error([(value, leaves) for value, leaves, _ in found], scale)
+        self._known[levels.tobytes()] = trial = Trial(levels, scale, error, where)
+        return trial._replace(
+            results=[[value, *(leaf / scale for leaf in leaves.values())] for value, leaves, _ in found]
+        )
+
+    def is_exact_finite(self) -> bool:
+        """Whether value and gradients are finite in float32."""
+        largest = [value for value, _ in self.exact] + [m.largest for _, of in self._rounding for m in of]
+        return all(math.isfinite(each) for each in largest)
+
+    def measured_at(self, scale: float) -> np.ndarray:
+        """What is met at the probes in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
+        found = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
+        return np.max([measured for *_, measured in found], axis=0)
+
+    def best_scale(self, levels: np.ndarray) -> float:
+        """The largest power of two with which no cotangent of a narrow product overflows, with a little room above."""
+        if self.dtype != jnp.float16:
+            return 1.0
+        largest = self._largest[levels < WIDE].max(initial=0.0)
+        if not 0 < largest < math.inf:
+            return 2.0**15
+        log2 = math.floor(math.log2(limits_of(self.dtype).overflow / largest)) - _LOG2_HEADROOM
+        return 2.0 ** min(max(log2, -100), 100)
+
+    def damages(self, trial: Trial) -> np.ndarray | None:
+        """``float[2, sites]``: what rounding the result of each product, and all else of it, adds to the error.
+
+        To first order, from one backward pass through the program of the gradients: rounding errors times the
+        derivative of the deviation from float32, in the direction that it had in a trial. ``None`` if JAX cannot
+        differentiate the gradients, of a loop of unknown length for one.
+        """
+        if not trial.results:
+            self._known.pop(trial.levels.tobytes())
+            trial = self.trial(trial.levels)
+        self.spent += 4
+        total = np.zeros((2, len(self.sites)))
+        for batch, (value, leaves), results in zip(self.batches, self.exact, trial.results, strict=True):
+            directions = [_direction(a, b) for a, b in zip(results, [value, *leaves.values()], strict=True)]
+            try:
+                slope = self._slope(
+                    jnp.zeros((2, len(self.sites))), jnp.float32(trial.scale), self._inputs(batch), directions
+                )
+            except (TypeError, ValueError, NotImplementedError):
+                return None
+            total = np.maximum(total, np.abs(np.nan_to_num(slope, nan=np.inf, posinf=np.inf, neginf=np.inf)))
+        return total
+
+    def error(self, found: Sequence[tuple[Any, dict[str, Any]]], scale: float) -> tuple[float, str]:
+        """The worst error, and of what."""
+        worst = (0.0, "nothing")
+        for (value, leaves), (exact_value, exact), (nudged_value, rounding) in zip(
+            found, self.exact, self._rounding, strict=True
+        ):
+            measured = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(scale)))
+            reports = reports_of_leaves(exact, [measured], rounding)
+            total = math.hypot(*(leaf.norm for leaf in reports))
+            errors = [(_relative(value, exact_value), _relative(nudged_value, exact_value), "the value")]
+            errors += [
+                (
+                    leaf.relative_error[0] / (_SMALL_LEAF if leaf.norm < _SMALL_SHARE * total else 1.0),
+                    leaf.rounding,
+                    f"the gradient of {leaf.path or 'the only leaf'}",
+                )
+                for leaf in reports
+                if leaf.norm > 0
+            ]
+            worst = max(
+                [worst, *((error, what) for error, rounding, what in errors if not rounding > self._tolerance / 2)]
+            )
+            of_all = math.hypot(*(leaf.relative_error[0] * leaf.norm for leaf in reports)) / (total or 1.0)
+            worst = max(worst, (of_all, "all gradients"))
+        return (math.inf if math.isnan(worst[0]) else worst[0]), worst[1]
+
+    def _inputs(self, batch: Sequence[Any]) -> list[Any]:
+        return self._traced.inputs_from((np.float32(1), *batch), self._kwargs)[1:]
+
+    def _run(self, levels: np.ndarray, scale: float, batches: Sequence[Sequence[Any]]) -> list[Any]:
+        self.spent += 1
+        strengths = jnp.asarray(np.stack([levels < WIDE_RESULT, levels < WIDE]), jnp.float32)
+        found = []
+        for batch in batches:
+            outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
+            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), np.asarray(measured, float)))
+        return found
+
+    def _outputs(self, strengths: Any, scale: Any, inputs: Any) -> Any:
+        evaluator = RoundingEvaluator(self.dtype, strengths)
+        return evaluator.evaluate(self._traced.jaxpr, [scale, *inputs], evaluator.nothing_measured())
+
+    def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
+        evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)
+        outputs, _ = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs], None)
+        value, leaves = value_and_leaves(self._traced.result(outputs), self._has_aux)
+        parts = [value, *(leaf / scale for leaf in leaves.values())]
+        return sum(jnp.sum(part * direction) for part, direction in zip(parts, directions, strict=True)).real
+
+
+def _direction(of: Any, exact: Any) -> Any:
+    """A unit deviation of a leaf, relative to its norm; where it is not finite, that of its numbers themselves."""
+    exact = np.asarray(exact)
+    error = np.asarray(of, exact.dtype) - exact
+    if not np.all(np.isfinite(error)):
+        error = exact
+    norm, size = np.linalg.norm(error), np.linalg.norm(exact)
+    return np.conj(error) / (norm * size) if norm > 0 and size > 0 else np.zeros_like(exact)
+
+
+def _relative(value: Any, exact: Any) -> float:
+    error = abs(float(value) - float(exact))
+    return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0

@@ -1,0 +1,107 @@
+"""What is kept for the backward pass: results of products, and what the author's arguments hold anyway."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal
+
+import jax_lossscale as jls
+from jax_lossscale._autocast.stretches import stretches
+from jax_lossscale._program.inline import inlined
+
+W = jnp.ones((16, 16)) / 16
+X = jnp.ones((4, 16))
+
+
+def kept(fun, *args):
+    """The types of what `jax.vjp` keeps, beside the arguments themselves."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
+    found = {variable: variable.aval for variable in jaxpr.outvars if not isinstance(variable, Literal)}
+    return sorted(aval.str_short() for variable, aval in found.items() if variable not in jaxpr.invars)
+
+
+def norm(x):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def masked_softmax(scores):
+    mask = jnp.tril(jnp.ones(scores.shape, bool))
+    return jax.nn.softmax(jnp.where(mask, scores, -1e9))
+
+
+def gated(y):
+    return jax.nn.sigmoid(y) * jnp.sin(y)
+
+
+def through_a_broadcast(y):
+    return jnp.tanh(y[:, :1] + jnp.zeros_like(y))
+
+
+@pytest.mark.parametrize("between", [jnp.tanh, jax.nn.gelu, norm, masked_softmax, gated, through_a_broadcast])
+def test_between_two_products_only_the_first_result_is_kept(between):
+    def loss(w, x):
+        return jnp.sum(jnp.square(between(x @ w) @ w))
+
+    # The operands and results of the two products: the weights, the input, and what each product gave.
+    assert kept(jls.autocast(loss), W, X) == ["float16[16,16]", "float16[4,16]", "float16[4,16]", "float16[4,16]"]
+
+
+def test_without_recomputation_float32_values_are_kept():
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
+
+    policy = jls.PrecisionPolicy(recompute=False)
+    assert "float32[4,16]" in kept(jls.autocast(loss, policy=policy), W, X)
+
+
+def test_a_mask_for_all_heads_is_not_kept_for_each():
+    def loss(q, k, mask):
+        scores = jnp.einsum("hqd,hkd->hqk", q, k)
+        return jnp.sum(jax.nn.softmax(jnp.where(mask[None], scores, -jnp.inf)) ** 2)
+
+    q, mask = jnp.ones((8, 4, 16)), jnp.tril(jnp.ones((4, 4), bool))
+    autocast = jls.autocast(loss)
+    assert "bool[8,4,4]" in kept(lambda q, k: loss(q, k, mask), q, q)
+    assert not [name for name in kept(lambda q, k: autocast(q, k, mask), q, q) if name.startswith("bool[8")]
+
+
+def test_random_numbers_are_drawn_once():
+    def loss(w, x):
+        keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+        return jnp.sum(jnp.where(keep, jnp.tanh(x @ w), 0.0) @ w)
+
+    text = str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+    assert text.count("random_bits[") == 1
+
+
+def test_effects_keep_their_order(capfd):
+    @jax.jit
+    @jls.autocast
+    def loss(w, x):
+        jax.debug.print("first", ordered=True)
+        y = x @ w @ w
+        jax.debug.print("second", ordered=True)
+        jax.debug.print("third {}", jnp.sum(y), ordered=True)
+        return jnp.sum(x @ w)
+
+    jax.block_until_ready(loss(W, X))
+    jax.effects_barrier()
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["first", "second", "third"]
+
+
+def test_a_program_in_the_order_of_its_stretches_is_the_program():
+    def function(w, x):
+        y = jnp.tanh(x @ w)
+        z = jnp.sin(x) + 1
+        return jnp.exp(y @ w) * z + jnp.sum(z @ w), y
+
+    program = inlined(jax.make_jaxpr(function)(W, X))
+    is_product = [step.eqn.primitive.name == "dot_general" for step in program.steps]
+    order = stretches(program, [False] * len(is_product), is_product, [4] * len(is_product))
+    assert sorted(position for stretch in order for position in stretch.steps) == list(range(len(program.steps)))
+    known = {*program.inputs, *program.constants}
+    for stretch in order:
+        assert known.issuperset(stretch.inputs)
+        known.update(stretch.outputs)
+    assert known.issuperset(name for name in program.outputs if not isinstance(name, Literal))

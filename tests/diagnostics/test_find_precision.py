@@ -1,0 +1,246 @@
+"""Which products must not be narrow, found for each planted fault, and for nothing in healthy networks."""
+
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import find_precision
+from jax_lossscale.diagnostics.programs import _find_precision
+
+EXACT = {"xla_allow_excess_precision": False}
+
+# Of each fault: how many products are wide, and how many have a wide result; a word from the first reason.
+FOUND = {
+    "squares": (0, 1, "its result reaches 6.7e+05"),
+    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, much of it too small for float16"),
+    "large_logits": (1, 0, "an operand reaches 1.1e+05"),
+    "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
+    "distances": (1, 0, "narrow, the gradient of [0] is off by 3.3%"),
+    "second_differences": (3, 0, "narrow, the gradient of"),
+    "difference_of_squares": (1, 3, "its result reaches 3.2e+05"),
+    "positions": (1, 0, "narrow, the gradient of [1] is off by 15%"),
+    "outer_product_of_positions": (0, 0, ""),  # no sum, no product
+    "counts": (1, 0, "its result reaches 1e+05"),
+    "large_activations": (1, 0, "an operand reaches 1e+05"),
+    "large_vdot": (0, 1, "its result reaches 1e+06"),
+    "small_unit": (0, 0, ""),  # a matter of the loss scale
+    "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "a_loop": (3, 0, ""),
+}
+
+
+def products(jaxpr):
+    """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "wide_product") and contracts(eqn):
+            found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
+        for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += products(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def contracts(eqn):
+    """Whether anything is summed up: an outer product is none."""
+    return eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][0] != ((), ())
+
+
+def error(loss, args, policy, dtype=jnp.float16):
+    """The worst error of value and gradients, in total and by leaf, at the loss scale of the policy."""
+    exact, exact_grads = jax.jit(jax.value_and_grad(loss))(*args)
+    step = jls.value_and_scaled_grad(jls.autocast(loss, dtype, policy=policy), policy.loss_scale)
+    value, grads = jax.jit(step, compiler_options=EXACT)(*args)
+    grads = jax.tree.map(lambda leaf: leaf / policy.loss_scale, grads)
+    pairs = [(exact, value), *zip(jax.tree.leaves(exact_grads), jax.tree.leaves(grads), strict=True)]
+    errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs if jnp.any(a != b)]
+    return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_and_cured(name, capsys):
+    loss, args = FAULTS[name]
+    num_wide, num_wide_result, reason = FOUND[name]
+    policy = find_precision(loss, *args, progress=True)
+    assert error(loss, args, policy) < 0.01
+    found = products(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
+    assert found.count(("dot_general", "float32")) == num_wide
+    assert found.count(("wide_product", "float16")) == num_wide_result
+    assert reason in (policy.rules[0].reason if policy.rules else "")
+    assert bool(policy.rules) == bool(num_wide or num_wide_result)
+    if policy.rules:  # without it, it is wrong
+        assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
+    assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
+    loss, args = HEALTHY[name]
+    policy = find_precision(loss, *args, dtype=dtype)
+    assert policy.rules == ()
+    assert error(loss, args, policy, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
+    assert {dtype for _, dtype in products(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
+        jnp.dtype(dtype).name
+    }
+    assert capsys.readouterr().err == ""
+
+
+def energies(weights, x):
+    with jax.named_scope("network"):
+        y = mlp(weights, x)
+    with jax.named_scope("energy"):
+        return jnp.log(jnp.vdot(9000 * y, y))
+
+
+def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
+    policy = find_precision(energies, WEIGHTS, X)
+    assert str(policy) == (
+        "narrow operands, float32 result: layer 'energy', operation 'dot_general' (its result reaches 4.5e+05)\n"
+        f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
+    )
+    kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
+    assert (kept, kept.loss_scale) == (policy, policy.loss_scale)
+    assert hash(kept) == hash(policy)
+
+
+def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
+    policy = find_precision(energies, WEIGHTS, X)
+    weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
+    assert error(energies, (weights, x), policy) < 0.01
+    assert error(jax.jit(energies), (weights, x), policy) < 0.01
+
+
+MODEL = """
+import jax.numpy as jnp
+
+def loss_fn(weights, x):
+    y = x @ weights
+    energy = jnp.vdot(y, y)
+    return jnp.log(energy) + jnp.mean(jnp.tanh(x @ weights.T))
+"""
+EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").replace("y = x", "z = 2 * x\n    y = x")
+
+
+def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
+    def loaded(text, name):
+        (tmp_path / f"{name}.py").write_text(text)
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.loss_fn
+
+    args = (jnp.full((4, 4), 100.0) + jnp.eye(4), X[:, :4] + 10)
+    loss = loaded(MODEL, "model")
+    policy = find_precision(loss, *args)
+    (rule,) = policy.rules
+    assert (rule.precision, rule.code, rule.source) == ("wide_result", "energy = jnp.vdot(y, y)", "*")
+    edited = loaded(EDITED, "edited")
+    assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
+    without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
+    with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
+        jls.autocast(without, policy=policy)(*args)
+
+
+def test_products_that_no_name_tells_apart_share_a_rule():
+    policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
+    assert {rule.code for rule in policy.rules} == {"x = jnp.tanh(x @ w)", "return x @ weights[-1]"}
+
+
+def test_several_batches():
+    policy = find_precision(energies, WEIGHTS, X / 1000)
+    assert policy.rules == ()
+    policy = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
+    assert [rule.precision for rule in policy.rules] == ["wide_result"]
+
+
+def test_aux_several_arguments_keywords_and_what_is_no_array():
+    def loss(weights, head, x, *, activation, shift):
+        y = activation(x @ weights + shift)
+        return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
+
+    policy = find_precision(
+        loss, WEIGHTS[0], jnp.eye(16), X, argnums=(0, 1), has_aux=True, activation=jnp.cos, shift=1.0
+    )
+    assert "reaches" in policy.rules[0].reason
+
+
+def test_without_products_there_is_nothing_to_find():
+    assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
+
+
+def test_a_wish_of_the_author_stays():
+    def loss(weights, x):
+        with jls.keep_float32():
+            y = x @ weights[0]
+        return jnp.mean(jnp.tanh(y) @ weights[1])
+
+    assert find_precision(loss, WEIGHTS, X).rules == ()
+
+
+def test_gradients_that_cannot_be_differentiated_again():
+    """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
+
+    def loss(weights, x):
+        def solved(w):
+            return jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x @ w))[1]
+
+        y, slope = jax.jvp(solved, (weights,), (jnp.ones_like(weights),))
+        y = jax.lax.stop_gradient(y + slope) * jnp.mean(weights)
+        z = 1e3 + y
+        return jnp.mean(jnp.einsum("bi,bi->b", z, z) / 8 - jnp.mean(z, axis=-1) ** 2)
+
+    policy = find_precision(loss, jnp.eye(8) / 3 + 0.1, X)
+    assert error(loss, (jnp.eye(8) / 3 + 0.1, X), policy) < 0.01
+
+
+def test_nothing_to_compare_with_is_said():
+    with pytest.warns(UserWarning, match="not finite in float32 either"):
+        policy = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
+    assert policy == jls.PrecisionPolicy()
+
+
+def test_what_no_policy_cures_is_said(monkeypatch):
+    """If the function itself does worse than every trial, more and more is wide, until all is."""
+    errors = []
+
+    def wrong(fun, program, policy, *_):
+        errors.append(policy)
+        program.spent += 1
+        return 0.2, "the value"
+
+    monkeypatch.setattr(_find_precision, "_verified", wrong)
+    with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
+        policy = find_precision(energies, WEIGHTS, X)
+    wide = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
+    assert {dtype for _, dtype in wide} == {"float32"}
+    assert len(errors[0].rules) == 1
+    assert len(errors) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
+        ({"tolerance": 0}, "tolerance=...)` must be a number between 0 and 1, got 0"),
+        ({"tolerance": "small"}, "tolerance=...)` must be"),
+        ({"progress": 1}, "progress=...)` must be"),
+        ({"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
+        ({"argnums": "0"}, "argnums=...)`"),
+    ],
+)
+def test_bad_input(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_precision(energies, WEIGHTS, X, **options)
+
+
+def test_inside_jit_it_is_refused():
+    with pytest.raises(ValueError, match="find_precision"):
+        jax.jit(lambda w: find_precision(energies, w, X) and w)(WEIGHTS)

@@ -1,0 +1,128 @@
+"""Float32 programs of flax nnx under `autocast`: what a module changes while it runs is kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+pytest.importorskip("flax")
+
+from flax import nnx
+from float32_programs import assert_narrow, distance
+
+import jax_lossscale as jls
+from jax_lossscale.interop.flax import Optimizer
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+Y = jnp.sum(X, axis=1, keepdims=True)
+
+
+class Network(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.dense = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.readout = nnx.Linear(16, 1, rngs=rngs)
+        self.num_calls = 0
+
+    def __call__(self, x):
+        self.num_calls += 1
+        x = self.dropout(nnx.relu(self.norm(self.dense(x))))
+        x = x + self.attention(x[None])[0]
+        self.hidden = nnx.Intermediate(x)  # a new variable, the first time
+        return self.readout(x)
+
+
+def loss_fn(model, x, y):
+    return jnp.mean(jnp.square(model(x) - y))
+
+
+def changeable(model):
+    """All but the parameters: batch statistics, random streams, what is remembered."""
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+    return jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if leaf.dtype == jax.random.key(0).dtype else leaf, state
+    )
+
+
+@pytest.mark.parametrize("transform", [lambda fun: fun, nnx.jit], ids=["eager", "nnx.jit"])
+def test_gradients_and_all_that_changed_are_those_of_float32(transform):
+    models, results = (Network(), Network()), []
+    for model, fun in zip(models, (loss_fn, jls.autocast(loss_fn)), strict=True):
+        gradient = transform(lambda model, fun=fun: nnx.value_and_grad(fun)(model, X, Y))
+        gradient(model)
+        results.append(gradient(model))
+    (value, grads), (narrow_value, narrow_grads) = results
+    assert distance(narrow_value, value) < 2e-3
+    assert distance(nnx.to_pure_dict(narrow_grads), nnx.to_pure_dict(grads)) < 5e-3
+    expected, found = map(changeable, models)
+    assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
+    assert int(found["dropout"]["rngs"]["count"]) == 2
+    assert models[1].num_calls == models[0].num_calls == 2
+
+
+def test_every_product_is_narrow():
+    definition, params, rest = nnx.split(Network(), nnx.Param, ...)
+
+    def gradient(params, rest):
+        return nnx.grad(jls.autocast(loss_fn))(nnx.merge(definition, params, rest), X, Y)
+
+    assert_narrow(gradient, params, rest)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: jls.autocast(model)(X),
+        lambda model: jls.autocast(model.__call__)(X),
+        lambda model: jls.autocast(lambda models: models["one"](X))({"one": model}),
+        lambda model: jls.autocast(lambda x, *, model: model(x))(X, model=model),
+        lambda model: jls.autocast(lambda pair: pair[0](X) + 0 * pair[1].readout(jnp.ones((1, 16))))((model, model)),
+    ],
+    ids=["module", "method", "in a tree", "by keyword", "twice"],
+)
+def test_a_module_is_found_wherever_it_is_an_argument(call):
+    model, expected = Network(), Network()
+    assert distance(call(model), expected(X)) < 5e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), changeable(model), changeable(expected))
+
+
+def test_a_variable_by_itself_is_kept_too():
+    seen = nnx.BatchStat(jnp.zeros(()))
+
+    def fun(weight, seen):
+        seen[...] += 1.0
+        return jnp.sum(jnp.tanh(X @ weight))
+
+    jls.autocast(fun)(jnp.ones((8, 2)), seen)
+    assert seen[...] == 1.0
+
+
+def test_a_module_that_is_changed_and_no_argument_is_refused():
+    model = Network()
+    with pytest.raises(ValueError, match="Make the module an argument of the function"):
+        jls.autocast(lambda x: model(x))(X)
+    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # which changes nothing
+    assert distance(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
+
+
+def test_it_trains():
+    model = Network()
+    opt = Optimizer(model, jls.loss_scaled(optax.adam(1e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, opt):
+        def scaled(model):
+            return jls.scale_gradient(jls.autocast(loss_fn)(model, X, Y), opt.opt_state)
+
+        loss, grads = nnx.value_and_grad(scaled)(model)
+        opt.update(model, grads, value=loss)
+        return loss
+
+    losses = [train_step(model, opt) for _ in range(10)]
+    assert losses[-1] < losses[0] / 2
+    assert {leaf.dtype for leaf in jax.tree.leaves(changeable(model)["norm"])} == {jnp.dtype(jnp.float32)}

@@ -1,0 +1,120 @@
+"""Float32 programs of libraries that are not among the test extras, under `autocast`: the loss goes in, as it is."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from float32_programs import assert_like_float32, products
+
+import jax_lossscale as jls
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_promoted():
+    """As these libraries rely on."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_numpyro_svi():
+    numpyro = pytest.importorskip("numpyro")
+    dist = numpyro.distributions
+
+    def decoder(z):
+        hidden = jnp.tanh(z @ numpyro.param("in", 0.3 * jax.random.normal(jax.random.key(0), (4, 16))))
+        return jax.nn.sigmoid(hidden @ numpyro.param("out", 0.3 * jax.random.normal(jax.random.key(1), (16, 20))))
+
+    def model(x):
+        with numpyro.plate("batch", x.shape[0]):
+            z = numpyro.sample("z", dist.Normal(0, 1).expand([4]).to_event(1))
+            numpyro.sample("x", dist.Bernoulli(decoder(z)).to_event(1), obs=x)
+
+    def guide(x):
+        encoded = x @ numpyro.param("encoder", 0.1 * jax.random.normal(jax.random.key(2), (20, 8)))
+        with numpyro.plate("batch", x.shape[0]):
+            numpyro.sample("z", dist.Normal(encoded[:, :4], jnp.exp(encoded[:, 4:])).to_event(1))
+
+    x = jax.random.bernoulli(jax.random.key(3), 0.4, (8, 20)).astype(jnp.float32)
+    elbo = numpyro.infer.Trace_ELBO()
+    svi = numpyro.infer.SVI(model, guide, numpyro.optim.Adam(1e-3), elbo)
+    params = svi.get_params(svi.init(jax.random.key(4), x))
+    assert_like_float32(lambda params, key, x: elbo.loss(key, params, model, guide, x), params, jax.random.key(5), x)
+
+
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint", "DirectAdjoint"])
+def test_a_neural_ode_in_diffrax(adjoint):
+    """The vector field becomes narrow; the products of the solver are marked, and stay float32."""
+    diffrax = pytest.importorskip("diffrax")
+
+    def field(t, y, params):
+        return jnp.tanh(y @ params["in"]) @ params["out"]
+
+    def loss_fn(params, y):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(field), diffrax.Tsit5(), 0.0, 1.0, 0.2, y, params, adjoint=getattr(diffrax, adjoint)()
+        )
+        return jnp.mean(jnp.square(solution.ys - 1))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"in": jax.random.normal(keys[0], (2, 16)), "out": 0.1 * jax.random.normal(keys[1], (16, 2))}
+    y = jax.random.normal(keys[2], (4, 2))
+    assert_like_float32(loss_fn, params, y, is_narrow=False)
+    found = products(jax.make_jaxpr(jls.autocast(loss_fn))(params, y).jaxpr)
+    assert set(found) == {"float16/float16", "float32/float32"}
+    field_only = products(jax.make_jaxpr(field)(0.0, y, params).jaxpr)
+    assert found["float16/float16"] % field_only["float32/float32"] == 0
+
+
+def test_a_graph_network_in_jraph():
+    jraph = pytest.importorskip("jraph")
+    keys = jax.random.split(jax.random.key(0), 5)
+    graph = jraph.GraphsTuple(
+        nodes=jax.random.normal(keys[0], (10, 4)),
+        edges=jax.random.normal(keys[1], (30, 3)),
+        senders=jax.random.randint(keys[2], (30,), 0, 10),
+        receivers=jax.random.randint(keys[3], (30,), 0, 10),
+        n_node=jnp.array([4, 6]),
+        n_edge=jnp.array([12, 18]),
+        globals=None,
+    )
+    params = {
+        "edge": jax.random.normal(keys[4], (11, 8)) / 3,
+        "node": jax.random.normal(keys[0], (20, 8)) / 4,
+        "readout": jax.random.normal(keys[1], (8, 1)) / 3,
+    }
+
+    def loss_fn(params, graph):
+        network = jraph.GraphNetwork(
+            update_edge_fn=lambda edges, senders, receivers, _: jax.nn.relu(
+                jnp.concatenate([edges, senders, receivers], axis=1) @ params["edge"]
+            ),
+            update_node_fn=lambda nodes, sent, received, _: jnp.tanh(
+                jnp.concatenate([nodes, sent, received], axis=1) @ params["node"]
+            ),
+        )
+        return jnp.mean(jnp.square(network(graph).nodes @ params["readout"] - 1))
+
+    assert_like_float32(loss_fn, params, graph)
+
+
+def test_energy_and_forces_in_e3nn():
+    e3nn = pytest.importorskip("e3nn_jax")
+    keys = jax.random.split(jax.random.key(0), 4)
+    positions = jax.random.normal(keys[0], (6, 3))
+    senders, receivers = jnp.arange(12) % 6, (jnp.arange(12) // 6 + jnp.arange(12) + 1) % 6
+    params = {"in": jax.random.normal(keys[1], (9, 16)) / 3, "out": jax.random.normal(keys[2], (16, 1)) / 4}
+
+    def energy(params, positions):
+        vectors = e3nn.IrrepsArray("1o", positions[receivers] - positions[senders])
+        messages = e3nn.spherical_harmonics("0e+1o+2e", vectors, True, normalization="component")
+        features = e3nn.index_add(receivers, messages, out_dim=6).array
+        return jnp.sum(jnp.tanh(features @ params["in"]) @ params["out"])
+
+    def loss_fn(params, positions):
+        value, forces = jax.value_and_grad(energy, 1)(params, positions)
+        return jnp.square(value - 1) + jnp.mean(jnp.square(forces))
+
+    assert_like_float32(loss_fn, params, positions, is_narrow=False, tolerance=1e-2)
+    found = products(jax.make_jaxpr(jax.grad(jls.autocast(loss_fn)))(params, positions).jaxpr)
+    assert found["float16/float16"] > sum(found.values()) / 2
