@@ -213,9 +213,9 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
     seeds = len(next(iter(compared.values()))[0].percent)
     columns = [
         ("workload", "{}"),
-        ("arm", "{}"),
+        ("setting", "{}"),
         ("final loss", "{:.4g}"),
-        *((f"seed {seed}", "{:+,.2f} %") for seed in SEEDS[:seeds]),
+        *((f"seed {seed}", "{:+z,.2f} %") for seed in SEEDS[:seeds]),
         ("", "{}"),
         ("zero gradients", "{:.1%}"),
         ("skipped", "{:.0f}"),
@@ -229,7 +229,7 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
         "`float16, fixed` is the suggestion of `suggest_loss_scale` for the float32 gradients of the first step; a "
         "step that overflows is skipped.",
     ]
-    return Table("Every arm", columns, rows, notes=notes, quick=quick)
+    return Table("Every setting", columns, rows, notes=notes, quick=quick)
 
 
 def _row(one: Compared, seeds: int) -> list[Cell]:
@@ -259,14 +259,17 @@ def _references() -> tuple[str, str]:
 
 
 def _verdict(one: Compared) -> str:
-    return f"noise ({_signed(one.median)})" if one.within_floor else _signed(one.median)
+    percent = _signed(one.median)
+    if not one.within_floor:
+        return percent
+    return f"noise ({percent})" if percent.strip("+0. %") else "noise"
 
 
 def _signed(percent: float) -> str:
     if percent == float("inf"):
         return "NaN"
     digits = 0 if abs(percent) >= 99.5 else 1 if abs(percent) >= 0.95 else 2
-    return f"{percent:+,.{digits}f} %"
+    return f"{percent:+z,.{digits}f} %"
 
 
 def _cores() -> int:

@@ -27,12 +27,18 @@ def trained_params(patches: jax.Array) -> job.Params:
     optimizer = job.make_optimizer(STEPS)
     params = job.init_params(jax.random.key(0), patches)
 
-    def step(carry: tuple[job.Params, optax.OptState], _: None) -> tuple[tuple[job.Params, optax.OptState], None]:
+    def step(
+        carry: tuple[job.Params, optax.OptState], _: None
+    ) -> tuple[tuple[job.Params, optax.OptState], None]:
         params, state = carry
-        updates, state = optimizer.update(jax.grad(job.loss_fn)(params, patches, jnp.float32), state, params)
+        updates, state = optimizer.update(
+            jax.grad(job.loss_fn)(params, patches, jnp.float32), state, params
+        )
         return (optax.apply_updates(params, updates), state), None
 
-    return jax.jit(lambda carry: jax.lax.scan(step, carry, length=STEPS)[0])((params, optimizer.init(params)))[0]
+    return jax.jit(lambda carry: jax.lax.scan(step, carry, length=STEPS)[0])(
+        (params, optimizer.init(params))
+    )[0]
 
 
 def history(result: job.Result) -> dict[str, np.ndarray]:
@@ -40,7 +46,9 @@ def history(result: job.Result) -> dict[str, np.ndarray]:
     trace = result.trace
     return {
         "loss": trace.loss,
-        "loss_scale": np.append(trace.loss_scale[1:], result.final_loss_scale),  # the next step uses what this one left
+        "loss_scale": np.append(
+            trace.loss_scale[1:], result.final_loss_scale
+        ),  # the next step uses what this one left
         "skipped": np.diff(trace.skipped_steps, prepend=0) > 0,
         "underflow": trace.zero_fraction,
     }
@@ -55,7 +63,12 @@ def main() -> None:
         progress.advance(task, STEPS)
         dtype, loss_scale = job.arms()["float16_dynamic"]
         result = job.train(
-            patches, dtype, loss_scale, steps=STEPS, seed=0, advance=lambda steps: progress.advance(task, steps)
+            patches,
+            dtype,
+            loss_scale,
+            steps=STEPS,
+            seed=0,
+            advance=lambda steps: progress.advance(task, steps),
         )
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -63,7 +76,9 @@ def main() -> None:
     jls.plotting.plot_exponents(grads, suggestion.loss_scale, ax=figure.subplots())
     figure.savefig(FOLDER / "exponents.png", dpi=DOTS_PER_INCH)
 
-    jls.plotting.plot_run(history(result))[0].figure.savefig(FOLDER / "run.png", dpi=DOTS_PER_INCH)
+    jls.plotting.plot_run(history(result))[0].figure.savefig(
+        FOLDER / "run.png", dpi=DOTS_PER_INCH
+    )
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def _replace(
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
-    """The scale that is multiplied and divided by: a constant to differentiation, and from 2**-126 to 2**126.
+    """The scale that is multiplied and divided by: a constant to differentiation, and from ``2**-126`` to ``2**126``.
 
     So its reciprocal is one normal number, exact for a power of two. Wherever a scale is applied it is this one: what
     was scaled with it is unscaled with it, also where a loss scale stands beyond.

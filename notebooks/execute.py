@@ -25,7 +25,9 @@ SECONDS_PER_NOTEBOOK = 180
 def main() -> int:
     """Execute what the command line names; the exit status is 1 if a notebook takes too long."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="by default all of this folder")
+    parser.add_argument(
+        "notebooks", nargs="*", type=Path, help="by default all of this folder"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     paths = options.notebooks or sorted(FOLDER.glob("*.ipynb"))
@@ -54,7 +56,10 @@ def main() -> int:
 def execute(notebook: nbformat.NotebookNode) -> None:
     """Run all cells in a fresh kernel of this interpreter; an error in a cell is raised."""
     with tempfile.TemporaryDirectory() as folder:
-        sockets = {"transport": "ipc", "ip": str(Path(folder) / "kernel")}  # files: nothing listens on a port
+        sockets = {
+            "transport": "ipc",
+            "ip": str(Path(folder) / "kernel"),
+        }  # files: nothing listens on a port
         client = NotebookClient(
             notebook,
             timeout=SECONDS_PER_NOTEBOOK,
@@ -64,7 +69,13 @@ def execute(notebook: nbformat.NotebookNode) -> None:
             config=Config(KernelManager=sockets),
         )
         client.execute()
-    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    notebook.metadata = {
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        }
+    }
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
 

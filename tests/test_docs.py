@@ -23,6 +23,8 @@ BLOCK = re.compile(
     r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
 API = DOCS / "api"
+POWER = re.compile(r"\w\*\*-?\w")
+WIDEST_CODE = 88  # what the site shows at 1280 pixels without a scroll bar
 
 
 def blocks(page):
@@ -139,3 +141,38 @@ def test_the_overview_of_the_reference_names_what_a_user_calls():
 def test_the_first_lines_are_those_of_the_readme():
     first = BLOCK.search((DOCS / "index.md").read_text())[3]
     assert first == BLOCK.search((DOCS.parent / "README.md").read_text())[3]
+
+
+def docstrings():
+    """Each docstring of the package, and where it stands."""
+    for path in sorted(Path(jls.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+                yield f"{path.name}: {getattr(node, 'name', '')}", ast.get_docstring(node)
+
+
+@pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=name_of)
+def test_code_is_not_wider_than_a_page_of_the_site(page):
+    lines = [line for match in BLOCK.finditer(page.read_text()) for line in match[3].splitlines()]
+    assert [line for line in lines if len(line) > WIDEST_CODE] == []
+
+
+def test_examples_in_docstrings_are_not_wider_than_a_page_of_the_site():
+    prompted = [
+        (place, line.strip())
+        for place, text in docstrings()
+        for line in text.splitlines()
+        if line.strip().startswith((">>>", "..."))
+    ]
+    assert len(prompted) > 100
+    assert [(place, line) for place, line in prompted if len(line) > WIDEST_CODE] == []
+
+
+def test_powers_in_docstrings_are_code():
+    """Markdown makes bold text of what stands between two pairs of asterisks."""
+    assert POWER.search("from 2**-8 to 2**24")
+    for place, text in docstrings():
+        examples = re.compile(r"^ *(>>>|\.\.\.).*\n(?: *\S.*\n?)*", re.MULTILINE)
+        indented = re.compile(r"::\n\n(?:(?: +.*)?\n)+")
+        prose = re.sub(r"(`+)[^`]+\1", "", examples.sub("", indented.sub("", text + "\n")))
+        assert POWER.search(prose) is None, place

@@ -63,7 +63,7 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
         "arguments",
         ["all three", "no such function", "`has_aux`, `argnums`", "no such function", "no such function"],
     ),
-    "gradients overflow on one device only": (
+    "gradients overflow on one device only, and are not averaged": (
         "one_device",
         [
             "all skip (`axis_name`)",

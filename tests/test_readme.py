@@ -65,7 +65,7 @@ def test_its_table_is_part_of_the_table_to_choose_by():
 
 
 def test_the_notebook_recommends_the_loss_scales_of_the_table():
-    notebook = json.loads((ROOT / "notebooks" / "scaling.ipynb").read_text())
+    notebook = json.loads((ROOT / "notebooks" / "policies.ipynb").read_text())
     (to_copy,) = ["".join(c["source"]) for c in notebook["cells"] if "## To copy" in "".join(c["source"])]
     recommended = dict(
         re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.((?:Auto|Dynamic).*)\n```", to_copy)

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from questions import ASKED_ELSEWHERE, OUR_OWN, QUESTIONS
+from questions import IN_OTHER_WORDS, QUESTIONS
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
@@ -112,18 +112,18 @@ def search(site):
     def words(text):
         return [word.lower() for word in separator.split(html.unescape(re.sub(r"<[^>]+>", " ", text))) if word]
 
-    def tokenizer(text, metadata=None):
-        return [Token(word, dict(metadata or {})) for word in words(str(text))]
+    def words_of(field):  # a list is taken as it is: lunr's own tokenizer does not split as the site does
+        return lambda document: words(document[field])
 
     assert index["config"]["pipeline"] == ["stopWordFilter"]
     builder = Builder()
-    builder.tokenizer, builder.pipeline, builder.search_pipeline = tokenizer, Pipeline(), Pipeline()
+    builder.pipeline, builder.search_pipeline = Pipeline(), Pipeline()
     builder.pipeline.add(stop_word_filter)
     builder.ref("location")
     builder.b(0)
     for name, options in index["config"]["fields"].items():
         if name != "tags":  # of which there are none
-            builder.field(name, boost=options["boost"])
+            builder.field(name, boost=options["boost"], extractor=words_of(name))
     for document in index["docs"]:
         builder.add(document, {"boost": document.get("boost", 1)})
     built = builder.build()
@@ -145,15 +145,20 @@ def search(site):
     return pages
 
 
-def test_there_are_twenty_questions():
-    assert len(ASKED_ELSEWHERE) == len(OUR_OWN) == 10
-    assert len({question.typed for question in QUESTIONS}) == 20
+def test_no_question_is_asked_twice():
+    assert len({question.typed for question in QUESTIONS}) == len(QUESTIONS) == 45
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.typed)
 def test_the_search_finds_the_page_in_one_try(search, question):
-    assert question.page in search(question.typed)[:FIRST_RESULTS], search(question.typed)[:10]
+    shown = 1 if question in IN_OTHER_WORDS else FIRST_RESULTS
+    assert question.page in search(question.typed)[:shown], search(question.typed)[:10]
 
 
 def test_words_that_stand_nowhere_are_not_found(search):
     assert search("zyxwvut") == []
+
+
+def test_names_are_found_by_their_parts(search):
+    """``jls.autocast`` is two words on the site."""
+    assert {"guide/precision/", "guide/step/", "cheat_sheet/"} <= set(search("autocast"))

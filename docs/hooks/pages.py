@@ -26,6 +26,7 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
 }
+NOT_IN_NAV = {"results.md"}  # the page on performance leads to it
 FRONT_PAGE = {"README.md": "index.md"}
 EXAMPLES = "examples/README.md"
 EXAMPLES_PAGE = "examples.md"
@@ -33,9 +34,16 @@ EXAMPLES_PAGE = "examples.md"
 SEARCH_BOOSTS = {
     "choosing.md": 3,
     "guide/": 2,
-    "wrong.md": 2,
+    "wrong.md": 5,
     "migrating.md": 2,
+    "cheat_sheet.md": 0.5,
+    "glossary.md": 0.5,
+    "api/": 0.5,
+    "examples/": 0.5,
     "notebooks/": 0.5,
+    "accuracy.md": 0.7,
+    "frameworks/": 1.5,
+    "mutation.md": 0.1,
     "results.md": 0.2,
     "contributing.md": 0.2,
 }
@@ -63,6 +71,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
             inclusion = InclusionLevel.NOT_IN_NAV  # the page of the examples leads to it
+        if page in NOT_IN_NAV:
+            inclusion = InclusionLevel.NOT_IN_NAV
         content = with_links_to_pages(content, source, page)
         files.append(File.generated(config, page, content=content, inclusion=inclusion))
         for name, picture in pictures.items():

@@ -110,7 +110,9 @@ class PrecisionPolicy:
 
     Examples:
       >>> import jax_lossscale as jls
-      >>> policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")])
+      >>> policy = jls.PrecisionPolicy(
+      ...     [jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")]
+      ... )
       >>> print(policy)
       wide: layer 'head' (logits of 1e5)
       >>> jls.PrecisionPolicy.from_config(policy.get_config()) == policy

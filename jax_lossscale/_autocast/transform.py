@@ -76,7 +76,8 @@ def autocast(
       >>> x, y = jnp.ones((4, 8)), jnp.zeros((4, 1))
       >>> tx = jls.loss_scaled(optax.adam(1e-3))
       >>> opt_state = tx.init(params)
-      >>> loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn), opt_state)(params, x, y)
+      >>> value_and_grad = jls.value_and_scaled_grad(jls.autocast(loss_fn), opt_state)
+      >>> loss, grads = value_and_grad(params, x, y)
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
       >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).facts)

@@ -34,10 +34,10 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     the identity, and so is the backward pass of the backward pass. So derivatives of derivatives, in any order of
     modes, are scaled once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every
     order. (`jax.experimental.jet` goes through this function, but not through its gradient.) The scale is a constant:
-    there is no gradient with respect to it. As in `LossScale.unscale`, at most 2**126 is applied.
+    there is no gradient with respect to it. As in `LossScale.unscale`, at most ``2**126`` is applied.
 
     Args:
-      tree: any pytree, of any shapes and dtypes. Leaves that are not inexact stay the same objects.
+      tree: any pytree, of any shapes and dtypes. Integers, keys and the like stay the same objects.
       scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
 
     Returns:
@@ -88,7 +88,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     and float32 inputs. Derivatives of derivatives, and forward mode, are as in `scale_gradient`.
 
     Args:
-      tree: any pytree, of any shapes, with dtypes that have the range of float32. Leaves that are not inexact stay the
+      tree: any pytree, of any shapes, with dtypes that have the range of float32. Integers, keys and the like stay the
         same objects.
       scale: as in `scale_gradient`.
 

@@ -29,8 +29,8 @@ def value_and_scaled_grad(
     pass starts from the cotangent ``scale`` instead of 1. So the value is the true loss to the last bit, also on a step
     whose gradients overflow.
 
-    If the loss is float16, that cotangent is cast to float16, which holds no power of two above 2**15. Return the loss
-    in float32 (take its last mean in float32), or bound the scale with ``max_loss_scale=2.0**15``.
+    If the loss is float16, that cotangent is cast to float16, which holds no power of two above ``2**15``. Return the
+    loss in float32 (take its last mean in float32), or bound the scale with ``max_loss_scale=2.0**15``.
 
     The scale is that of ``loss_scale`` as it is passed here. So call this function inside the training step, with the
     state that is an argument of the step: made once before the loop, it would go on with the first scale.

@@ -67,7 +67,7 @@ class AutoLossScale(LossScale):
       initial_loss_scale: where to start. It need not be a power of two; every later scale is one, unless it is at the
         floor or the ceiling.
       min_loss_scale: the floor, positive. It may itself be a scale, even if it is not a power of two.
-      max_loss_scale: the ceiling, likewise; by default 2**126.
+      max_loss_scale: the ceiling, likewise; by default ``2**126``.
       log2_headroom: how many more bits are kept free, at least 0; it may be a fraction.
       current_loss_scale: the state to start with. Not configuration: for `dataclasses.replace`, to set it by hand.
       log2_peak: likewise.
@@ -89,7 +89,8 @@ class AutoLossScale(LossScale):
       >>> import jax_lossscale as jls
       >>> loss_scale = jls.AutoLossScale()
       >>> adjust = jax.jit(jls.AutoLossScale.adjust)
-      >>> for step in range(12):  # the largest gradient is 2**-20, and 2**35 the highest scale that works
+      >>> # The largest gradient is 2**-20, and 2**35 the highest scale that works.
+      >>> for step in range(12):
       ...     loss_scale = adjust(loss_scale, True, largest=2.0**-20)
       ...     if step in (0, 4, 11):
       ...         print(step, math.log2(loss_scale()))
@@ -100,7 +101,7 @@ class AutoLossScale(LossScale):
     References:
       OpenSeq2Seq's ``LogMax`` (Kuchaiev et al., 2018) keeps standard deviations free above the mean of log2 of the
       largest gradient, as for a normal distribution; sizes of two kinds in turn are none. There, an overflow counts as
-      2**65536, which puts the scale at its floor for 13,000 steps, and gradients that are all zero make it NaN for
+      ``2**65536``, which puts the scale at its floor for 13,000 steps, and gradients that are all zero make it NaN for
       ever. Graphcore's histogram rule (PopART) moves at every update, up or down, and has neither floor nor ceiling.
     """
 

@@ -35,7 +35,7 @@ class LossScale(abc.ABC):
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
 
-    The scale that is *applied*, to the cotangent, by `scale` and by `unscale` alike, never exceeds 2**126: then its
+    The scale that is *applied*, to the cotangent, by `scale` and by `unscale` alike, never exceeds ``2**126``: then its
     reciprocal is a normal number, and one exact factor. The state may hold more, and ``loss_scale()`` returns it.
 
     To write your own kind, write a subclass that is a frozen dataclass and is registered as a pytree (for example with
@@ -116,7 +116,7 @@ class LossScale(abc.ABC):
         return hash((type(self), *config_of(self).items()))
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Multiply the inexact leaves of a tree by the scale.
+        """Multiply the floating and complex leaves of a tree by the scale.
 
         To scale a loss, prefer `value_and_scaled_grad`: it does not touch the loss, which therefore cannot overflow.
 
@@ -124,16 +124,16 @@ class LossScale(abc.ABC):
           tree: any pytree.
 
         Returns:
-          A tree of the same structure, shapes and dtypes, times 2**126 at most. A float16 leaf overflows where the
+          A tree of the same structure, shapes and dtypes, times ``2**126`` at most. A float16 leaf overflows where the
           product exceeds what float16 holds.
         """
         return _tree.scale(tree, self())
 
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Divide the inexact leaves of a tree by the scale, in float32.
+        """Divide the floating and complex leaves of a tree by the scale, in float32.
 
         Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
-        place. Like `scale`, it applies at most 2**126 (and at least 2**-126).
+        place. Like `scale`, it applies at most ``2**126`` (and at least ``2**-126``).
 
         Args:
           tree: scaled gradients, any pytree.

@@ -45,7 +45,7 @@ class DynamicLossScale(LossScale):
     hold the product; the count starts again in any case.
 
     Args:
-      initial_loss_scale: where to start. 2**15 is the largest power of two that a float16 loss can carry.
+      initial_loss_scale: where to start. ``2**15`` is the largest power of two that a float16 loss can carry.
       increment_period: how many finite steps in a row let the scale grow.
       multiplier: the factor by which it grows, more than 1. Powers of two scale without rounding.
       backoff_factor: the factor by which it is multiplied on a bad step, between 0 and 1; by default

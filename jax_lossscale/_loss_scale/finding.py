@@ -35,7 +35,10 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
       >>> tx = optax.chain(jls.loss_scaled(optax.adam(1e-3), 1024.0), optax.identity())
       >>> jls.get_loss_scale(tx.init({"kernel": jnp.ones(2)}))()
       Array(1024., dtype=float32)
-      >>> states = {"generator": tx.init({"kernel": jnp.ones(2)}), "critic": tx.init({"kernel": jnp.ones(3)})}
+      >>> states = {
+      ...     "generator": tx.init({"kernel": jnp.ones(2)}),
+      ...     "critic": tx.init({"kernel": jnp.ones(3)}),
+      ... }
       >>> jls.get_loss_scale(states, "critic")()
       Array(1024., dtype=float32)
     """

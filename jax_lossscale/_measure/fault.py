@@ -23,8 +23,8 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     path on the host.
 
     Args:
-      tree: any pytree. Only inexact leaves are checked, but all leaves are counted, and ``None`` counts as one. So the
-        index is right for the parameters, too, even if frozen ones have no gradient.
+      tree: any pytree. Only floating and complex leaves are checked, but all leaves are counted, and ``None`` counts as
+        one. So the index is right for the parameters, too, even if frozen ones have no gradient.
       axis_name: as in `all_finite`.
 
     Returns:
@@ -36,7 +36,9 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> jls.diagnostics.first_nonfinite({"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])})
+      >>> jls.diagnostics.first_nonfinite(
+      ...     {"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])}
+      ... )
       Array(1, dtype=int32)
     """
     check_axis_name(axis_name, "first_nonfinite(axis_name=...)")

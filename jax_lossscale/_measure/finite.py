@@ -42,8 +42,8 @@ _SUMS = 64
 def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
     """Whether no leaf holds a NaN or an infinity.
 
-    Exact in every floating and complex dtype. Only inexact leaves are checked: ``None``, integers, booleans, float0 and
-    random keys are ignored.
+    Exact in every floating and complex dtype. Nothing else is checked: ``None``, integers, booleans, float0 and random
+    keys are ignored.
 
     Args:
       tree: any pytree; leaves of any shape, empty ones included.
@@ -52,7 +52,7 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
         since arrays are global there.
 
     Returns:
-      ``bool[]``; true for a tree without inexact leaves.
+      ``bool[]``; true for a tree without such leaves.
 
     Raises:
       ValueError: if ``axis_name`` is no name, tuple of names or ``None``.

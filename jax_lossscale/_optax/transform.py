@@ -76,7 +76,7 @@ def loss_scaled(
     so otherwise the scale would never come down.
 
     The chain gets parameters narrower than float32 in float32, when it is initialized and when it is run, so its
-    moments are float32 and stay so. It does not get leaves that are not inexact (integers, keys, float0).
+    moments are float32 and stay so. It does not get integers, keys and other leaves without gradients.
 
     With a `NoOpLossScale` nothing of this is done, not even the check of ``value`` and the conversion of bfloat16 to
     float32. Only ``skip_if``, if given, still skips steps, and the state still counts them.
@@ -121,7 +121,7 @@ def loss_scaled(
 
       ``update_and_apply(scaled_grads, state, params, **the same)``
         returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster. Leaves of ``params``
-        that are not inexact, arrays or not, and all that have ``None`` for a gradient, come back as the same objects.
+        that are no numbers with gradients, and all that have ``None`` for a gradient, come back as the same objects.
 
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,

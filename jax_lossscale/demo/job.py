@@ -6,8 +6,8 @@ descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The networ
 step, so nothing happens by chance: arms that compute alike end alike.
 
 The mean over 814,080 values makes the gradient of each one 2.5e-6 times its error, and float16 rounds to zero what is
-below 2**-25 = 3e-8. So the better a patch is decoded, the fewer of its gradients exist: float16 alone gets stuck. Large
-batches, long contexts and dense prediction do the same to larger networks.
+below ``2**-25`` = 3e-8. So the better a patch is decoded, the fewer of its gradients exist: float16 alone gets stuck.
+Large batches, long contexts and dense prediction do the same to larger networks.
 
 References:
   Park et al., DeepSDF: Learning Continuous Signed Distance Functions for Shape Representation, CVPR 2019.

@@ -7,7 +7,9 @@ Examples:
   >>> model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
   >>> tx = jls.loss_scaled(optax.adam(1e-3))
   >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-  >>> loss, grads = filter_value_and_scaled_grad(lambda m: jnp.mean(m(jnp.ones(2)) ** 2), state)(model)
+  >>> loss, grads = filter_value_and_scaled_grad(
+  ...     lambda m: jnp.mean(m(jnp.ones(2)) ** 2), state
+  ... )(model)
   >>> model, state = tx.update_and_apply(grads, state, model, value=loss)
   >>> state.applied_steps
   Array(1, dtype=int32)
@@ -53,7 +55,9 @@ def filter_value_and_scaled_grad(
       >>> import jax
       >>> from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
       >>> model = {"weight": jax.numpy.float32(3.0), "activation": jax.numpy.square}
-      >>> filter_value_and_scaled_grad(lambda m: m["activation"](m["weight"]), 1024.0)(model)
+      >>> def loss_fn(model):
+      ...     return model["activation"](model["weight"])
+      >>> filter_value_and_scaled_grad(loss_fn, 1024.0)(model)
       (Array(9., dtype=float32), {'activation': None, 'weight': Array(6144., dtype=float32)})
     """
     check_function(fun, "filter_value_and_scaled_grad(fun=...)")

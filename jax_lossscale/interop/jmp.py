@@ -6,7 +6,9 @@ Read against jmp 0.0.4. The rule is the same, with two differences: jmp keeps it
 Examples:
   >>> import jax.numpy as jnp, jmp
   >>> from jax_lossscale.interop.jmp import from_jmp
-  >>> loss_scale = from_jmp(jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500))
+  >>> loss_scale = from_jmp(
+  ...     jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500)
+  ... )
   >>> float(loss_scale()), int(loss_scale.num_good_steps), loss_scale.increment_period
   (32768.0, 7, 500)
 """

@@ -5,8 +5,11 @@ become infinite, and stays so), and it compares its counter with ``==``.
 
 Examples:
   >>> from jax_lossscale.interop.keras import from_keras
-  >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}  # and the inner optimizer
-  >>> loss_scale = from_keras(config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0)
+  >>> # And the inner optimizer, which is not read.
+  >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
+  >>> loss_scale = from_keras(
+  ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
+  ... )
   >>> float(loss_scale()), int(loss_scale.num_good_steps)
   (65536.0, 7)
 """

@@ -5,8 +5,14 @@ TensorFlow accepts configurations that make no sense (a period of 0, a multiplie
 
 Examples:
   >>> from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
-  >>> config = {"initial_loss_scale": 32768.0, "increment_period": 2000, "multiplier": 2.0}
-  >>> loss_scale = from_tensorflow(config, {"current_loss_scale": 65536.0, "good_steps": 7})
+  >>> config = {
+  ...     "initial_loss_scale": 32768.0,
+  ...     "increment_period": 2000,
+  ...     "multiplier": 2.0,
+  ... }
+  >>> loss_scale = from_tensorflow(
+  ...     config, {"current_loss_scale": 65536.0, "good_steps": 7}
+  ... )
   >>> float(loss_scale()), int(loss_scale.num_good_steps)
   (65536.0, 7)
   >>> to_tensorflow(loss_scale)[1]

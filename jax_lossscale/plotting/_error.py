@@ -50,7 +50,9 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
       >>> def loss_fn(weights, x):
       ...     weights, x = jls.cast_floating((weights, x), jnp.float16)
       ...     return 1e-9 * jnp.mean((x @ weights).astype(jnp.float32) ** 2)
-      >>> comparison = jls.diagnostics.compare_gradients(loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> comparison = jls.diagnostics.compare_gradients(
+      ...     loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4))
+      ... )
       >>> ax = jls.plotting.plot_gradient_error(comparison, ax=Figure().subplots())
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['all leaves', 'one leaf (1)', 'overflow', 'start here']

@@ -53,7 +53,9 @@ def plot_loss_scale(
       >>> import jax_lossscale as jls
       >>> from matplotlib.figure import Figure
       >>> skipped = [False, True, False, False]
-      >>> ax = jls.plotting.plot_loss_scale([8.0, 4.0, 4.0, 8.0], skipped, ax=Figure().subplots())
+      >>> ax = jls.plotting.plot_loss_scale(
+      ...     [8.0, 4.0, 4.0, 8.0], skipped, ax=Figure().subplots()
+      ... )
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['skipped step (1)', 'growth (1)']
     """
@@ -95,7 +97,11 @@ def plot_run(
     Examples:
       >>> import jax_lossscale as jls
       >>> from matplotlib.figure import Figure
-      >>> history = {"loss": [2.0, 1.5, 1.0], "loss_scale": [8.0, 4.0, 4.0], "skipped": [False, True, False]}
+      >>> history = {
+      ...     "loss": [2.0, 1.5, 1.0],
+      ...     "loss_scale": [8.0, 4.0, 4.0],
+      ...     "skipped": [False, True, False],
+      ... }
       >>> axes = jls.plotting.plot_run(history, axes=Figure().subplots(3))
       >>> [ax.get_title("left") for ax in axes]
       ['loss', 'loss scale (power of two)', 'skipped steps (total)']

@@ -1,6 +1,6 @@
 """What `docs/migrating.md` says that other libraries do, in its table of intended differences, seen in them.
 
-Our side of each row is in the test that the row names. Only the packages that are installed are run.
+Our side of each row is tested with the rule that it is about. Only the packages that are installed are run.
 """
 
 import importlib

@@ -57,12 +57,12 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     gathering them.
 
     Args:
-      tree: any pytree; its inexact leaves are counted, of a complex leaf both parts.
+      tree: any pytree; its floating and complex leaves are counted, of a complex one both parts.
       per_leaf: whether to count each leaf by itself.
 
     Returns:
       An `ExponentHistogram`; with ``per_leaf``, a tree of them in the structure of ``tree``, with ``None`` for every
-      leaf that is not inexact.
+      leaf of integers, keys and the like.
 
     Raises:
       ValueError: if more numbers would be counted together than a ``uint32`` holds, 4 294 967 295.
@@ -70,7 +70,9 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> histogram = jls.diagnostics.exponent_histogram({"kernel": jnp.array([0.0, 1.0, 1.5, 0.25])})
+      >>> histogram = jls.diagnostics.exponent_histogram(
+      ...     {"kernel": jnp.array([0.0, 1.0, 1.5, 0.25])}
+      ... )
       >>> {int(e): int(n) for e, n in zip(histogram.exponents, histogram.counts) if n}
       {-2: 1, 0: 2}
       >>> int(histogram.zeros)

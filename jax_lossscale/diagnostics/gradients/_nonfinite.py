@@ -58,7 +58,7 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Report[LeafReport]):
-    """A `LeafReport` for every inexact leaf, the worst first.
+    """A `LeafReport` for every leaf of gradients, the worst first.
 
     Leaves are ordered by the share of their elements that are not finite, then by their number, then by their largest
     finite magnitude: of finite leaves the one closest to overflow comes first. Printed, or shown in a notebook, it is a
@@ -117,7 +117,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     `first_nonfinite`, or let `loss_scaled` record it with ``record_bad_steps=True``.
 
     Args:
-      grads: any pytree, scaled or not; leaves that are not inexact are left out. Leaves may be sharded.
+      grads: any pytree, scaled or not; integers, keys and the like are left out. Leaves may be sharded.
 
     Returns:
       A `NonfiniteReport`, the worst leaf first.
@@ -128,7 +128,10 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> grads = {"bias": jnp.zeros(2), "kernel": jnp.array([[1.0, jnp.inf], [-jnp.inf, jnp.nan]])}
+      >>> grads = {
+      ...     "bias": jnp.zeros(2),
+      ...     "kernel": jnp.array([[1.0, jnp.inf], [-jnp.inf, jnp.nan]]),
+      ... }
       >>> jls.diagnostics.nonfinite_report(grads)
       1 of 2 leaves are not finite.
       leaf        dtype     shape  NaN  +inf  -inf   share  largest finite  first at

@@ -66,8 +66,8 @@ def suggest_loss_scale(
     because the gradients of the next batch may be larger.
 
     A suggestion becomes outdated as the gradients change. At the end of five of eight small trainings, what the first
-    step had suggested was off by 2**3 to 2**13. So call this again within the first hundred steps, and whenever the
-    loss has fallen by much; or let a scale that moves follow the gradients from there:
+    step had suggested was off by ``2**3`` to ``2**13``. So call this again within the first hundred steps, and whenever
+    the loss has fallen by much; or let a scale that moves follow the gradients from there:
     ``DynamicLossScale(suggestion.loss_scale)``.
 
     Args:
@@ -111,7 +111,7 @@ def _log2_suggested(surveys: list[Survey], top: float) -> jax.Array:
 
 
 def _log2_room(largest: jax.Array, top: float) -> jax.Array:
-    """The largest k for which the number times 2**k is not above the top: ``int32[]``."""
+    """The largest k for which the number times ``2**k`` is not above the top: ``int32[]``."""
     layout = DOUBLE if largest.dtype == jnp.uint64 else SINGLE
     top_bits = bits_of(top, layout)
     mantissa = layout.integer((1 << layout.mantissa_bits) - 1)

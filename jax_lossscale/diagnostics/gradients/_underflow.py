@@ -57,7 +57,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
 
     Returns:
       An `Underflow`. Where there are no numbers, the shares are 0. With ``per_leaf``, a tree of them in the structure
-      of ``grads``, with ``None`` for every leaf that is not inexact.
+      of ``grads``, with ``None`` for every leaf of integers, keys and the like.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype.
@@ -65,7 +65,9 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
-      >>> lost = jls.diagnostics.underflow_fraction({"kernel": jnp.array([0.0, 1e-9, 1e-6, 1e-3, 1.0])})
+      >>> lost = jls.diagnostics.underflow_fraction(
+      ...     {"kernel": jnp.array([0.0, 1e-9, 1e-6, 1e-3, 1.0])}
+      ... )
       >>> float(lost.zero), float(lost.subnormal)
       (0.25, 0.25)
       >>> print(lost)

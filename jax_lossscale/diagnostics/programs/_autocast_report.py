@@ -140,8 +140,14 @@ def autocast_report(
       ...     hidden = jnp.tanh(x @ weights)
       ...     with jax.named_scope("energy"), jls.keep_float32():
       ...         return jnp.mean((hidden @ weights) ** 2)
-      >>> report = jls.diagnostics.autocast_report(loss_fn, jnp.ones((4, 4)), jnp.ones((8, 4)))
-      >>> [(each.layer, each.dtype, each.number, each.reason) for each in report.products if not each.is_backward]
+      >>> report = jls.diagnostics.autocast_report(
+      ...     loss_fn, jnp.ones((4, 4)), jnp.ones((8, 4))
+      ... )
+      >>> [
+      ...     (each.layer, each.dtype, each.number, each.reason)
+      ...     for each in report.products
+      ...     if not each.is_backward
+      ... ]
       [('energy/keep_float32', 'float32', 1, 'inside `keep_float32`'), ('', 'float16', 1, '')]
       >>> report.bytes_before, report.bytes_after
       (384, 256)

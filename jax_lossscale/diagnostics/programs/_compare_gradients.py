@@ -65,8 +65,8 @@ def compare_gradients(
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
       dtype: the narrow dtype that ``fun`` computes in.
-      loss_scales: the scales to compare, positive numbers. By default powers of two from 2**-8 to 2**24, and further
-        where the gradients are very large or very small.
+      loss_scales: the scales to compare, positive numbers. By default powers of two from ``2**-8`` to ``2**24``, and
+        further where the gradients are very large or very small.
       reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
         `in_precision`.
       progress: a function that wraps the sequence of scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
@@ -86,7 +86,9 @@ def compare_gradients(
       >>> def loss_fn(weights, x):
       ...     weights, x = jls.cast_floating((weights, x), jnp.float16)
       ...     return 1e-6 * jnp.mean((x @ weights).astype(jnp.float32) ** 2)
-      >>> comparison = jls.diagnostics.compare_gradients(loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> comparison = jls.diagnostics.compare_gradients(
+      ...     loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4))
+      ... )
       >>> print(comparison.verdict)
       It will train; start from 2^29.
     """

@@ -80,7 +80,9 @@ def range_report(
       ...     weights, x = jls.cast_floating((weights, x), jnp.float16)
       ...     with jax.named_scope("energy"):
       ...         return jnp.mean((x @ weights).astype(jnp.float32) ** 2)
-      >>> report = jls.diagnostics.range_report(loss_fn, jnp.full((4, 2), 200.0), jnp.full((8, 4), 100.0))
+      >>> report = jls.diagnostics.range_report(
+      ...     loss_fn, jnp.full((4, 2), 200.0), jnp.full((8, 4), 100.0)
+      ... )
       >>> report[0].operation, report[0].layer, report[0].largest
       ('dot_general', 'energy', 80000.0)
     """

@@ -79,7 +79,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       >>> import jax_lossscale as jls
       >>> tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
       >>> params = {"kernel": jnp.ones(2)}
-      >>> params, state = tx.update_and_apply({"kernel": jnp.array([1.0, jnp.inf])}, tx.init(params), params)
+      >>> params, state = tx.update_and_apply(
+      ...     {"kernel": jnp.array([1.0, jnp.inf])}, tx.init(params), params
+      ... )
       >>> print(jls.diagnostics.explain(state, params))
       The loss scale is 2^0 = 1 (AutoLossScale).
       Of 1 step, 0 were applied and 1 skipped.

@@ -87,14 +87,15 @@ def simulate(
       >>> scale = jls.DynamicLossScale(2.0**16, increment_period=2)
       >>> jls.diagnostics.simulate(scale, jnp.array([False, True, True, True])).loss_scale
       Array([65536., 32768., 32768., 65536.], dtype=float32)
-      >>> replay = jls.diagnostics.simulate(scale, largest=jnp.array([1.5, 1.5, 1.5, 1.5]))
+      >>> replay = jls.diagnostics.simulate(scale, largest=jnp.full(4, 1.5))
       >>> replay.loss_scale, int(replay.skipped_steps)
       (Array([65536., 32768., 32768., 65536.], dtype=float32), 2)
       >>> largest = jnp.full(1000, 1e-3)
       >>> starts = 2.0 ** jnp.array([15, 24, 33])
-      >>> jax.vmap(
-      ...     lambda start: jls.diagnostics.simulate(jls.DynamicLossScale(current_loss_scale=start), largest=largest)
-      ... )(starts).skipped_steps
+      >>> def replay_from(start):
+      ...     loss_scale = jls.DynamicLossScale(current_loss_scale=start)
+      ...     return jls.diagnostics.simulate(loss_scale, largest=largest)
+      >>> jax.vmap(replay_from)(starts).skipped_steps
       Array([0, 0, 8], dtype=int32)
     """
     if not isinstance(loss_scale, LossScale):

@@ -34,7 +34,8 @@ class TrainState(train_state.TrainState):
       >>> from jax_lossscale.interop.flax import TrainState
       >>> tx = jls.loss_scaled(optax.sgd(0.5), 1024.0)
       >>> state = TrainState.create(apply_fn=None, params={"x": jnp.float32(3.0)}, tx=tx)
-      >>> loss, grads = jls.value_and_scaled_grad(lambda params: params["x"] ** 2, state)(state.params)
+      >>> value_and_grad = jls.value_and_scaled_grad(lambda params: params["x"] ** 2, state)
+      >>> loss, grads = value_and_grad(state.params)
       >>> state = state.apply_gradients(grads=grads, value=loss)
       >>> state.params["x"], state.opt_state.applied_steps
       (Array(0., dtype=float32), Array(1, dtype=int32))
