@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ def compare_gradients(
         `in_precision`.
       progress: a function that wraps the sequence of scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
-        beforehand, with `partial`.
+        beforehand, with `functools.partial`.
 
     Returns:
       A `GradientComparison`.
@@ -225,7 +225,7 @@ def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bo
     return moved
 
 
-@partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1)
 def _nudge(leaves: list[Any], keep_dtypes: bool) -> list[jax.Array]:
     wide = _tree.widen(leaves)
     bits = jax.random.bits(jax.random.key(0), (sum(leaf.size for leaf in wide),), jnp.uint8)
