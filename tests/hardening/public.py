@@ -183,7 +183,7 @@ ROWS = {
         **{
             name: ({}, dict.fromkeys(inspect.signature(getattr(jls.diagnostics, name)).parameters, JUST_STORED))
             for name in (
-                *("AutocastReport", "OperationPrecision"),
+                *("AutocastReport", "OperationPrecision", "ProductFacts"),
                 *("ExponentHistogram", "GradientComparison", "LeafGradientError", "LeafReport"),
                 *("LossScaleSuggestion", "NonfiniteReport", "OperationRange", "RangeReport", "Simulation", "Underflow"),
             )
