@@ -101,3 +101,12 @@ def normalized(weights, x):
     y = mlp(weights, x).astype(jnp.float32)
     y = (y - jnp.mean(y, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(y, -1, keepdims=True) + 1e-5)
     return mean_square(y.astype(half) - x[:, :4].astype(half))
+
+
+@enter(SOUND, [draw(8, 8, seed=1), draw(8, 8, seed=2), draw(8, 8, seed=4)[:1]], draw(64, 8, seed=3))
+def a_bias_of_the_keys(weights, x):
+    """Whose gradient is zero, but for rounding."""
+    query, key, bias = (leaf.astype(half) for leaf in weights)
+    x = x.astype(half)
+    scores = (x @ query) @ (x @ key + bias).T
+    return mean_square(jax.nn.softmax(scores.astype(jnp.float32)).astype(half) @ x - 1)

@@ -19,6 +19,7 @@ from jax_lossscale._autocast.operations import (
     PRODUCTS,
     REPEATING_MOVES,
 )
+from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
 from jax_lossscale._program.place import Place, place_of
@@ -90,7 +91,7 @@ def operations(
     found: dict[Any, OperationPrecision] = {}
     for position, met in enumerate(_walked(program)):
         eqn, place = met.eqn, met.place
-        name = eqn.primitive.name
+        name = _name(eqn)
         if name in _NO_ARITHMETIC or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
             continue
         is_product = name in PRODUCTS and _work(eqn) > 0
@@ -183,9 +184,15 @@ def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
     return f"made by differentiating what is computed in {met.eqn.outvars[0].aval.dtype.name}"
 
 
+def _name(eqn: Any) -> str:
+    """That of the primitive, and of a product with a float32 result that of the product."""
+    name: str = eqn.primitive.name
+    return eqn.params["product"].name if name == WIDE_PRODUCT else name
+
+
 def _work(eqn: Any) -> float:
     """The multiplications and additions of a product; 0 if nothing is summed up, and for anything else."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params = _name(eqn), eqn.params
     if name not in PRODUCTS:
         return 0.0
     left, right, result = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval

@@ -32,6 +32,8 @@ from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
+# A gradient of which float16 rounding makes so many times itself is what float32 rounding leaves of zero.
+_NOISE = 2.0**13
 
 
 def range_report(
@@ -103,7 +105,8 @@ def range_report(
     value, grads = traced.result(outputs)
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
     ends = jax.tree.leaves((value[0] if has_aux else value, grads), is_leaf=is_value)
-    found = blame(graph, measured, {node for end in ends if is_value(end) for node in end.nodes})
+    results = {node for end in ends if is_value(end) for node in end.nodes}
+    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node))})
     operations = []
     for node, of in measured.items():
         site = graph.sites[node]
@@ -115,6 +118,11 @@ def range_report(
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     lost = tuple(str(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
     return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), lost, facts)
+
+
+def _is_noise(of: Statistics | None) -> bool:
+    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax."""
+    return of is not None and of.amplification > _NOISE
 
 
 def _severity(of: OperationRange) -> Any:
