@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jax_lossscale._program.jaxpr import jaxprs_of
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "wide_product")
 
 
 def equations(jaxpr):

@@ -1,7 +1,7 @@
 """What goes in and comes out, and what `autocast` composes with."""
 
 import functools
-import json
+from pathlib import Path
 from typing import NamedTuple
 
 import chex
@@ -325,4 +325,4 @@ def test_a_layer_is_the_same_in_the_compiled_program():
     text = jax.jit(jax.grad(jls.autocast(named))).lower(W, X).as_text(debug_info=True)
     assert "encoder" in text
     assert "head" in text
-    assert json.dumps("test_interface.py")[1:-1] in text
+    assert Path(__file__).name in text

@@ -24,7 +24,7 @@ def products(jaxpr):
     return Counter(
         (eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))
         for eqn in equations(jaxpr)
-        if eqn.primitive.name in (*PRODUCTS, "wide_product")
+        if eqn.primitive.name in PRODUCTS
     )
 
 

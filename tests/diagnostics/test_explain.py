@@ -70,7 +70,7 @@ EXPLAINED = {
         jls.AutoLossScale(2.0),
         False,
         [([1.0, -1.0], 1.0, False)],
-        ["The largest gradient of the last step was 0.5. The scale is 2^13 below what that would allow in float16."],
+        ["The largest gradient of the last step was 0.5. The scale is 2^9 below what that would allow in float16."],
         ["scaled_grad"],
     ),
     "gradients that were never scaled": (
