@@ -32,13 +32,13 @@ OLDEST = dict(re.findall(r"(\w+)>=([\d.]+)", "\n".join(DEPENDENCIES)))
 TOOLS = ["cloudpickle", "equinox", "flatbuffers", "flax", "hypothesis", "orbax-checkpoint", "pytest", "pytest-xdist"]
 CORE = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py"),
-    *("tests/loss_scales", "tests/measure", "tests/gradients", "tests/wrapper", "tests/diagnostics"),
+    *("tests/loss_scales", "tests/measure", "tests/gradients", "tests/autocast", "tests/wrapper", "tests/diagnostics"),
 ]
 # Of these the ones that say most in a minute.
 QUICK = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales"),
     *("tests/measure/test_primitive.py", "tests/gradients/test_gradients.py", "tests/gradients/test_parts.py"),
-    *("tests/wrapper/test_transform.py", "tests/wrapper/test_lowering.py"),
+    *("tests/autocast/test_structures.py", "tests/wrapper/test_transform.py", "tests/wrapper/test_lowering.py"),
 ]
 
 

@@ -1,5 +1,7 @@
 """The rule, inside everything that JAX puts around operations."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,8 +42,11 @@ def test_autocast_of_the_gradient_works_too(program):
 
 @each_program
 def test_autocast_twice_is_autocast(program):
-    once = jax.make_jaxpr(jax.value_and_grad(jls.autocast(program)))(W, X)
-    assert str(jax.make_jaxpr(jax.value_and_grad(jls.autocast(jls.autocast(program))))(W, X)) == str(once)
+    once, twice = (
+        re.sub(r"0x\w+", "", str(jax.make_jaxpr(jax.value_and_grad(function))(W, X)))  # addresses of functions
+        for function in (jls.autocast(program), jls.autocast(jls.autocast(program)))
+    )
+    assert once == twice
 
 
 @each_program
