@@ -198,7 +198,8 @@ class AutoLossScale(LossScale):
         log2_scale = _floor_log2(self.current_loss_scale)
         was_lowered = (num_steps >= _PATIENCE) & (margin > _LOG2_LEAST_MARGIN)
         is_to_blame = (self.log2_peak > _LOG2_NOTHING) & (was_lowered | ((num_steps > 0) & (num_steps < _SOON)))
-        needed = _LOG2_LIMIT - self.log2_headroom - self.log2_peak - (log2_scale - 1)
+        # A little less, so that no rounding takes another bit from the target.
+        needed = _LOG2_LIMIT - self.log2_headroom - self.log2_peak - (log2_scale - 1) - _LOG2_FORGOTTEN
         return {
             # A scale that was set below the floor by hand does not rise on an overflow.
             "current_loss_scale": jnp.minimum(self._clipped(log2_scale - _LOG2_MOVE), self.current_loss_scale),

@@ -90,7 +90,7 @@ def oracle(config, state, finite, largest):
         if state["current_loss_scale"] <= floor:
             new["log2_peak"] = -127
         if peak > -127 and (0 < n < 512 or (n >= 2048 and margin > 1)):
-            new["log2_margin"] = min(max(limit - peak - (s - 1), margin), margin + 8)
+            new["log2_margin"] = min(max(limit - peak - (s - 1) - np.float32(1 / 64), margin), margin + 8)
         return new, False
 
     n = min(n + 1, 2048)
