@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from any_jax import is_older_than
 
 import jax_lossscale as jls
 
@@ -87,7 +88,8 @@ def test_with_one_scale_the_small_branch_is_lost_and_the_total_loss_shows_nothin
     losses, _ = train(step, tx.init(make_problem()[0]))
     ours = excess(losses, float32_losses)
     assert abs(ours["large"]) < 0.01  # which is the total loss, to seven digits
-    assert ours["small"] > 0.1  # of the one that grows fast 0.36 with jax 0.10.2, 0.19 with 0.7.0; of the others 6.9
+    # Of the one that grows fast 0.36 with jax 0.10.2, 0.19 with 0.7.0; of the others 6.9.
+    assert ours["small"] > (0.1 if is_older_than("0.10.0") else 0.3)
 
 
 def total_loss_of_parts(params, x, targets, branch_scale):
