@@ -195,9 +195,8 @@ class _Evaluation:
             for value, atom in zip(inputs, eqn.invars, strict=True)
             if atom.aval.dtype == jnp.float32
         )
-        is_repeating = eqn.primitive.name in REPEATING_MOVES and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
         with in_context(eqn, step.within):
-            if is_narrow and not is_repeating:
+            if is_narrow and not _repeats(eqn):
                 inputs = [
                     self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
                     for value, atom in zip(inputs, eqn.invars, strict=True)
@@ -227,6 +226,13 @@ class _Evaluation:
         if getattr(value, "dtype", None) == self.dtype:
             return True
         return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether an operation may move one number to several places; a gather may, however few numbers it takes."""
+    if eqn.primitive.name == "gather":
+        return not eqn.params["unique_indices"]
+    return eqn.primitive.name in REPEATING_MOVES and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
 
 
 def _going_into_products(plan: Plan) -> set[Name]:
