@@ -127,6 +127,16 @@ def test_a_result_that_is_an_argument_is_that_argument():
     assert y.dtype == jnp.float32
 
 
+def test_a_result_is_weakly_typed_where_that_of_the_function_is():
+    """Or the next step of a training would be traced anew."""
+
+    def function(w, x):
+        return x @ w, 2.0 * jnp.asarray(1.0), jax.random.gamma(jax.random.key(0), 2.0, (3,))
+
+    found, expected = (jax.eval_shape(each, W, X) for each in (jls.autocast(function), function))
+    assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == [False, True, False]
+
+
 # What is not float32 stays to the bit.
 
 
