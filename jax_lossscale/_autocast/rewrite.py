@@ -192,7 +192,7 @@ class _Evaluation:
             for value, atom in zip(inputs, eqn.invars, strict=True)
             if atom.aval.dtype == jnp.float32
         )
-        is_repeating = eqn.primitive.name in REPEATING_MOVES and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+        is_repeating = eqn.primitive.name in REPEATING_MOVES and not _only_adds_axes(eqn)
         if is_narrow and not is_repeating:
             inputs = [
                 self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
@@ -223,6 +223,11 @@ class _Evaluation:
         if getattr(value, "dtype", None) == self.dtype:
             return True
         return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+
+
+def _only_adds_axes(eqn: Any) -> bool:
+    """Whether a broadcast moves each number to one place. A gather may repeat some and leave out others."""
+    return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
 
 
 def _going_into_products(plan: Plan) -> set[Name]:
