@@ -17,7 +17,7 @@ from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
 from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program.inline import Name, Step
-from jax_lossscale._program.jaxpr import as_dtype, bind, in_context
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
 _LOOPS = ("scan", "while")
 
@@ -136,9 +136,10 @@ class _Evaluation:
         """Take one step: add its outputs to the values."""
         step, decision = self.program.steps[position], self.body.plan.decisions[position]
         inputs = [_read(atom, values) for atom in step.inputs]
-        outputs = self.outputs_of(position, step, decision, inputs, casts)
-        for name, value in zip(step.outputs, outputs, strict=True):
-            values[name] = self.narrowed_at_source(name, value)
+        with in_context(step.eqn, step.within):
+            outputs = self.outputs_of(position, step, decision, inputs, casts)
+            for name, value in zip(step.outputs, outputs, strict=True):
+                values[name] = self.narrowed_at_source(name, value)
 
     def outputs_of(
         self, position: int, step: Step, decision: Decision, inputs: list[Any], casts: dict[Name, Any]
@@ -148,23 +149,20 @@ class _Evaluation:
             return self.call(position, step, inputs)
         if decision.kind is Kind.MOVE:
             return self.move(step, inputs)
-        with in_context(eqn, step.within):
-            if decision.is_narrow and decision.kind is Kind.PRODUCT:
-                inputs = [self.cast(atom, value, casts) for atom, value in zip(step.inputs, inputs, strict=True)]
-            elif decision.is_narrow:
-                inputs = [self.narrowed(value) for value in inputs]
-            else:
-                inputs = declared(inputs, eqn.invars)
+        if decision.is_narrow and decision.kind is Kind.PRODUCT:
+            inputs = [self.cast(atom, value, casts) for atom, value in zip(step.inputs, inputs, strict=True)]
+        elif decision.is_narrow:
+            inputs = [self.narrowed(value) for value in inputs]
+        else:
+            inputs = declared(inputs, eqn.invars)
         if not (decision.is_narrow and "preferred_element_type" in eqn.params):
-            return bind(eqn, inputs, eqn.params, step.within)
+            return bind_here(eqn, inputs, eqn.params)
         if self.body.measured is not None:
-            with in_context(eqn, step.within):
-                return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
+            return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
         params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if decision.has_wide_result:
-            with in_context(eqn, step.within):
-                return [wide_product(eqn.primitive, inputs, params)]
-        return bind(eqn, inputs, params, step.within)
+            return [wide_product(eqn.primitive, inputs, params)]
+        return bind_here(eqn, inputs, params)
 
     def call(self, position: int, step: Step, inputs: list[Any]) -> list[Any]:
         eqn = step.eqn
@@ -180,30 +178,29 @@ class _Evaluation:
             )
             for closed, plan in zip(rule.jaxprs(eqn), self.body.plan.inner[position], strict=True)
         ]
-        with in_context(eqn, step.within):
-            return rule.rewrite(bodies, eqn, inputs)
+        return rule.rewrite(bodies, eqn, inputs)
 
     def move(self, step: Step, inputs: list[Any]) -> list[Any]:
         """Numbers moved in the dtype that they have; float32 if they have not all the same."""
         eqn = step.eqn
         if eqn.primitive.name == "convert_element_type":
-            return inputs
+            return [jax.lax.convert_element_type(value, value.dtype) for value in inputs]  # no longer weakly typed
         if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
-            return bind(eqn, inputs, eqn.params, step.within)
+            return bind_here(eqn, inputs, eqn.params)
         is_narrow = any(name in self.goes_into_products for name in step.outputs) or all(
             self.is_narrow_or_fits(value, atom)
             for value, atom in zip(inputs, eqn.invars, strict=True)
             if atom.aval.dtype == jnp.float32
         )
-        with in_context(eqn, step.within):
-            if is_narrow and not _repeats(eqn):
-                inputs = [
-                    self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
-                    for value, atom in zip(inputs, eqn.invars, strict=True)
-                ]
-            else:
-                inputs = declared(inputs, eqn.invars)
-        outputs = bind(eqn, inputs, eqn.params, step.within)
+        is_repeating = eqn.primitive.name in REPEATING_MOVES and not _only_adds_axes(eqn)
+        if is_narrow and not is_repeating:
+            inputs = [
+                self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
+                for value, atom in zip(inputs, eqn.invars, strict=True)
+            ]
+        else:
+            inputs = declared(inputs, eqn.invars)
+        outputs = bind_here(eqn, inputs, eqn.params)
         return [self.narrowed(value) for value in outputs] if is_narrow else outputs
 
     def narrowed_at_source(self, name: Name, value: Any) -> Any:
@@ -228,11 +225,9 @@ class _Evaluation:
         return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
 
 
-def _repeats(eqn: Any) -> bool:
-    """Whether an operation may move one number to several places; a gather may, however few numbers it takes."""
-    if eqn.primitive.name == "gather":
-        return not eqn.params["unique_indices"]
-    return eqn.primitive.name in REPEATING_MOVES and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+def _only_adds_axes(eqn: Any) -> bool:
+    """Whether a broadcast moves each number to one place. A gather may repeat some and leave out others."""
+    return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
 
 
 def _going_into_products(plan: Plan) -> set[Name]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Name, Program
 from jax_lossscale._program.jaxpr import has_effects
+
+_UNKNOWN = 1024
 
 
 class Stretch(NamedTuple):
@@ -74,7 +76,7 @@ def _sink(
     for position, step in enumerate(program.steps):
         of_inputs = sum(cost[name] for name in {*_names(step.inputs)})
         for name, variable in zip(step.outputs, step.eqn.outvars, strict=True):
-            to_keep = math.prod(getattr(variable.aval, "shape", ())) * width[position]
+            to_keep = _size(variable.aval) * width[position]
             cost[name] = to_keep if is_alone[position] or is_kept[position] else min(to_keep, of_inputs)
     needed_at: dict[Name, int] = {}
     for position in reversed(range(len(program.steps))):
@@ -85,6 +87,11 @@ def _sink(
             levels[position] = max(levels[position], min(levels_above))
         for name in _names(step.inputs):
             needed_at[name] = min(needed_at.get(name, levels[position]), levels[position])
+
+
+def _size(aval: Any) -> int:
+    """The number of elements; a dimension that `jax.export` has no number for is taken for a large one."""
+    return math.prod(each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
 
 
 def _connected(

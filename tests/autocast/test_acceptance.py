@@ -202,12 +202,12 @@ def test_a_scatter_adds_up_in_float32():
         assert total == 4096
 
 
-@pytest.mark.parametrize("words", [3, 5000])
-def test_the_gradient_of_an_embedding_adds_up_in_float32(words):
+@pytest.mark.parametrize("rows", [3, 4096, 10_000])
+def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
     def loss(table):
         return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.ones((2, 1)))
 
-    np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(jnp.ones((words, 2)))[0], [4096, 4096])
+    np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(jnp.ones((rows, 2)))[0], [4096, 4096])
 
 
 def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():

@@ -82,6 +82,15 @@ def test_in_jit_with_shardings_weights_are_gathered_narrow(axis_type):
         assert distance(plain(w, x), result) < 4e-3
 
 
+def test_a_part_without_explicit_axes_is_cast_on_its_own_mesh():
+    with set_mesh(mesh_of(AxisType.Explicit)):
+        w, x = jax.device_put(W, P(None, "data")), jax.device_put(X, P("data"))
+        loss = jax.sharding.auto_axes(loss_fn, axes=("data",), out_sharding=P())
+        narrow = jax.value_and_grad(jls.autocast(loss))
+        assert set(product_dtypes(narrow, w, x)) == {"float16"}
+        assert distance(jax.jit(jax.value_and_grad(loss))(w, x), jax.jit(narrow)(w, x)) < 4e-3
+
+
 def test_gradients_of_data_parallel_training_are_reduced_narrow():
     """So are those of code that is cast by hand; a loss scale that follows the overflow covers both."""
     mesh = mesh_of()
