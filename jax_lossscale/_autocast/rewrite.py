@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.calls import CALLS, as_declared, declared
 from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
-from jax_lossscale._autocast.stretches import Stretch, stretches
+from jax_lossscale._autocast.stretches import Stretch, names, stretches
+from jax_lossscale._autocast.uses import going_into_arithmetic, going_into_products
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program.inline import Name, Step
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
@@ -76,6 +77,27 @@ class Body:
         return [as_declared(value, aval) for value, aval in zip(outputs, self.closed.out_avals, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """What is known while a stretch is evaluated.
+
+    Attributes:
+      stretch: its steps.
+      values: by name.
+      into_arithmetic: the types of the values that it computes with in float32, or that it moves before it does.
+      widened: the names of those that are float32 here, and whose numbers are narrow.
+      narrow: of the widened ones that are needed outside, as they are there.
+      casts: operands of products.
+    """
+
+    stretch: Stretch
+    values: dict[Name, Any]
+    into_arithmetic: dict[Name, Any]
+    widened: set[Name] = dataclasses.field(default_factory=set)
+    narrow: dict[Name, Any] = dataclasses.field(default_factory=dict)
+    casts: dict[Name, Any] = dataclasses.field(default_factory=dict)
+
+
 class _Evaluation:
     """One evaluation of a body."""
 
@@ -83,7 +105,7 @@ class _Evaluation:
         self.body = body
         self.program = body.plan.program
         self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
-        self.goes_into_products = _going_into_products(body.plan)
+        self.goes_into_products = going_into_products(body.plan)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         plan = self.body.plan
@@ -99,28 +121,44 @@ class _Evaluation:
             ]
             order = stretches(self.program, is_alone, is_kept, width)
         else:
-            order = [Stretch((position,), (), step.outputs) for position, step in enumerate(self.program.steps)]
+            order = [Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(self.program.steps)]
         for stretch in order:
             self.compute(stretch, values)
         return [_read(atom, values) for atom in self.program.outputs]
 
     def compute(self, stretch: Stretch, values: dict[Name, Any]) -> None:
         """Add the outputs of a stretch to the values."""
-        if not self.is_computed_again(stretch):
-            casts: dict[Name, Any] = {}
-            for position in stretch.steps:
-                self.take(position, values, casts)
-            return
+        into_arithmetic = going_into_arithmetic(self.body.plan, stretch)
 
         def function(*inputs: Any) -> list[Any]:
-            inside = dict(zip(stretch.inputs, inputs, strict=True))
-            casts: dict[Name, Any] = {}
+            inside = _Inside(stretch, dict(zip(stretch.inputs, inputs, strict=True)), into_arithmetic)
             for position in stretch.steps:
-                self.take(position, inside, casts)
-            return [inside[name] for name in stretch.outputs]
+                self.take(position, inside)
+            return [inside.narrow.get(name, inside.values[name]) for name in stretch.outputs]
 
-        recomputed = jax.checkpoint(function, prevent_cse=not self.body.is_iterated)
-        values.update(zip(stretch.outputs, recomputed(*(values[name] for name in stretch.inputs)), strict=True))
+        if self.is_computed_again(stretch):
+            function = jax.checkpoint(function, prevent_cse=not self.body.is_iterated)
+        values.update(zip(stretch.outputs, function(*(values[name] for name in stretch.inputs)), strict=True))
+
+    def widen(self, step: Step, inside: _Inside) -> None:
+        """Widen what goes into arithmetic, once: the cotangents of all that is made of it are added up in float32."""
+        for name in names(step.inputs):
+            if name in inside.into_arithmetic and self.is_narrow(inside.values[name]):
+                inside.values[name] = as_declared(inside.values[name], inside.into_arithmetic[name])
+                inside.widened.add(name)
+
+    def note_moved(self, step: Step, inside: _Inside) -> None:
+        """Note that the results of a move are numbers that were widened; outside of the stretch they are narrow."""
+        are_moved = all(
+            self.is_narrow_or_fits(_read(atom, inside.values), variable)
+            or (not isinstance(atom, Literal) and atom in inside.widened)
+            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+            if variable.aval.dtype == jnp.float32
+        )
+        if are_moved:
+            inside.widened.update(step.outputs)
+            needed_outside = {*step.outputs} & {*inside.stretch.outputs}
+            inside.narrow.update((name, self.narrowed(inside.values[name])) for name in needed_outside)
 
     def is_computed_again(self, stretch: Stretch) -> bool:
         """Whether a stretch makes anything between its inputs and its outputs that a backward pass could ask for."""
@@ -132,14 +170,17 @@ class _Evaluation:
             and any(decision.kind is Kind.OTHER for decision in decisions)
         )
 
-    def take(self, position: int, values: dict[Name, Any], casts: dict[Name, Any]) -> None:
+    def take(self, position: int, inside: _Inside) -> None:
         """Take one step: add its outputs to the values."""
         step, decision = self.program.steps[position], self.body.plan.decisions[position]
-        inputs = [_read(atom, values) for atom in step.inputs]
         with in_context(step.eqn, step.within):
-            outputs = self.outputs_of(position, step, decision, inputs, casts)
+            self.widen(step, inside)
+            inputs = [_read(atom, inside.values) for atom in step.inputs]
+            outputs = self.outputs_of(position, step, decision, inputs, inside.casts)
             for name, value in zip(step.outputs, outputs, strict=True):
-                values[name] = self.narrowed_at_source(name, value)
+                inside.values[name] = self.narrowed_at_source(name, value)
+            if decision.kind is Kind.MOVE:
+                self.note_moved(step, inside)
 
     def outputs_of(
         self, position: int, step: Step, decision: Decision, inputs: list[Any], casts: dict[Name, Any]
@@ -218,35 +259,18 @@ class _Evaluation:
             casts[atom] = self.narrowed(value)
         return casts[atom]
 
+    def is_narrow(self, value: Any) -> bool:
+        return getattr(value, "dtype", None) == self.dtype
+
     def is_narrow_or_fits(self, value: Any, atom: Any) -> bool:
         """Whether a value is narrow already, or a literal that is the same number in half precision."""
-        if getattr(value, "dtype", None) == self.dtype:
-            return True
-        return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+        fits = isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+        return self.is_narrow(value) or fits
 
 
 def _only_adds_axes(eqn: Any) -> bool:
     """Whether a broadcast moves each number to one place. A gather may repeat some and leave out others."""
     return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
-
-
-def _going_into_products(plan: Plan) -> set[Name]:
-    """The names of float32 values that go into nothing but narrow products, by way of moves or straight."""
-    found: set[Name] = set()
-    others = {atom for atom in plan.program.outputs if not isinstance(atom, Literal)}
-    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
-    arguments = {*plan.program.inputs, *plan.program.constants}
-    met: set[Name] = set()
-    for step, decision in zip(reversed(plan.program.steps), reversed(plan.decisions), strict=True):
-        goes_on = decision.kind is Kind.PRODUCT and decision.is_narrow
-        is_plain_move = decision.kind is Kind.MOVE and step.eqn.primitive.name not in REPEATING_MOVES
-        if is_plain_move and step.eqn.primitive.name not in MOVES_EACH_BY_ITSELF:
-            goes_on = all(name in found and name not in others for name in step.outputs)
-        names = {atom for atom in step.inputs if not isinstance(atom, Literal)}
-        (found if goes_on else others).update(names)
-        others |= {name for name in names & arguments if name in met}
-        met |= names
-    return found - others
 
 
 def _read(atom: Any, values: dict[Name, Any]) -> Any:

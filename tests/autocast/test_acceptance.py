@@ -210,6 +210,25 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
     np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(jnp.ones((rows, 2)))[0], [4096, 4096])
 
 
+@pytest.mark.parametrize("move", ["index", "take_along_axis", "slice", "where"])
+def test_the_gradient_of_logits_adds_up_in_float32(move):
+    pick = {
+        "index": lambda logits: logits[jnp.arange(2), jnp.array([0, 0])],
+        "take_along_axis": lambda logits: jnp.take_along_axis(logits, jnp.zeros((2, 1), int), 1)[:, 0],
+        "slice": lambda logits: logits.reshape(2, 4)[:, 0],
+        "where": lambda logits: jnp.where(jnp.arange(4)[None] == 0, logits, 0.0).sum(1),
+    }[move]
+
+    def loss(w, x):
+        logits = x @ w
+        return jnp.sum(jax.nn.logsumexp(logits, axis=1) - pick(logits))
+
+    # Of the label's logit the derivative is p - 1, which is 1e-4; rounded before the sum, p is 1.
+    args = jnp.diag(jnp.array([9.0, 0.0, 0.0, 0.0])), jnp.eye(4)[jnp.array([0, 0])]
+    narrow = jax.grad(lambda *args: 2.0**12 * jls.autocast(loss)(*args))(*args) / 2.0**12
+    np.testing.assert_allclose(narrow[0], jax.grad(loss)(*args)[0], rtol=2e-3)
+
+
 def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
     def loss(bias, w):
         return jnp.sum(jnp.broadcast_to(bias, (4096, 2)) @ w)
