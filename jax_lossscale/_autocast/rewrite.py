@@ -83,7 +83,9 @@ class _Evaluation:
         self.body = body
         self.program = body.plan.program
         self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
-        self.goes_into_products = _going_into_products(body.plan)
+        # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
+        self.arguments = {*self.program.inputs, *self.program.constants}
+        self.goes_into_products = _going_into_products(body.plan, self.arguments)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         plan = self.body.plan
@@ -211,8 +213,8 @@ class _Evaluation:
         return as_dtype(value, self.dtype) if getattr(value, "dtype", None) == jnp.float32 else value
 
     def cast(self, atom: Any, value: Any, casts: dict[Name, Any]) -> Any:
-        """An operand of a product, cast once in a stretch."""
-        if isinstance(atom, Literal):
+        """An operand of a product, cast once in a stretch; an argument, at each use."""
+        if isinstance(atom, Literal) or atom in self.arguments:
             return self.narrowed(value)
         if atom not in casts:
             casts[atom] = self.narrowed(value)
@@ -230,12 +232,10 @@ def _only_adds_axes(eqn: Any) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
 
 
-def _going_into_products(plan: Plan) -> set[Name]:
+def _going_into_products(plan: Plan, arguments: set[Name]) -> set[Name]:
     """The names of float32 values that go into nothing but narrow products, by way of moves or straight."""
     found: set[Name] = set()
     others = {atom for atom in plan.program.outputs if not isinstance(atom, Literal)}
-    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
-    arguments = {*plan.program.inputs, *plan.program.constants}
     met: set[Name] = set()
     for step, decision in zip(reversed(plan.program.steps), reversed(plan.decisions), strict=True):
         goes_on = decision.kind is Kind.PRODUCT and decision.is_narrow

@@ -93,7 +93,7 @@ def test_what_is_moved_into_two_products_is_cast_once():
         for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float16
     ]
-    assert len(casts) == 2  # of `y`, and of `w`
+    assert len(casts) == 3  # of `y`, and at each use of the argument
 
 
 def test_without_recomputation_float32_values_are_kept():
