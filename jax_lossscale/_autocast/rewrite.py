@@ -105,7 +105,9 @@ class _Evaluation:
         self.body = body
         self.program = body.plan.program
         self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
-        self.goes_into_products = going_into_products(body.plan)
+        # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
+        self.arguments = {*self.program.inputs, *self.program.constants}
+        self.goes_into_products = going_into_products(body.plan, self.arguments)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         plan = self.body.plan
@@ -252,8 +254,8 @@ class _Evaluation:
         return as_dtype(value, self.dtype) if getattr(value, "dtype", None) == jnp.float32 else value
 
     def cast(self, atom: Any, value: Any, casts: dict[Name, Any]) -> Any:
-        """An operand of a product, cast once in a stretch."""
-        if isinstance(atom, Literal):
+        """An operand of a product, cast once in a stretch; an argument, at each use."""
+        if isinstance(atom, Literal) or atom in self.arguments:
             return self.narrowed(value)
         if atom not in casts:
             casts[atom] = self.narrowed(value)

@@ -271,9 +271,13 @@ def test_a_carry_that_is_a_product_is_float32(loop):
     assert carries == [jnp.float32]
 
 
-def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32():
+@pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])
+def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32(factor):
+    """Also where what it is multiplied with comes out of one stretch of arithmetic."""
+
     def loss(w):
-        return jnp.sum(jnp.full((1, 1), 2048.0) @ w) + jnp.sum(jnp.ones((1, 1)) @ w)
+        x = factor(w)
+        return jnp.sum((2048 * x) @ w) + jnp.sum(x @ w)
 
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 2049
 

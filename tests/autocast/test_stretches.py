@@ -39,13 +39,26 @@ def through_a_broadcast(y):
     return jnp.tanh(y[:, :1] + jnp.zeros_like(y))
 
 
-@pytest.mark.parametrize("between", [jnp.tanh, jax.nn.gelu, norm, masked_softmax, gated, through_a_broadcast])
+@pytest.mark.parametrize(
+    "between", [jnp.tanh, jax.nn.gelu, jax.nn.relu, norm, masked_softmax, gated, through_a_broadcast]
+)
 def test_between_two_products_only_the_first_result_is_kept(between):
     def loss(w, x):
         return jnp.sum(jnp.square(between(x @ w) @ w))
 
     # The operands and results of the two products: the weights, the input, and what each product gave.
     assert kept(jls.autocast(loss), W, X) == ["float16[16,16]", "float16[4,16]", "float16[4,16]", "float16[4,16]"]
+
+
+def test_what_is_computed_again_in_a_loop_needs_no_barrier():
+    def loss(w, x):
+        x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=2)[0]
+        return jnp.sum(jnp.sin(x @ w))
+
+    jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, X)
+    found = {eqn.params["prevent_cse"] for eqn in jaxpr.eqns if eqn.primitive.name == "remat2"}
+    inside = {eqn.params["prevent_cse"] for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"} - found
+    assert (found, inside) == ({True}, {False})
 
 
 def test_a_rule_for_a_product_keeps_no_more():
@@ -93,7 +106,7 @@ def test_what_is_moved_into_two_products_is_cast_once():
         for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float16
     ]
-    assert len(casts) == 2  # of `y`, and of `w`
+    assert len(casts) == 3  # of `y`, and at each use of the argument
 
 
 def test_without_recomputation_float32_values_are_kept():
