@@ -87,7 +87,6 @@ class _Inside:
       into_arithmetic: the types of the values that it computes with in float32, or that it moves before it does.
       widened: the names of those that are float32 here, and whose numbers are narrow.
       narrow: of the widened ones that are needed outside, as they are there.
-      casts: operands of products.
     """
 
     stretch: Stretch
@@ -95,7 +94,6 @@ class _Inside:
     into_arithmetic: dict[Name, Any]
     widened: set[Name] = dataclasses.field(default_factory=set)
     narrow: dict[Name, Any] = dataclasses.field(default_factory=dict)
-    casts: dict[Name, Any] = dataclasses.field(default_factory=dict)
 
 
 class _Evaluation:
@@ -105,9 +103,7 @@ class _Evaluation:
         self.body = body
         self.program = body.plan.program
         self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
-        # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
-        self.arguments = {*self.program.inputs, *self.program.constants}
-        self.goes_into_products = going_into_products(body.plan, self.arguments)
+        self.goes_into_products = going_into_products(body.plan)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         plan = self.body.plan
@@ -178,26 +174,19 @@ class _Evaluation:
         with in_context(step.eqn, step.within):
             self.widen(step, inside)
             inputs = [_read(atom, inside.values) for atom in step.inputs]
-            outputs = self.outputs_of(position, step, decision, inputs, inside.casts)
+            outputs = self.outputs_of(position, step, decision, inputs)
             for name, value in zip(step.outputs, outputs, strict=True):
                 inside.values[name] = self.narrowed_at_source(name, value)
             if decision.kind is Kind.MOVE:
                 self.note_moved(step, inside)
 
-    def outputs_of(
-        self, position: int, step: Step, decision: Decision, inputs: list[Any], casts: dict[Name, Any]
-    ) -> list[Any]:
+    def outputs_of(self, position: int, step: Step, decision: Decision, inputs: list[Any]) -> list[Any]:
         eqn = step.eqn
         if decision.kind is Kind.CALL:
             return self.call(position, step, inputs)
         if decision.kind is Kind.MOVE:
             return self.move(step, inputs)
-        if decision.is_narrow and decision.kind is Kind.PRODUCT:
-            inputs = [self.cast(atom, value, casts) for atom, value in zip(step.inputs, inputs, strict=True)]
-        elif decision.is_narrow:
-            inputs = [self.narrowed(value) for value in inputs]
-        else:
-            inputs = declared(inputs, eqn.invars)
+        inputs = [self.narrowed(value) for value in inputs] if decision.is_narrow else declared(inputs, eqn.invars)
         if not (decision.is_narrow and "preferred_element_type" in eqn.params):
             return bind_here(eqn, inputs, eqn.params)
         if self.body.measured is not None:
@@ -252,14 +241,6 @@ class _Evaluation:
 
     def narrowed(self, value: Any) -> Any:
         return as_dtype(value, self.dtype) if getattr(value, "dtype", None) == jnp.float32 else value
-
-    def cast(self, atom: Any, value: Any, casts: dict[Name, Any]) -> Any:
-        """An operand of a product, cast once in a stretch; an argument, at each use."""
-        if isinstance(atom, Literal) or atom in self.arguments:
-            return self.narrowed(value)
-        if atom not in casts:
-            casts[atom] = self.narrowed(value)
-        return casts[atom]
 
     def is_narrow(self, value: Any) -> bool:
         return getattr(value, "dtype", None) == self.dtype

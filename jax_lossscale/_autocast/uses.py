@@ -12,10 +12,12 @@ from jax_lossscale._autocast.stretches import Stretch, names
 from jax_lossscale._program.inline import Name
 
 
-def going_into_products(plan: Plan, arguments: set[Name]) -> set[Name]:
+def going_into_products(plan: Plan) -> set[Name]:
     """The names of float32 values that go into nothing but narrow products, by way of moves or straight."""
     found: set[Name] = set()
     others = set(names(plan.program.outputs))
+    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
+    arguments = {*plan.program.inputs, *plan.program.constants}
     met: set[Name] = set()
     for step, decision in zip(reversed(plan.program.steps), reversed(plan.decisions), strict=True):
         goes_on = decision.kind is Kind.PRODUCT and decision.is_narrow
