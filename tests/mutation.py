@@ -84,12 +84,14 @@ TESTS = {  # the quickest to notice first
     "_autocast/constants.py": [AUTOCAST + "test_exceptions.py"],
     "_autocast/linear_algebra.py": [AUTOCAST + "test_exceptions.py"],
     "_autocast/plan.py": [
-        *(AUTOCAST + name for name in ("test_exceptions.py", "test_policy.py", "test_structures.py")),
+        *(AUTOCAST + name for name in ("test_stretches.py", "test_exceptions.py", "test_policy.py")),
+        AUTOCAST + "test_structures.py",
     ],
     "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
     "_autocast/rewrite.py": [
-        *(AUTOCAST + name for name in ("test_structures.py", "test_stretches.py", "test_acceptance.py")),
-        *(AUTOCAST + name for name in ("test_exceptions.py", "test_arguments_and_transformations.py")),
+        *(AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_structures.py")),
+        *(AUTOCAST + name for name in ("test_acceptance.py", "test_exceptions.py")),
+        AUTOCAST + "test_arguments_and_transformations.py",
     ],
     "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
     "_autocast/uses.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_acceptance.py"],

@@ -57,7 +57,11 @@ class Constants:
                 return bind(step.eqn, inputs, step.eqn.params)
 
         for position, name in enumerate(step.outputs):
-            self._constants[name] = lambda position=position: outputs()[position]
+            self._constants[name] = functools.partial(_result, outputs, position)
+
+
+def _result(outputs: Callable[[], list[Any]], position: int) -> Any:
+    return outputs()[position]
 
 
 def _constant(value: Any) -> Constant | None:

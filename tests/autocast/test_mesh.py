@@ -55,6 +55,15 @@ def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_narrow(
     assert distance(jax.value_and_grad(fully_sharded)(W, X), jax.jit(narrow)(W, X)) < rounding
 
 
+def test_what_a_device_makes_of_constants_is_computed_by_no_other():
+    def shard(w, x):
+        return x @ (2 * jnp.eye(16)) @ w @ (jax.lax.axis_index("data") * jnp.eye(16))
+
+    with set_mesh(mesh_of()):
+        function = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P("data"))
+        assert set(product_dtypes(jls.autocast(function), W, X)) == {"float16"}
+
+
 COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")
 
 
