@@ -15,7 +15,7 @@ from jax_lossscale._autocast.calls import CALLS, as_declared, declared
 from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
 from jax_lossscale._autocast.stretches import Stretch, names, stretches
-from jax_lossscale._autocast.uses import going_into_arithmetic, going_into_products
+from jax_lossscale._autocast.uses import added_up_in_float32, going_into_products
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program.inline import Name, Step
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
@@ -84,14 +84,14 @@ class _Inside:
     Attributes:
       stretch: its steps.
       values: by name.
-      into_arithmetic: the types of the values that it computes with in float32, or that it moves before it does.
+      added_up: the types of the values that are wide where they are used, since their cotangents are added up.
       widened: the names of those that are float32 here, and whose numbers are narrow.
       narrow: of the widened ones that are needed outside, as they are there.
     """
 
     stretch: Stretch
     values: dict[Name, Any]
-    into_arithmetic: dict[Name, Any]
+    added_up: dict[Name, Any]
     widened: set[Name] = dataclasses.field(default_factory=set)
     narrow: dict[Name, Any] = dataclasses.field(default_factory=dict)
 
@@ -126,10 +126,10 @@ class _Evaluation:
 
     def compute(self, stretch: Stretch, values: dict[Name, Any]) -> None:
         """Add the outputs of a stretch to the values."""
-        into_arithmetic = going_into_arithmetic(self.body.plan, stretch)
+        added_up = added_up_in_float32(self.body.plan, stretch)
 
         def function(*inputs: Any) -> list[Any]:
-            inside = _Inside(stretch, dict(zip(stretch.inputs, inputs, strict=True)), into_arithmetic)
+            inside = _Inside(stretch, dict(zip(stretch.inputs, inputs, strict=True)), added_up)
             for position in stretch.steps:
                 self.take(position, inside)
             return [inside.narrow.get(name, inside.values[name]) for name in stretch.outputs]
@@ -139,10 +139,10 @@ class _Evaluation:
         values.update(zip(stretch.outputs, function(*(values[name] for name in stretch.inputs)), strict=True))
 
     def widen(self, step: Step, inside: _Inside) -> None:
-        """Widen what goes into arithmetic, once: the cotangents of all that is made of it are added up in float32."""
+        """Widen what is used several times, and do it once: then its cotangents are added up in float32."""
         for name in names(step.inputs):
-            if name in inside.into_arithmetic and self.is_narrow(inside.values[name]):
-                inside.values[name] = as_declared(inside.values[name], inside.into_arithmetic[name])
+            if name in inside.added_up and self.is_narrow(inside.values[name]):
+                inside.values[name] = as_declared(inside.values[name], inside.added_up[name])
                 inside.widened.add(name)
 
     def note_moved(self, step: Step, inside: _Inside) -> None:

@@ -1,7 +1,8 @@
-"""What values are used for: which go into nothing but products, and with which a stretch does arithmetic."""
+"""What values are used for: which go into nothing but products, and which into arithmetic several times."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from jax.extend.core import Literal
@@ -31,13 +32,19 @@ def going_into_products(plan: Plan) -> set[Name]:
     return found - others
 
 
-def going_into_arithmetic(plan: Plan, stretch: Stretch) -> dict[Name, Any]:
-    """The values that a stretch computes with in float32, or that it only moves before it does; and their types."""
-    found: dict[Name, Any] = {}
+def added_up_in_float32(plan: Plan, stretch: Stretch) -> dict[Name, Any]:
+    """The values that a stretch uses several times, and not for products alone, so that their cotangents are added up.
+
+    Returns:
+      Their types, by name.
+    """
+    into_arithmetic: dict[Name, Any] = {}
+    uses: Counter[Name] = Counter()
     for position in reversed(stretch.steps):
         step, decision = plan.program.steps[position], plan.decisions[position]
-        is_moved_there = decision.kind is Kind.MOVE and not found.keys().isdisjoint(step.outputs)
+        uses.update(names(step.inputs))
+        is_moved_there = decision.kind is Kind.MOVE and not into_arithmetic.keys().isdisjoint(step.outputs)
         if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
             types = zip(step.inputs, step.eqn.invars, strict=True)
-            found.update((atom, variable.aval) for atom, variable in types if not isinstance(atom, Literal))
-    return found
+            into_arithmetic.update((atom, variable.aval) for atom, variable in types if not isinstance(atom, Literal))
+    return {name: aval for name, aval in into_arithmetic.items() if uses[name] > 1}
