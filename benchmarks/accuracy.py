@@ -1,6 +1,6 @@
-"""Does float16 give float32's result? Small real trainings in eight arms, each from several seeds.
+"""Does float16 give float32's result? Small real trainings in nine arms, each from several seeds.
 
-Not part of ``python -m benchmarks``: it takes half an hour. ``python -m benchmarks accuracy`` runs it, with
+Not part of ``python -m benchmarks``: it takes most of an hour. ``python -m benchmarks accuracy`` runs it, with
 ``--workload`` for one workload, and with ``--docs`` it writes table and figure of ``docs/accuracy.md``.
 """
 
@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,12 +25,16 @@ import jax_lossscale as jls
 from benchmarks.isolation import Progress
 from benchmarks.report import Cell, Table
 from benchmarks.workloads import WORKLOADS, Workload
-from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, compile_training
+from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, batch_of, begin, compile_training
 
 SEEDS = (0, 1, 2)
 # Trainings in float32 from weights rounded to float16, of each seed: to the nearest, and at random up or down.
 _ROUNDINGS = (0, 1, 2)
 _QUICK_STEPS = 30
+
+
+def _as_it_is(workload: Workload) -> Workload:
+    return workload
 
 
 @dataclass(frozen=True)
@@ -41,28 +46,34 @@ class Arm:
       dtype: what is computed in.
       loss_scale: makes the loss scale of a run from what computes the float32 gradients of its first step.
       roundings: of the initial weights, each a training of its own.
-      autocast: whether `jls.autocast` rewrites the workload in float32, which else is cast by hand.
+      rewritten: makes what is trained of a workload, which else is cast by hand.
     """
 
     name: str
     dtype: DTypeLike
     loss_scale: MakeLossScale
     roundings: tuple[int, ...] = (AS_DRAWN,)
-    autocast: bool = False
-
-    def workload(self, workload: Workload) -> Workload:
-        """What is trained."""
-        return _under_autocast(workload) if self.autocast else workload
+    rewritten: Callable[[Workload], Workload] = _as_it_is
 
 
-def _under_autocast(workload: Workload) -> Workload:
+def found_policy(workload: Workload) -> jls.PrecisionPolicy:
+    """What `find_precision` finds for the initial parameters of the first seed and its first two batches."""
+    params, statistics = begin(workload, SEEDS[0])
+    first, second = (batch_of(workload, SEEDS[0], step) for step in (0, 1))
+    loss = partial(workload.loss, dtype=jnp.float32)
+    return jls.diagnostics.find_precision(loss, params, statistics, first, has_aux=True, batches=[second])
+
+
+def _under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = None) -> Workload:
     def loss(params: Any, statistics: Any, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, Any]:
-        def in_float32(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, Any]:
-            return workload.loss(params, statistics, batch, jnp.float32)
-
-        return jls.autocast(in_float32, dtype)(params, statistics, batch)
+        in_float32 = partial(workload.loss, dtype=jnp.float32)
+        return jls.autocast(in_float32, dtype, policy=policy)(params, statistics, batch)
 
     return dataclasses.replace(workload, loss=loss)
+
+
+def _under_found_policy(workload: Workload) -> Workload:
+    return _under_autocast(workload, found_policy(workload))
 
 
 def _no_loss_scale(gradients: Callable[[], Any]) -> jls.LossScale:
@@ -78,14 +89,12 @@ def _dynamic(gradients: Callable[[], Any]) -> jls.LossScale:
     return jls.DynamicLossScale()
 
 
+def _auto(gradients: Callable[[], Any]) -> jls.LossScale:
+    return jls.AutoLossScale()
+
+
 def arms() -> list[Arm]:
     """All of them. The first is what the others are compared with, the second says what differs by chance."""
-    auto = getattr(jls, "AutoLossScale", None)
-    automatic = [
-        Arm(name, jnp.float16, lambda gradients: auto(), autocast=autocast)
-        for name, autocast in (("float16, auto", False), ("autocast, auto", True))
-        if auto
-    ]
     return [
         Arm("float32", jnp.float32, _no_loss_scale),
         Arm("float32, weights rounded", jnp.float32, _no_loss_scale, _ROUNDINGS),
@@ -93,7 +102,9 @@ def arms() -> list[Arm]:
         Arm("float16", jnp.float16, _no_loss_scale),
         Arm("float16, fixed", jnp.float16, _suggested),
         Arm("float16, dynamic", jnp.float16, _dynamic),
-        *automatic,
+        Arm("float16, auto", jnp.float16, _auto),
+        Arm("autocast, auto", jnp.float16, _auto, rewritten=_under_autocast),
+        Arm("autocast, found policy", jnp.float16, _auto, rewritten=_under_found_policy),
     ]
 
 
@@ -149,13 +160,13 @@ def compare(
     workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in names}
     # Arms that differ only in their initial weights are one program.
     programs = [
-        tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale, arm.autocast))
+        tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale, arm.rewritten))
     ]
     jobs = [(name, program) for name in names for program in programs]
     outcomes: dict[tuple[str, str], tuple[Outcome, ...]] = {}
 
     def train(name: str, program: tuple[Arm, ...]) -> None:
-        training = compile_training(program[0].workload(workloads[name]), program[0].dtype, program[0].loss_scale)
+        training = compile_training(program[0].rewritten(workloads[name]), program[0].dtype, program[0].loss_scale)
         for arm in program:
             outcomes[name, arm.name] = tuple(training(seed, rounding) for seed in seeds for rounding in arm.roundings)
 
@@ -228,6 +239,8 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
         "are zero in float32 too: words that are not in a batch, units that are off.",
         "`float16, fixed` is the suggestion of `suggest_loss_scale` for the float32 gradients of the first step; a "
         "step that overflows is skipped.",
+        "Under `autocast` the workload is written in float32; in the settings before it is cast by hand. The policy is "
+        "what `find_precision` finds for the first two batches of the first seed, before any training.",
     ]
     return Table("Every setting", columns, rows, notes=notes, quick=quick)
 

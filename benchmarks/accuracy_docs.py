@@ -20,6 +20,8 @@ _STYLES = {
     "float16, fixed": ("#56b4e9", "^"),
     "float16, dynamic": ("#0072b2", "o"),
     "float16, auto": ("#009e73", "D"),
+    "autocast, auto": ("#e69f00", "v"),
+    "autocast, found policy": ("#cc79a7", "P"),
 }
 _LINEAR_UP_TO = 0.1  # percent; logarithmic beyond
 

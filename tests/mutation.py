@@ -81,16 +81,20 @@ TESTS = {  # the quickest to notice first
     ],
     "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
     "_autocast/calls.py": [AUTOCAST + "test_structures.py", AUTOCAST + "test_acceptance.py"],
+    "_autocast/constants.py": [AUTOCAST + "test_exceptions.py"],
     "_autocast/linear_algebra.py": [AUTOCAST + "test_exceptions.py"],
     "_autocast/plan.py": [
-        *(AUTOCAST + name for name in ("test_exceptions.py", "test_policy.py", "test_structures.py")),
+        *(AUTOCAST + name for name in ("test_stretches.py", "test_exceptions.py", "test_policy.py")),
+        AUTOCAST + "test_structures.py",
     ],
     "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
     "_autocast/rewrite.py": [
-        *(AUTOCAST + name for name in ("test_structures.py", "test_stretches.py", "test_acceptance.py")),
-        *(AUTOCAST + name for name in ("test_exceptions.py", "test_arguments_and_transformations.py")),
+        *(AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_structures.py")),
+        *(AUTOCAST + name for name in ("test_acceptance.py", "test_exceptions.py")),
+        AUTOCAST + "test_arguments_and_transformations.py",
     ],
     "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
+    "_autocast/uses.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_acceptance.py"],
     "_autocast/transform.py": [AUTOCAST + "test_arguments_and_transformations.py", AUTOCAST + "test_policy.py"],
     "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/cotangent.py": [

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from benchmarks import cuda
-from benchmarks.autocast import gpu
+from benchmarks.autocast import gpu, mesh
 from benchmarks.autocast.counting import bytes_kept, casts, compiled_casts, products
 from benchmarks.autocast.gradients import Error, Trained, scaled_gradients, sources
 from benchmarks.autocast.models import Model, gemma, nanogpt, transformer, vae, vit
@@ -33,6 +33,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     trained, errors = _gradients(quick, sizes, progress.part(1, 5, "gradients"))
     tables.append(_programs(quick, sizes, errors, progress.part(2, 5, "programs")))
     tables += [_errors(quick, errors), _sources(quick, trained, errors, progress.part(3, 5, "sources of errors"))]
+    tables.append(_on_a_mesh(quick, sizes))
     tables.append(_for_h100(quick, sizes, progress.part(4, 5, "for an H100")))
     return [*tables, _timed(quick, sizes, progress)]
 
@@ -184,6 +185,21 @@ def _sources(
         for model, value, floor in zip(trained, found[AUTOCAST], found["operands and results rounded"], strict=True)
     ]
     return Table("Where errors of gradients come from", columns, rows, marks, notes, quick)
+
+
+def _on_a_mesh(quick: bool, sizes: dict[str, int]) -> Table:
+    model = mesh.sharded(transformer(**{**sizes, "heads": mesh.DEVICES, "batch": mesh.DEVICES}))
+    arguments = jax.eval_shape(lambda: (model.params(), model.batch(0)))
+    found = {name: mesh.sent(ways()[name](model), *arguments) for name in (FLOAT32, BY_HAND, AUTOCAST)}
+    rows = [(name, f"{each.narrow} of {each.total}", each.bytes / _MIB) for name, each in found.items()]
+    columns = (("loss", "{}"), ("in half precision", "{}"), ("put in by each device", "{:.1f} MiB"))
+    what = f"autocast: gathers of weights and reductions of their gradients in float32, {mesh.DEVICES} devices"
+    mark = Mark(what, found[AUTOCAST].total - found[AUTOCAST].narrow, 0, exactly=True)
+    notes = (
+        "A `jax.shard_map` that gathers each weight where it is used, in the program before XLA. By hand flax casts "
+        "what was gathered.",
+    )
+    return Table(f"Between {mesh.DEVICES} devices: {model.name}", columns, rows, [_quick(mark, quick)], notes, quick)
 
 
 def _for_h100(quick: bool, sizes: dict[str, int], progress: Progress) -> Table:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.jaxpr import as_dtype, bind
+from jax_lossscale._program.jaxpr import as_dtype, bind_here
 
 if TYPE_CHECKING:
     from jax_lossscale._autocast.rewrite import Body
@@ -38,12 +38,12 @@ def _scan(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     inputs = [*declared(inputs[:num_fixed], eqn.invars), *inputs[num_fixed:]]
     types = [_with_dtype(variable.aval, value) for variable, value in zip(body.invars, inputs, strict=True)]
     jaxpr = body.traced(types, [True] * num_carry + [False] * (len(eqn.outvars) - num_carry))
-    return bind(eqn, inputs, {**eqn.params, "jaxpr": jaxpr})
+    return bind_here(eqn, inputs, {**eqn.params, "jaxpr": jaxpr})
 
 
 def _while(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     condition, body = (each.traced([variable.aval for variable in each.invars], [True] * 10**6) for each in bodies)
-    return bind(eqn, declared(inputs, eqn.invars), {**eqn.params, "cond_jaxpr": condition, "body_jaxpr": body})
+    return bind_here(eqn, declared(inputs, eqn.invars), {**eqn.params, "cond_jaxpr": condition, "body_jaxpr": body})
 
 
 def _cond(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -55,7 +55,7 @@ def _cond(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     ]
     are_mixed = [len(found) > 1 for found in dtypes]
     branches = [body.traced(types, are_mixed) for body in bodies] if any(are_mixed) else as_they_come
-    return bind(eqn, [index, *operands], {**eqn.params, "branches": tuple(branches)})
+    return bind_here(eqn, [index, *operands], {**eqn.params, "branches": tuple(branches)})
 
 
 def _remat(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -67,14 +67,14 @@ def _remat(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]
     if isinstance(prevent_cse, tuple):
         prevent_cse = (True,) * len(consts) + prevent_cse
     open_jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return bind(eqn, [*consts, *inputs], {**eqn.params, "jaxpr": open_jaxpr, "prevent_cse": prevent_cse})
+    return bind_here(eqn, [*consts, *inputs], {**eqn.params, "jaxpr": open_jaxpr, "prevent_cse": prevent_cse})
 
 
 def _jit(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """A call that says where its results lie, or what it may destroy: of the types that it had."""
     (body,) = bodies
     jaxpr = body.traced([variable.aval for variable in body.invars], [True] * len(eqn.outvars))
-    return bind(eqn, declared(inputs, eqn.invars), {**eqn.params, "jaxpr": jaxpr})
+    return bind_here(eqn, declared(inputs, eqn.invars), {**eqn.params, "jaxpr": jaxpr})
 
 
 def _shard_map(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -7,12 +7,14 @@ from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
 # Matrix products and convolutions: what tensor cores compute.
 PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", WIDE_PRODUCT})
 
+# They say where numbers lie on a mesh, and change nothing else.
+PLACEMENTS = frozenset({"mesh_cast", "pbroadcast", "pcast", "pvary", "reshard", "sharding_constraint"})
 # They only move numbers, or choose among them: results are in the dtype of the operands, all of which are of one.
 MOVES = frozenset(
     {
         *("concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims", "name", "pad"),
-        *("reshape", "rev", "select_n", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient"),
-        *("transpose", "mesh_cast", "reshard", "pbroadcast", "pcast", "pvary"),
+        *("reshape", "rev", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose"),
+        *PLACEMENTS,
     }
 )
 # Likewise, but one number may be moved to many places. Its cotangent is their sum, which is arithmetic.

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast import linear_algebra
 from jax_lossscale._autocast.calls import CALLS
+from jax_lossscale._autocast.constants import Constant, Constants
 from jax_lossscale._autocast.operations import (
     COMPUTED_ONCE,
     MOVES,
@@ -96,7 +97,7 @@ class Planner:
         closed: ClosedJaxpr,
         within: tuple[Any, ...] = (),
         outputs_feeding: Sequence[bool] | None = None,
-        known: Sequence[Any] = (),
+        known: Sequence[Constant | None] = (),
     ) -> Plan:
         """The plan of a jaxpr.
 
@@ -104,19 +105,19 @@ class Planner:
           closed: the jaxpr.
           within: the equations that it lies in, the outermost first.
           outputs_feeding: of each result, whether a factorization is made of it.
-          known: of each argument, the numbers that it has, if it is a constant; else None.
+          known: of each argument, the constant that it is; else None.
         """
         program = inlined(closed)
         feeding = linear_algebra.feeding(program, outputs_feeding or [False] * len(program.outputs))
-        constants = program.constants | {
-            name: value for name, value in zip(program.inputs, known, strict=False) if value is not None
-        }
+        constants = Constants(program, known)
         inner: dict[int, list[Plan]] = {}
         decisions = []
         for position, step in enumerate(program.steps):
             decision = self._decide(step, within, feeding, constants)
             if decision.reason:
                 self.exceptions.append(((*within, *step.within, step.eqn), decision.reason))
+            if decision.kind in (Kind.MOVE, Kind.OTHER) and not decision.is_alone:
+                constants.add(step)
             if decision.kind is Kind.CALL:
                 plans = self._inner(step, within, feeding, constants)
                 if any(plan.is_narrow for plan in plans):
@@ -127,20 +128,20 @@ class Planner:
         is_narrow = bool(inner) or any(decision.is_narrow for decision in decisions)
         return Plan(program, tuple(decisions), inner, is_narrow)
 
-    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> list[Plan]:
+    def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: Constants) -> list[Plan]:
         eqn = step.eqn
         goes_on = [name in feeding for name in step.outputs]
         if eqn.primitive.name == "scan":
             goes_on = linear_algebra.outputs_feeding(eqn, goes_on)
         around = (*within, *step.within, eqn)
-        known = [atom.val if isinstance(atom, Literal) else constants.get(atom) for atom in step.inputs]
+        known = [constants.of(atom) for atom in step.inputs]
         jaxprs = CALLS[eqn.primitive.name].jaxprs(eqn)
         return [
             self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None, arguments)
             for closed, arguments in zip(jaxprs, _arguments(eqn, known), strict=True)
         ]
 
-    def _decide(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> Decision:
+    def _decide(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: Constants) -> Decision:
         eqn, name = step.eqn, step.eqn.primitive.name
         around = (*within, *step.within)
         if name in CALLS:
@@ -150,7 +151,6 @@ class Planner:
         rule = self._rule(eqn, around)
         wide_by_rule = rule is not None and rule.precision == "wide"
         if (name in _ALL_MOVES or _changes_nothing(eqn)) and not wide_by_rule:
-            _move_constants(step, constants)
             return Decision(Kind.MOVE, is_alone=name in MOVES_BETWEEN_DEVICES)
         if name not in PRODUCTS or not _contracts(eqn):
             return Decision(Kind.OTHER, is_narrow=rule is not None and rule.precision == "narrow")
@@ -163,7 +163,7 @@ class Planner:
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
-    def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: dict[Name, Any]) -> str:
+    def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: Constants) -> str:
         """Why a product of float32 arrays stays one; "" if it does not."""
         eqn = step.eqn
         if any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn)):
@@ -172,7 +172,8 @@ class Planner:
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
             return "a factorization is made of its result"
-        if any(not self._holds(atom.val if isinstance(atom, Literal) else constants.get(atom)) for atom in step.inputs):
+        known = filter(None, map(constants.of, step.inputs))
+        if any(not self._holds(constant()) for constant in known):
             return f"{self.dtype.name} cannot hold its constant operand"
         return ""
 
@@ -185,8 +186,8 @@ class Planner:
         return not is_usual and jax.lax.Precision.HIGHEST in precision
 
     def _holds(self, constant: Any) -> bool:
-        """Whether the largest number in a constant is a normal one in half precision; of what is no constant, yes."""
-        if constant is None or isinstance(constant, jax.core.Tracer) or np.size(constant) == 0:
+        """Whether the largest number in a constant is a normal one in half precision; of what is not known, yes."""
+        if constant is None:
             return True
         values = np.abs(np.asarray(constant, np.float32))
         largest = np.max(values, where=np.isfinite(values), initial=0)
@@ -221,15 +222,7 @@ def _contracts(eqn: Any) -> bool:
     return len(contracted) > 0
 
 
-def _move_constants(step: Step, constants: dict[Name, Any]) -> None:
-    """Note that a move of a constant is one: its numbers are the same."""
-    arrays: list[Any] = [atom for atom in step.inputs if not isinstance(atom, Literal)] or list(step.inputs)
-    constant = arrays[0].val if isinstance(arrays[0], Literal) else constants.get(arrays[0])
-    if len(arrays) == 1 and constant is not None:
-        constants.update(dict.fromkeys(step.outputs, constant))
-
-
-def _arguments(eqn: Any, inputs: Sequence[Any]) -> list[Sequence[Any]]:
+def _arguments(eqn: Any, inputs: Sequence[Constant | None]) -> list[Sequence[Constant | None]]:
     """What is known of the arguments of each jaxpr in an equation, from what is known of its inputs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":

@@ -14,10 +14,11 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.calls import CALLS, as_declared, declared
 from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
-from jax_lossscale._autocast.stretches import Stretch, stretches
+from jax_lossscale._autocast.stretches import Stretch, names, stretches
+from jax_lossscale._autocast.uses import added_up_in_float32, going_into_products
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program.inline import Name, Step
-from jax_lossscale._program.jaxpr import as_dtype, bind, in_context
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
 _LOOPS = ("scan", "while")
 
@@ -76,6 +77,25 @@ class Body:
         return [as_declared(value, aval) for value, aval in zip(outputs, self.closed.out_avals, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """What is known while a stretch is evaluated.
+
+    Attributes:
+      stretch: its steps.
+      values: by name.
+      added_up: the types of the values that are wide where they are used, since their cotangents are added up.
+      widened: the names of those that are float32 here, and whose numbers are narrow.
+      narrow: of the widened ones that are needed outside, as they are there.
+    """
+
+    stretch: Stretch
+    values: dict[Name, Any]
+    added_up: dict[Name, Any]
+    widened: set[Name] = dataclasses.field(default_factory=set)
+    narrow: dict[Name, Any] = dataclasses.field(default_factory=dict)
+
+
 class _Evaluation:
     """One evaluation of a body."""
 
@@ -83,7 +103,7 @@ class _Evaluation:
         self.body = body
         self.program = body.plan.program
         self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
-        self.goes_into_products = _going_into_products(body.plan)
+        self.goes_into_products = going_into_products(body.plan)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         plan = self.body.plan
@@ -99,28 +119,44 @@ class _Evaluation:
             ]
             order = stretches(self.program, is_alone, is_kept, width)
         else:
-            order = [Stretch((position,), (), step.outputs) for position, step in enumerate(self.program.steps)]
+            order = [Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(self.program.steps)]
         for stretch in order:
             self.compute(stretch, values)
         return [_read(atom, values) for atom in self.program.outputs]
 
     def compute(self, stretch: Stretch, values: dict[Name, Any]) -> None:
         """Add the outputs of a stretch to the values."""
-        if not self.is_computed_again(stretch):
-            casts: dict[Name, Any] = {}
-            for position in stretch.steps:
-                self.take(position, values, casts)
-            return
+        added_up = added_up_in_float32(self.body.plan, stretch)
 
         def function(*inputs: Any) -> list[Any]:
-            inside = dict(zip(stretch.inputs, inputs, strict=True))
-            casts: dict[Name, Any] = {}
+            inside = _Inside(stretch, dict(zip(stretch.inputs, inputs, strict=True)), added_up)
             for position in stretch.steps:
-                self.take(position, inside, casts)
-            return [inside[name] for name in stretch.outputs]
+                self.take(position, inside)
+            return [inside.narrow.get(name, inside.values[name]) for name in stretch.outputs]
 
-        recomputed = jax.checkpoint(function, prevent_cse=not self.body.is_iterated)
-        values.update(zip(stretch.outputs, recomputed(*(values[name] for name in stretch.inputs)), strict=True))
+        if self.is_computed_again(stretch):
+            function = jax.checkpoint(function, prevent_cse=not self.body.is_iterated)
+        values.update(zip(stretch.outputs, function(*(values[name] for name in stretch.inputs)), strict=True))
+
+    def widen(self, step: Step, inside: _Inside) -> None:
+        """Widen what is used several times, and do it once: then its cotangents are added up in float32."""
+        for name in names(step.inputs):
+            if name in inside.added_up and self.is_narrow(inside.values[name]):
+                inside.values[name] = as_declared(inside.values[name], inside.added_up[name])
+                inside.widened.add(name)
+
+    def note_moved(self, step: Step, inside: _Inside) -> None:
+        """Note that the results of a move are numbers that were widened; outside of the stretch they are narrow."""
+        are_moved = all(
+            self.is_narrow_or_fits(_read(atom, inside.values), variable)
+            or (not isinstance(atom, Literal) and atom in inside.widened)
+            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+            if variable.aval.dtype == jnp.float32
+        )
+        if are_moved:
+            inside.widened.update(step.outputs)
+            needed_outside = {*step.outputs} & {*inside.stretch.outputs}
+            inside.narrow.update((name, self.narrowed(inside.values[name])) for name in needed_outside)
 
     def is_computed_again(self, stretch: Stretch) -> bool:
         """Whether a stretch makes anything between its inputs and its outputs that a backward pass could ask for."""
@@ -132,39 +168,33 @@ class _Evaluation:
             and any(decision.kind is Kind.OTHER for decision in decisions)
         )
 
-    def take(self, position: int, values: dict[Name, Any], casts: dict[Name, Any]) -> None:
+    def take(self, position: int, inside: _Inside) -> None:
         """Take one step: add its outputs to the values."""
         step, decision = self.program.steps[position], self.body.plan.decisions[position]
-        inputs = [_read(atom, values) for atom in step.inputs]
-        outputs = self.outputs_of(position, step, decision, inputs, casts)
-        for name, value in zip(step.outputs, outputs, strict=True):
-            values[name] = self.narrowed_at_source(name, value)
+        with in_context(step.eqn, step.within):
+            self.widen(step, inside)
+            inputs = [_read(atom, inside.values) for atom in step.inputs]
+            outputs = self.outputs_of(position, step, decision, inputs)
+            for name, value in zip(step.outputs, outputs, strict=True):
+                inside.values[name] = self.narrowed_at_source(name, value)
+            if decision.kind is Kind.MOVE:
+                self.note_moved(step, inside)
 
-    def outputs_of(
-        self, position: int, step: Step, decision: Decision, inputs: list[Any], casts: dict[Name, Any]
-    ) -> list[Any]:
+    def outputs_of(self, position: int, step: Step, decision: Decision, inputs: list[Any]) -> list[Any]:
         eqn = step.eqn
         if decision.kind is Kind.CALL:
             return self.call(position, step, inputs)
         if decision.kind is Kind.MOVE:
             return self.move(step, inputs)
-        with in_context(eqn, step.within):
-            if decision.is_narrow and decision.kind is Kind.PRODUCT:
-                inputs = [self.cast(atom, value, casts) for atom, value in zip(step.inputs, inputs, strict=True)]
-            elif decision.is_narrow:
-                inputs = [self.narrowed(value) for value in inputs]
-            else:
-                inputs = declared(inputs, eqn.invars)
+        inputs = [self.narrowed(value) for value in inputs] if decision.is_narrow else declared(inputs, eqn.invars)
         if not (decision.is_narrow and "preferred_element_type" in eqn.params):
-            return bind(eqn, inputs, eqn.params, step.within)
+            return bind_here(eqn, inputs, eqn.params)
         if self.body.measured is not None:
-            with in_context(eqn, step.within):
-                return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
+            return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
         params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if decision.has_wide_result:
-            with in_context(eqn, step.within):
-                return [wide_product(eqn.primitive, inputs, params)]
-        return bind(eqn, inputs, params, step.within)
+            return [wide_product(eqn.primitive, inputs, params)]
+        return bind_here(eqn, inputs, params)
 
     def call(self, position: int, step: Step, inputs: list[Any]) -> list[Any]:
         eqn = step.eqn
@@ -180,31 +210,29 @@ class _Evaluation:
             )
             for closed, plan in zip(rule.jaxprs(eqn), self.body.plan.inner[position], strict=True)
         ]
-        with in_context(eqn, step.within):
-            return rule.rewrite(bodies, eqn, inputs)
+        return rule.rewrite(bodies, eqn, inputs)
 
     def move(self, step: Step, inputs: list[Any]) -> list[Any]:
         """Numbers moved in the dtype that they have; float32 if they have not all the same."""
         eqn = step.eqn
         if eqn.primitive.name == "convert_element_type":
-            return inputs
+            return [jax.lax.convert_element_type(value, value.dtype) for value in inputs]  # no longer weakly typed
         if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
-            return bind(eqn, inputs, eqn.params, step.within)
+            return bind_here(eqn, inputs, eqn.params)
         is_narrow = any(name in self.goes_into_products for name in step.outputs) or all(
             self.is_narrow_or_fits(value, atom)
             for value, atom in zip(inputs, eqn.invars, strict=True)
             if atom.aval.dtype == jnp.float32
         )
-        is_repeating = eqn.primitive.name in REPEATING_MOVES and eqn.outvars[0].aval.size > eqn.invars[0].aval.size
-        with in_context(eqn, step.within):
-            if is_narrow and not is_repeating:
-                inputs = [
-                    self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
-                    for value, atom in zip(inputs, eqn.invars, strict=True)
-                ]
-            else:
-                inputs = declared(inputs, eqn.invars)
-        outputs = bind(eqn, inputs, eqn.params, step.within)
+        is_repeating = eqn.primitive.name in REPEATING_MOVES and not _only_adds_axes(eqn)
+        if is_narrow and not is_repeating:
+            inputs = [
+                self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
+                for value, atom in zip(inputs, eqn.invars, strict=True)
+            ]
+        else:
+            inputs = declared(inputs, eqn.invars)
+        outputs = bind_here(eqn, inputs, eqn.params)
         return [self.narrowed(value) for value in outputs] if is_narrow else outputs
 
     def narrowed_at_source(self, name: Name, value: Any) -> Any:
@@ -214,38 +242,18 @@ class _Evaluation:
     def narrowed(self, value: Any) -> Any:
         return as_dtype(value, self.dtype) if getattr(value, "dtype", None) == jnp.float32 else value
 
-    def cast(self, atom: Any, value: Any, casts: dict[Name, Any]) -> Any:
-        """An operand of a product, cast once in a stretch."""
-        if isinstance(atom, Literal):
-            return self.narrowed(value)
-        if atom not in casts:
-            casts[atom] = self.narrowed(value)
-        return casts[atom]
+    def is_narrow(self, value: Any) -> bool:
+        return getattr(value, "dtype", None) == self.dtype
 
     def is_narrow_or_fits(self, value: Any, atom: Any) -> bool:
         """Whether a value is narrow already, or a literal that is the same number in half precision."""
-        if getattr(value, "dtype", None) == self.dtype:
-            return True
-        return isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+        fits = isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+        return self.is_narrow(value) or fits
 
 
-def _going_into_products(plan: Plan) -> set[Name]:
-    """The names of float32 values that go into nothing but narrow products, by way of moves or straight."""
-    found: set[Name] = set()
-    others = {atom for atom in plan.program.outputs if not isinstance(atom, Literal)}
-    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
-    arguments = {*plan.program.inputs, *plan.program.constants}
-    met: set[Name] = set()
-    for step, decision in zip(reversed(plan.program.steps), reversed(plan.decisions), strict=True):
-        goes_on = decision.kind is Kind.PRODUCT and decision.is_narrow
-        is_plain_move = decision.kind is Kind.MOVE and step.eqn.primitive.name not in REPEATING_MOVES
-        if is_plain_move and step.eqn.primitive.name not in MOVES_EACH_BY_ITSELF:
-            goes_on = all(name in found and name not in others for name in step.outputs)
-        names = {atom for atom in step.inputs if not isinstance(atom, Literal)}
-        (found if goes_on else others).update(names)
-        others |= {name for name in names & arguments if name in met}
-        met |= names
-    return found - others
+def _only_adds_axes(eqn: Any) -> bool:
+    """Whether a broadcast moves each number to one place. A gather may repeat some and leave out others."""
+    return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
 
 
 def _read(atom: Any, values: dict[Name, Any]) -> Any:

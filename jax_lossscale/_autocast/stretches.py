@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Name, Program
 from jax_lossscale._program.jaxpr import has_effects
+
+_UNKNOWN = 1024
 
 
 class Stretch(NamedTuple):
@@ -56,7 +58,7 @@ def _levels(program: Program, is_alone: Sequence[bool], is_kept: Sequence[bool])
     of_value: dict[Name, int] = {}
     after_effects = 0  # which keep their order
     for step, alone, kept in zip(program.steps, is_alone, is_kept, strict=True):
-        level = max((of_value.get(name, 0) for name in _names(step.inputs)), default=0)
+        level = max((of_value.get(name, 0) for name in names(step.inputs)), default=0)
         if has_effects(step.eqn):
             level = max(level, after_effects)
             after_effects = level + 1
@@ -72,19 +74,24 @@ def _sink(
     # What it takes to have a value in the backward pass: to keep it, or what it is made of.
     cost = dict.fromkeys((*program.inputs, *program.constants), 0)
     for position, step in enumerate(program.steps):
-        of_inputs = sum(cost[name] for name in {*_names(step.inputs)})
+        of_inputs = sum(cost[name] for name in {*names(step.inputs)})
         for name, variable in zip(step.outputs, step.eqn.outvars, strict=True):
-            to_keep = math.prod(getattr(variable.aval, "shape", ())) * width[position]
+            to_keep = _size(variable.aval) * width[position]
             cost[name] = to_keep if is_alone[position] or is_kept[position] else min(to_keep, of_inputs)
     needed_at: dict[Name, int] = {}
     for position in reversed(range(len(program.steps))):
         step = program.steps[position]
         levels_above = [needed_at[name] for name in step.outputs if name in needed_at]
         is_free = not (is_alone[position] or is_kept[position]) and 0 < len(levels_above) == len(step.outputs)
-        if is_free and sum(cost[name] for name in {*_names(step.inputs)}) <= sum(cost[name] for name in step.outputs):
+        if is_free and sum(cost[name] for name in {*names(step.inputs)}) <= sum(cost[name] for name in step.outputs):
             levels[position] = max(levels[position], min(levels_above))
-        for name in _names(step.inputs):
+        for name in names(step.inputs):
             needed_at[name] = min(needed_at.get(name, levels[position]), levels[position])
+
+
+def _size(aval: Any) -> int:
+    """The number of elements; a dimension that `jax.export` has no number for is taken for a large one."""
+    return math.prod(each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
 
 
 def _connected(
@@ -101,7 +108,7 @@ def _connected(
     maker: dict[Name, int] = {}
     for position, step in enumerate(program.steps):
         if not is_alone[position]:
-            for name in _names(step.inputs):
+            for name in names(step.inputs):
                 made_at = maker.get(name)
                 if made_at is not None and levels[made_at] == levels[position]:
                     group_of[root(position)] = root(made_at)
@@ -116,9 +123,9 @@ def _connected(
 def _with_borders(program: Program, groups: list[list[int]]) -> list[Stretch]:
     group_of = {position: number for number, steps in enumerate(groups) for position in steps}
     made_in = {name: group_of[n] for n, step in enumerate(program.steps) for name in step.outputs}
-    needed_outside = set(_names(program.outputs))
+    needed_outside = set(names(program.outputs))
     for position, step in enumerate(program.steps):
-        needed_outside |= {name for name in _names(step.inputs) if made_in.get(name) != group_of[position]}
+        needed_outside |= {name for name in names(step.inputs) if made_in.get(name) != group_of[position]}
     return [
         Stretch(
             steps=tuple(steps),
@@ -126,7 +133,7 @@ def _with_borders(program: Program, groups: list[list[int]]) -> list[Stretch]:
                 dict.fromkeys(
                     name
                     for position in steps
-                    for name in _names(program.steps[position].inputs)
+                    for name in names(program.steps[position].inputs)
                     if made_in.get(name) != number
                 )
             ),
@@ -138,5 +145,6 @@ def _with_borders(program: Program, groups: list[list[int]]) -> list[Stretch]:
     ]
 
 
-def _names(atoms: Sequence[Name | Literal]) -> list[Name]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+def names(atoms: Sequence[Name | Literal]) -> tuple[Name, ...]:
+    """The names of the values among operands or results; the others are literals."""
+    return tuple(atom for atom in atoms if not isinstance(atom, Literal))

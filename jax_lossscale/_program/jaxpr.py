@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,18 +136,28 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
     return uses[::-1]
 
 
-def in_context(eqn: Any, within: Sequence[Any] = ()) -> Any:
-    """A context in which what is computed has the layer and the source line of the equation, called from ``within``."""
+@contextlib.contextmanager
+def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
+    """A context in which what is computed has the layer and the source line of the equation, called from ``within``.
+
+    And the mesh, and what else JAX knows of the place of an equation.
+    """
     stack = current_name_stack()
     for each in (*within, eqn):
         stack = stack + each.source_info.name_stack
-    return user_context(eqn.source_info.traceback, name_stack=stack)
+    with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
-def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any], within: Sequence[Any] = ()) -> list[Any]:
-    """The outputs of the equation's primitive."""
-    with in_context(eqn, within), eqn.ctx.manager:
-        outputs = bind_primitive(eqn.primitive, inputs, params)
+def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The outputs of the equation's primitive, in the context of the equation."""
+    with in_context(eqn):
+        return bind_here(eqn, inputs, params)
+
+
+def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The outputs of the equation's primitive, in the context that there is: that of the equation, entered before."""
+    outputs = bind_primitive(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 

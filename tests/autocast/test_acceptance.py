@@ -202,11 +202,31 @@ def test_a_scatter_adds_up_in_float32():
         assert total == 4096
 
 
-def test_the_gradient_of_an_embedding_adds_up_in_float32():
+@pytest.mark.parametrize("rows", [3, 4096, 10_000])
+def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
     def loss(table):
         return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.ones((2, 1)))
 
-    np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(jnp.ones((3, 2)))[0], [4096, 4096])
+    np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(jnp.ones((rows, 2)))[0], [4096, 4096])
+
+
+@pytest.mark.parametrize("move", ["index", "take_along_axis", "slice", "where"])
+def test_the_gradient_of_logits_adds_up_in_float32(move):
+    pick = {
+        "index": lambda logits: logits[jnp.arange(2), jnp.array([0, 0])],
+        "take_along_axis": lambda logits: jnp.take_along_axis(logits, jnp.zeros((2, 1), int), 1)[:, 0],
+        "slice": lambda logits: logits.reshape(2, 4)[:, 0],
+        "where": lambda logits: jnp.where(jnp.arange(4)[None] == 0, logits, 0.0).sum(1),
+    }[move]
+
+    def loss(w, x):
+        logits = x @ w
+        return jnp.sum(jax.nn.logsumexp(logits, axis=1) - pick(logits))
+
+    # Of the label's logit the derivative is p - 1, which is 1e-4; rounded before the sum, p is 1.
+    args = jnp.diag(jnp.array([9.0, 0.0, 0.0, 0.0])), jnp.eye(4)[jnp.array([0, 0])]
+    narrow = jax.grad(lambda *args: 2.0**12 * jls.autocast(loss)(*args))(*args) / 2.0**12
+    np.testing.assert_allclose(narrow[0], jax.grad(loss)(*args)[0], rtol=2e-3)
 
 
 def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
@@ -251,9 +271,13 @@ def test_a_carry_that_is_a_product_is_float32(loop):
     assert carries == [jnp.float32]
 
 
-def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32():
+@pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])
+def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32(factor):
+    """Also where what it is multiplied with comes out of one stretch of arithmetic."""
+
     def loss(w):
-        return jnp.sum(jnp.full((1, 1), 2048.0) @ w) + jnp.sum(jnp.ones((1, 1)) @ w)
+        x = factor(w)
+        return jnp.sum((2048 * x) @ w) + jnp.sum(x @ w)
 
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 2049
 

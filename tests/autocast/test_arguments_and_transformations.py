@@ -127,6 +127,16 @@ def test_a_result_that_is_an_argument_is_that_argument():
     assert y.dtype == jnp.float32
 
 
+def test_a_result_is_weakly_typed_where_that_of_the_function_is():
+    """Or the next step of a training would be traced anew."""
+
+    def function(w, x):
+        return x @ w, 2.0 * jnp.asarray(1.0), jax.random.gamma(jax.random.key(0), 2.0, (3,))
+
+    found, expected = (jax.eval_shape(each, W, X) for each in (jls.autocast(function), function))
+    assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == [False, True, False]
+
+
 # What is not float32 stays to the bit.
 
 
@@ -258,11 +268,19 @@ def test_it_is_exported():
     np.testing.assert_array_equal(again.call(W, X), jax.jit(jax.grad(narrow_loss))(W, X))
 
 
-def test_it_is_exported_for_any_batch():
-    (rows,) = jax.export.symbolic_shape("rows")
-    shape = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
-    exported = jax.export.export(jax.jit(jax.grad(narrow_loss)))(W, shape)
-    assert close(exported.call(W, X), jax.grad(loss_fn)(W, X))
+@pytest.mark.parametrize("sizes", ["rows, 8", "rows, steps"])
+def test_it_is_exported_for_any_batch(sizes):
+    """Whichever of two sizes without a number is the larger."""
+
+    def loss(w, x):
+        mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", x @ w, x), -1e9)
+        return jnp.mean(jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), x) ** 2)
+
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape(sizes), 8), jnp.float32)
+    exported = jax.export.export(jax.jit(jax.grad(jls.autocast(loss))))(W, shape)
+    x = jnp.stack([W, W.T])
+    assert close(exported.call(W, x), jax.grad(loss)(W, x))
 
 
 def test_arguments_can_be_donated():

@@ -93,6 +93,17 @@ SITUATIONS = {
     "constant in a while loop": (times_a_constant_in_a_while_loop, CONSTANT),
     "constant in remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, LARGE), CONSTANT),
     "constant in cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, y: x, x, LARGE), CONSTANT),
+    "constant made by arithmetic": (lambda w, x: x @ (1e9 * jnp.eye(8)), CONSTANT),
+    "constant made by arithmetic in jit": (
+        lambda w, x: jax.jit(lambda x, y: x @ (1e3 * y))(x, 1e6 + IDENTITY),
+        CONSTANT,
+    ),
+    "constant made by arithmetic, and fits": (lambda w, x: x @ (1e-9 * jnp.asarray(LARGE)), ""),
+    "constant of which an iteration gets a part": (
+        lambda w, x: jax.lax.scan(lambda x, y: (x @ (y.T - 1e9), None), x, LARGE[None])[0],
+        "",
+    ),
+    "made of a constant and of an argument": (lambda w, x: x @ (1e9 * w), ""),
     "constant that fits": (lambda w, x: x @ (SMALL + 1), ""),
     "constant of zeros": (lambda w, x: x @ (0 * SMALL), ""),
     "constant with some that vanish": (lambda w, x: x @ (SMALL + IDENTITY), ""),

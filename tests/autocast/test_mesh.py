@@ -55,6 +55,15 @@ def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_narrow(
     assert distance(jax.value_and_grad(fully_sharded)(W, X), jax.jit(narrow)(W, X)) < rounding
 
 
+def test_what_a_device_makes_of_constants_is_computed_by_no_other():
+    def shard(w, x):
+        return x @ (2 * jnp.eye(16)) @ w @ (jax.lax.axis_index("data") * jnp.eye(16))
+
+    with set_mesh(mesh_of()):
+        function = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P("data"))
+        assert set(product_dtypes(jls.autocast(function), W, X)) == {"float16"}
+
+
 COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")
 
 
@@ -80,6 +89,15 @@ def test_in_jit_with_shardings_weights_are_gathered_narrow(axis_type):
         result = narrow(w, x)
         assert result.sharding == plain(w, x).sharding
         assert distance(plain(w, x), result) < 4e-3
+
+
+def test_a_part_without_explicit_axes_is_cast_on_its_own_mesh():
+    with set_mesh(mesh_of(AxisType.Explicit)):
+        w, x = jax.device_put(W, P(None, "data")), jax.device_put(X, P("data"))
+        loss = jax.sharding.auto_axes(loss_fn, axes=("data",), out_sharding=P())
+        narrow = jax.value_and_grad(jls.autocast(loss))
+        assert set(product_dtypes(narrow, w, x)) == {"float16"}
+        assert distance(jax.jit(jax.value_and_grad(loss))(w, x), jax.jit(narrow)(w, x)) < 4e-3
 
 
 def test_gradients_of_data_parallel_training_are_reduced_narrow():

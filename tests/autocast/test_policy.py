@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from reading import distance, equations, product_dtypes
 from small_programs import W, X
@@ -81,6 +82,13 @@ def test_so_do_its_derivatives(function, expected):
     found = product_dtypes(jax.grad(loss, (0, 1)), W, X)
     assert set(found) == {NARROW, WIDE}
     assert found.count(WIDE) >= 2 * expected.count(WIDE)
+
+
+def test_operands_that_nothing_rounded_before_are_not_rounded():
+    def function(w, x):
+        return kept(w.T, jnp.sin(x)), w @ w
+
+    np.testing.assert_array_equal(jls.autocast(function)(W, X)[0], function(W, X)[0])
 
 
 @each_mark

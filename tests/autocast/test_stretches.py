@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
+from reading import equations
 
 import jax_lossscale as jls
 from jax_lossscale._autocast.stretches import stretches
@@ -38,13 +39,74 @@ def through_a_broadcast(y):
     return jnp.tanh(y[:, :1] + jnp.zeros_like(y))
 
 
-@pytest.mark.parametrize("between", [jnp.tanh, jax.nn.gelu, norm, masked_softmax, gated, through_a_broadcast])
+@pytest.mark.parametrize(
+    "between", [jnp.tanh, jax.nn.gelu, jax.nn.relu, norm, masked_softmax, gated, through_a_broadcast]
+)
 def test_between_two_products_only_the_first_result_is_kept(between):
     def loss(w, x):
         return jnp.sum(jnp.square(between(x @ w) @ w))
 
     # The operands and results of the two products: the weights, the input, and what each product gave.
     assert kept(jls.autocast(loss), W, X) == ["float16[16,16]", "float16[4,16]", "float16[4,16]", "float16[4,16]"]
+
+
+def test_what_is_computed_again_in_a_loop_needs_no_barrier():
+    def loss(w, x):
+        x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=2)[0]
+        return jnp.sum(jnp.sin(x @ w))
+
+    jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, X)
+    found = {eqn.params["prevent_cse"] for eqn in jaxpr.eqns if eqn.primitive.name == "remat2"}
+    inside = {eqn.params["prevent_cse"] for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"} - found
+    assert (found, inside) == ({True}, {False})
+
+
+def test_a_rule_for_a_product_keeps_no_more():
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="dot_general")])
+    assert kept(jls.autocast(loss, policy=policy), W, X) == kept(jls.autocast(loss), W, X)
+
+
+@pytest.mark.parametrize(("precision", "is_kept"), [("narrow", False), ("wide_result", True)])
+def test_what_takes_no_more_room_than_it_saves_is_kept_instead(precision, is_kept):
+    """Half as many float32 numbers as a product gives: of a narrow product they take as much room, and it is there."""
+
+    def loss(w, x):
+        half = jnp.sin(x @ w)[:, :8] * 2
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w[:, :8]) @ w[:8, :8]) * half)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, operation="dot_general")])
+    assert ("float32[4,8]" in kept(jls.autocast(loss, policy=policy), W, X)) == is_kept
+
+
+MOVED = {
+    "of a product, into arithmetic": (lambda w, x: jnp.sin((x @ w).T), "float16"),
+    "of arithmetic, into a product": (lambda w, x: jnp.sin(x).T @ x, "float16"),
+    "of arithmetic, into arithmetic": (lambda w, x: jnp.exp(jnp.sin(x).T), "float32"),
+    "of an argument, into both": (lambda w, x: (lambda y: y @ x + jnp.sum(jnp.sin(y)))(x.T), "float32"),
+}
+
+
+@pytest.mark.parametrize(("function", "dtype"), MOVED.values(), ids=MOVED)
+def test_what_only_moves_numbers_follows(function, dtype):
+    jaxpr = jax.make_jaxpr(jls.autocast(function))(W, X)
+    moved = {eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"}
+    assert moved == {dtype}
+
+
+def test_what_is_moved_into_two_products_is_cast_once():
+    def function(w, x):
+        y = jnp.sin(w)
+        return y.T @ w, y[::-1] @ w
+
+    casts = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float16
+    ]
+    assert len(casts) == 3  # of `y`, and at each use of the argument
 
 
 def test_without_recomputation_float32_values_are_kept():

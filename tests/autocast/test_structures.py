@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from reading import distance, product_dtypes
+from reading import distance, equations, product_dtypes
 from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
@@ -52,3 +52,14 @@ def test_autocast_twice_is_autocast(program):
 @each_program
 def test_in_float32_it_is_the_function_itself(program):
     assert jls.autocast(program, jnp.float32) is program
+
+
+@each_program
+def test_layers_are_those_of_the_program(program):
+    """Where an equation lies in a call, its layer is read within that of the call."""
+
+    def layers(function):
+        return {str(eqn.source_info.name_stack) for eqn in equations(jax.make_jaxpr(function)(W, X))} - {""}
+
+    scoped = jax.named_scope("network")(program)
+    assert layers(jls.autocast(scoped)) <= layers(scoped)
