@@ -190,7 +190,7 @@ class _Evaluation:
             return inputs
         if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
             return bind(eqn, inputs, eqn.params, step.within)
-        is_narrow = any(name in self.goes_into_products for name in step.outputs) or all(
+        is_narrow = all(name in self.goes_into_products for name in step.outputs) or all(
             self.is_narrow_or_fits(value, atom)
             for value, atom in zip(inputs, eqn.invars, strict=True)
             if atom.aval.dtype == jnp.float32
