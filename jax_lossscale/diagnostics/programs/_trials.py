@@ -15,7 +15,7 @@ from jax_lossscale.diagnostics.programs._compare_gradients import nudged, value_
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator
+from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
@@ -52,6 +52,7 @@ class Program:
       sites: the products that `autocast` makes narrow.
       numbers: how many products there are at each site.
       spent: how many gradients have been computed, for each batch.
+      largest: ``float[sites, 2 * roles]``: the largest magnitude that each probe meets in float32, unscaled.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Program:
         self._slope = jax.jit(jax.grad(self._deviation))
         exact = self._run(np.full(len(self.sites), WIDE), 1.0, batches)
         self.exact = [(value, leaves) for value, leaves, _ in exact]
-        self._largest = np.max([measured[:, NUMBER_OF_ROLES:, 0] for *_, measured in exact], axis=0)
+        self.largest = np.max([measured[..., 0] for *_, measured in exact], axis=0)
         moved = self._run(
             np.full(len(self.sites), WIDE), 1.0, [nudged(args, argnums, keep_dtypes=False) for args in batches]
         )
@@ -116,7 +117,7 @@ class Program:
         """The largest power of two with which no cotangent of a narrow product overflows, with a little room above."""
         if self.dtype != jnp.float16:
             return 1.0
-        largest = self._largest[levels < WIDE].max(initial=0.0)
+        largest = self.largest[levels < WIDE, NUMBER_OF_ROLES:].max(initial=0.0)
         if not 0 < largest < math.inf:
             return 2.0**15
         log2 = math.floor(math.log2(limits_of(self.dtype).overflow / largest)) - _LOG2_HEADROOM
@@ -183,16 +184,18 @@ class Program:
         found = []
         for batch in batches:
             outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
-            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), np.asarray(measured, float)))
+            by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Statistics._fields)))
+            for key, statistics in jax.device_get(measured).items():
+                by_site[key] = statistics
+            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
         return found
 
     def _outputs(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        evaluator = RoundingEvaluator(self.dtype, strengths)
-        return evaluator.evaluate(self._traced.jaxpr, [scale, *inputs], evaluator.nothing_measured())
+        return RoundingEvaluator(self.dtype, strengths).evaluate(self._traced.jaxpr, [scale, *inputs])
 
     def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
         evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)
-        outputs, _ = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs], None)
+        outputs, _ = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         value, leaves = value_and_leaves(self._traced.result(outputs), self._has_aux)
         # The derivative of the value has the loss scale as a factor, as the gradients have.
         parts = [value / scale, *(leaf / scale for leaf in leaves.values())]
