@@ -113,6 +113,14 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     assert hash(kept) == hash(policy)
 
 
+def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
+    assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
+        "Found to be right at a loss scale of 2^-13.",
+        'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.',
+    ]
+    assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
+
+
 def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
     policy = find_precision(energies, WEIGHTS, X)
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])

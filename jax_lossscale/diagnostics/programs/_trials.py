@@ -161,12 +161,12 @@ class Program:
             names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
             of_all = report_of_all(reports).relative_error[0]
             worst = max(
-                [worst, (of_all, "all gradients")]
+                [worst, (of_all, "the whole gradient")]
                 + [(error * weight, name) for error, name, weight in zip(errors, names, weights, strict=True) if weight]
             )
         return (math.inf if math.isnan(worst[0]) else worst[0]), worst[1]
 
-    def _weights_of(self, values: Sequence[Any], leaves: Sequence[LeafGradientError]) -> list[float]:
+    def _weights_of(self, values: Sequence[Any], leaves: list[LeafGradientError]) -> list[float]:
         """How much the errors of the value and of each leaf count: not at all, if a nudge moves it as far."""
         total = report_of_all(leaves).norm
         weights = [1.0 if _relative(*values) <= self._tolerance / 2 else 0.0]
