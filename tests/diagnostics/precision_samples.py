@@ -130,6 +130,12 @@ def two_branches(weights, x):
     return loud + 1e-8 * jnp.mean((mlp(weights["quiet"], x) - 1) ** 2)
 
 
+@sample(FAULTS, {"loud": WEIGHTS, "quiet": WEIGHTS}, X)
+def two_branches_of_the_same_lines(weights, x):
+    factors = {"loud": 1e4, "quiet": 1e-8}
+    return sum(factor * jnp.mean((mlp(weights[name], x) - 1) ** 2) for name, factor in factors.items())
+
+
 @sample(FAULTS, WEIGHTS, X)
 def a_loop(weights, x):
     """Activations that grow from step to step, until they leave the range."""
@@ -141,7 +147,7 @@ def a_loop(weights, x):
     return jnp.log(jnp.mean(x**2))
 
 
-@sample(FAULTS, {"qkv": 0.7 * random(0, 16, 48), "out": random(1, 16, 4) / 4}, random(3, 8, 12, 16))
+@sample(FAULTS, {"qkv": random(0, 16, 48), "out": random(1, 16, 4) / 4}, random(3, 8, 12, 16))
 def unscaled_attention(p, x):
     """Scores of which nothing but the largest matters, and what is split into parts that need not be alike."""
     q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)

@@ -31,7 +31,8 @@ FOUND = {
     "large_activations": (1, 0, "an operand reaches 1e+05"),
     "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # a matter of the loss scale
-    "two_branches": (3, 0, "at another place, with the same names, they are too small for float16"),
+    "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "two_branches_of_the_same_lines": (6, 0, "at another place, with the same names, they are too small for float16"),
     "a_loop": (3, 0, ""),
     "unscaled_attention": (2, 0, "narrow, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
