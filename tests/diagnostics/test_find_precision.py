@@ -13,6 +13,7 @@ from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
 from jax_lossscale.diagnostics.programs import _find_precision
+from jax_lossscale.diagnostics.programs._trials import Program
 
 EXACT = {"xla_allow_excess_precision": False}
 
@@ -212,6 +213,22 @@ def test_gradients_that_cannot_be_differentiated_again():
 
     policy = find_precision(loss, jnp.eye(8) / 3 + 0.1, X)
     assert error(loss, (jnp.eye(8) / 3 + 0.1, X), policy) < 0.01
+
+
+def test_what_the_result_of_a_product_does_is_the_same_at_each_loss_scale():
+    program = Program(energies, [(WEIGHTS, X / 1000)], {}, 0, False, jnp.dtype(jnp.float16), 0.01)
+    trial = program.trial(np.zeros(len(program.sites), int))
+    low, high = (program.damages(trial._replace(scale=scale))[0] for scale in (2.0**8, 2.0**12))
+    np.testing.assert_allclose(low, high, rtol=0.05)
+
+
+def test_parts_of_a_split_are_narrow_each_by_itself():
+    def parts(w, x):
+        summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
+        return summed, multiplied @ w
+
+    exact, found = (function(jnp.eye(4), X)[0] for function in (parts, jls.autocast(parts)))
+    np.testing.assert_array_equal(found, exact)
 
 
 def test_nothing_to_compare_with_is_said():
