@@ -147,6 +147,10 @@ class PrecisionPolicy:
             lines.append("Nothing is computed again in the backward pass.")
         if self.loss_scale is not None:
             lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
+            if self.loss_scale < 1:
+                lines.append(
+                    'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.'
+                )
         return "\n".join(lines)
 
     def get_config(self) -> dict[str, Any]:

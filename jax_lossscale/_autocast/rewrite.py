@@ -219,7 +219,7 @@ class _Evaluation:
             return [jax.lax.convert_element_type(value, value.dtype) for value in inputs]  # no longer weakly typed
         if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
             return bind_here(eqn, inputs, eqn.params)
-        is_narrow = any(name in self.goes_into_products for name in step.outputs) or all(
+        is_narrow = all(name in self.goes_into_products for name in step.outputs) or all(
             self.is_narrow_or_fits(value, atom)
             for value, atom in zip(inputs, eqn.invars, strict=True)
             if atom.aval.dtype == jnp.float32

@@ -129,16 +129,27 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
     return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
 
 
-def shard_map(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a `jax.shard_map`: made anew, since its jaxpr knows names of axes that are not bound outside."""
+def axes_of_shard_map(eqn: Any) -> frozenset[str]:
+    """The axes of the mesh that a `jax.shard_map` is over."""
+    # `manual_axes`: needed before jax 0.10.2.
+    axes: frozenset[str] = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return axes
+
+
+def shard_map(
+    evaluate: Evaluate, eqn: Any, inputs: Sequence[Any], more_out_specs: Sequence[jax.sharding.PartitionSpec] = ()
+) -> list[Any]:
+    """The outputs of a `jax.shard_map`: made anew, since its jaxpr knows names of axes that are not bound outside.
+
+    ``evaluate`` may return more outputs than its jaxpr has, if ``more_out_specs`` says how they lie.
+    """
     closed = ClosedJaxpr(eqn.params["jaxpr"], ())
     function = jax.shard_map(
         lambda *shards: evaluate(closed, shards),
         mesh=eqn.params["mesh"],
         in_specs=tuple(eqn.params["in_specs"]),
-        out_specs=list(eqn.params["out_specs"]),
-        # `manual_axes`: needed before jax 0.10.2.
-        axis_names=eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes")),
+        out_specs=[*eqn.params["out_specs"], *more_out_specs],
+        axis_names=axes_of_shard_map(eqn),
         check_vma=eqn.params["check_vma"],
     )
     return list(function(*inputs))

@@ -5,6 +5,7 @@ Each is a function of parameters and a batch, with such arguments.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 FAULTS = {}
 HEALTHY = {}
@@ -129,6 +130,12 @@ def two_branches(weights, x):
     return loud + 1e-8 * jnp.mean((mlp(weights["quiet"], x) - 1) ** 2)
 
 
+@sample(FAULTS, {"loud": WEIGHTS, "quiet": WEIGHTS}, X)
+def two_branches_of_the_same_lines(weights, x):
+    factors = {"loud": 1e4, "quiet": 1e-8}
+    return sum(factor * jnp.mean((mlp(weights[name], x) - 1) ** 2) for name, factor in factors.items())
+
+
 @sample(FAULTS, WEIGHTS, X)
 def a_loop(weights, x):
     """Activations that grow from step to step, until they leave the range."""
@@ -138,6 +145,26 @@ def a_loop(weights, x):
 
     x, _ = jax.lax.scan(step, x @ weights[0], None, length=6)
     return jnp.log(jnp.mean(x**2))
+
+
+@sample(FAULTS, {"qkv": random(0, 16, 48), "out": random(1, 16, 4) / 4}, random(3, 8, 12, 16))
+def unscaled_attention(p, x):
+    """Scores of which nothing but the largest matters, and what is split into parts that need not be alike."""
+    q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
+    scores = jnp.einsum("btc,bsc->bts", q, k)
+    y = jnp.einsum("bts,bsc->btc", jax.nn.softmax(scores), v)
+    return -jnp.mean(jax.nn.log_softmax(y @ p["out"])[..., 0])
+
+
+@sample(FAULTS, WEIGHTS, X)
+def a_shard(weights, x):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def shard(weights, x):
+        y = 1e5 * jnp.tanh(x @ weights[0])
+        return jax.lax.pmean(jnp.mean(jnp.tanh(1e-5 * (y @ weights[1])) ** 2), "data")
+
+    return jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(weights, x)
 
 
 @sample(HEALTHY, WEIGHTS, X)

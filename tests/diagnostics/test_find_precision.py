@@ -13,6 +13,7 @@ from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
 from jax_lossscale.diagnostics.programs import _find_precision
+from jax_lossscale.diagnostics.programs._trials import Program
 
 EXACT = {"xla_allow_excess_precision": False}
 
@@ -32,7 +33,10 @@ FOUND = {
     "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # a matter of the loss scale
     "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "two_branches_of_the_same_lines": (6, 0, "at another place, with the same names, they are too small for float16"),
     "a_loop": (3, 0, ""),
+    "unscaled_attention": (2, 0, "narrow, the gradient of ['qkv'] is off by"),
+    "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
 
 
@@ -111,6 +115,14 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     assert hash(kept) == hash(policy)
 
 
+def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
+    assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
+        "Found to be right at a loss scale of 2^-13.",
+        'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.',
+    ]
+    assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
+
+
 def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
     policy = find_precision(energies, WEIGHTS, X)
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
@@ -123,10 +135,12 @@ import jax.numpy as jnp
 
 def loss_fn(weights, x):
     y = x @ weights
-    energy = jnp.vdot(y, y)
+    energy = jnp.vdot(y, y)  # of all
     return jnp.log(energy) + jnp.mean(jnp.tanh(x @ weights.T))
 """
-EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").replace("y = x", "z = 2 * x\n    y = x")
+EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").replace(
+    "y = x", "z = 2 * x\n    y = x"
+).replace("of all", "all")
 
 
 def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
@@ -199,6 +213,22 @@ def test_gradients_that_cannot_be_differentiated_again():
 
     policy = find_precision(loss, jnp.eye(8) / 3 + 0.1, X)
     assert error(loss, (jnp.eye(8) / 3 + 0.1, X), policy) < 0.01
+
+
+def test_what_the_result_of_a_product_does_is_the_same_at_each_loss_scale():
+    program = Program(energies, [(WEIGHTS, X / 1000)], {}, 0, False, jnp.dtype(jnp.float16), 0.01)
+    trial = program.trial(np.zeros(len(program.sites), int))
+    low, high = (program.damages(trial._replace(scale=scale))[0] for scale in (2.0**8, 2.0**12))
+    np.testing.assert_allclose(low, high, rtol=0.05)
+
+
+def test_parts_of_a_split_are_narrow_each_by_itself():
+    def parts(w, x):
+        summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
+        return summed, multiplied @ w
+
+    exact, found = (function(jnp.eye(4), X)[0] for function in (parts, jls.autocast(parts)))
+    np.testing.assert_array_equal(found, exact)
 
 
 def test_nothing_to_compare_with_is_said():

@@ -26,7 +26,7 @@ from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
 _MOST_GRADIENTS = 30
-_OF_VERIFYING = 4
+_OF_VERIFYING = 6
 
 
 def find_precision(
@@ -109,8 +109,9 @@ def find_precision(
     search = _Search(program, tolerance, progress)
     best = search.run()
     while True:
-        policy = _policy(program, best)
-        error, where = _verified(fun, program, policy, kwargs, argnums, has_aux)
+        error, where = _verified(
+            fun, program, _policy(program, best, [""] * len(best.levels)), kwargs, argnums, has_aux
+        )
         search.tell(f"under `autocast`, {where} is {deviation(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
@@ -120,7 +121,7 @@ def find_precision(
             f"`find_precision`: with every product in float32, {where} is {deviation(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
-    return policy
+    return _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS - program.spent))
 
 
 class _Search:
@@ -135,10 +136,10 @@ class _Search:
     def run(self) -> Trial:
         """The narrowest found that is within the tolerance."""
         number = len(self.program.sites)
-        narrow = trial = self.trial(np.zeros(number, int))
+        trial = self.trial(np.zeros(number, int))
         if self.is_right(trial):
             return trial
-        in_range = self._in_range(narrow)
+        in_range = self._in_range()
         if in_range.any():
             trial = self.trial(in_range)
         if not self.is_right(trial):
@@ -168,17 +169,17 @@ class _Search:
         return trial.error <= (self.tolerance / 2 if trial.levels.any() else self.tolerance)
 
     def wider(self, trial: Trial) -> Trial:
-        """The next, if the real program does worse than a trial said: four times as much is wide."""
+        """The next, if the real program does worse than a trial said: twice as much is wide."""
         steps = [step for step in self._steps(trial) if trial.levels[step[0]] < step[1]]
-        most = max(4, 4 * int((trial.levels > NARROW).sum()))
-        if self.program.spent >= _MOST_GRADIENTS - 1 or most >= len(steps):
+        most = max(1, int((trial.levels > NARROW).sum()))
+        if self.program.spent >= _MOST_GRADIENTS - _OF_VERIFYING // 2 or most >= len(steps):
             return self.trial(np.full_like(trial.levels, WIDE))
         return self.trial(_with(trial.levels, steps[:most]))
 
-    def _in_range(self, narrow: Trial) -> np.ndarray:
+    def _in_range(self) -> np.ndarray:
         """What no loss scale reaches: operands and results that overflow in the forward pass."""
         top = limits_of(self.program.dtype).overflow
-        largest = self.program.measured_at(narrow.scale)[..., 0]
+        largest = self.program.largest
         levels = np.where(largest[:, RESULT] >= top, WIDE_RESULT, NARROW)
         return np.where(largest[:, [LEFT, RIGHT]].max(axis=1) >= top, WIDE, levels)
 
@@ -236,10 +237,7 @@ def _with(levels: np.ndarray, steps: Sequence[tuple[int, int]]) -> np.ndarray:
     return levels
 
 
-def _policy(program: Program, trial: Trial) -> PrecisionPolicy:
-    if not trial.levels.any():
-        return PrecisionPolicy(loss_scale=trial.scale)
-    reasons = reasons_of(program, trial, _MOST_GRADIENTS - 1 - program.spent)
+def _policy(program: Program, trial: Trial, reasons: Sequence[str]) -> PrecisionPolicy:
     return PrecisionPolicy(tuple(rules_for(program.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
 

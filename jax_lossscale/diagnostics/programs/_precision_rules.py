@@ -43,8 +43,9 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
     operation = {"operation": site.operation}
     layer = {"layer": glob.escape(site.layer)} if site.layer else {}
     found = [{**layer, **operation}] if layer else []
-    found += [{**operation, "code": line} for line in site.lines]
-    found += [{**layer, **operation, "code": line} for line in site.lines] if layer else []
+    lines = [line.split("  #")[0].rstrip() for line in site.lines]  # a comment may change, and the code not
+    found += [{**operation, "code": line} for line in lines if line]
+    found += [{**layer, **operation, "code": line} for line in lines if line] if layer else []
     return [*found, {**layer, **operation, "source": glob.escape(Path(site.source).name)}]
 
 
@@ -62,9 +63,10 @@ def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
         levels = trial.levels.copy()
         levels[site] = NARROW
         scale = program.best_scale(levels)
-        if scale not in measured:
+        if scale not in measured and program.spent - spent < most:
             measured[scale] = program.measured_at(scale)
-        reasons[site] = _out_of_range(measured[scale], site, levels, scale, program.dtype)
+        if scale in measured:
+            reasons[site] = _out_of_range(measured[scale], site, levels, scale, program.dtype)
         if not reasons[site] and program.spent - spent < most:
             without = program.trial(levels)
             reasons[site] = f"narrow, {without.where} is {deviation(without.error)}"
@@ -88,6 +90,13 @@ def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, scale: fl
         role = NUMBER_OF_ROLES + int(error[site, cotangents].argmax())
         fitting = limits.overflow / max(largest[site, cotangents].max(), 1e-30)
         log2 = math.floor(math.log2(fitting)) - 1
+        if log2 < 1:
+            return (
+                f"its gradients reach {largest[site, cotangents].max():.2g} at a loss scale of {power_of_two(scale)}; "
+                f"at another place, with the same names, they are too small for {name}; to have it narrow, give the "
+                "part of the loss that they come from a scale of its own: `jls.scale_gradient(part, 2.0**n)`, "
+                "`jls.unscale_gradient(parameters_and_inputs, 2.0**n)`"
+            )
         return (
             f"its gradients are at most {largest[site, role]:.2g}, too small for {name}, at a loss scale of "
             f"{power_of_two(scale)}, above which others overflow; to have it narrow, give its part a scale of its own: "

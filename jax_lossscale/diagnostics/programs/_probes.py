@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from jax.interpreters import ad, batching, mlir
 from jax_lossscale._autocast.plan import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Body
+from jax_lossscale._measure.devices import vary
+from jax_lossscale._program import custom_rules
 from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS, closed
 from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of, last_uses
 from jax_lossscale._program.place import Place, place_within
@@ -35,6 +37,10 @@ class Statistics(NamedTuple):
 
     largest: Any
     error: Any
+
+
+Key: TypeAlias = tuple[int, int]  # site, and role; those of cotangents come after those of values
+Measured: TypeAlias = dict[Key, jax.Array]  # float32[2]: the fields of `Statistics`
 
 
 class ProductSite(NamedTuple):
@@ -121,22 +127,27 @@ class RoundingEvaluator:
       dtype: the half precision.
       strengths: ``float32[2, sites]``: how much of the rounding is done, 0 or 1: of the result of each product, and of
         all else (its operands, and every cotangent).
-      is_smooth: whether the strengths may be differentiated; then infinities do not come in.
+      is_smooth: whether the strengths may be differentiated; then infinities do not come in, and nothing is measured.
+      axes: those of the mesh that it is evaluated on, inside `jax.shard_map`.
     """
 
-    def __init__(self, dtype: jnp.dtype, strengths: jax.Array, is_smooth: bool = False) -> None:
+    def __init__(
+        self, dtype: jnp.dtype, strengths: jax.Array, is_smooth: bool = False, axes: frozenset[str] = frozenset()
+    ) -> None:
         self._dtype = dtype
         self._strengths = strengths
         self._is_smooth = is_smooth
+        self._axes = axes
 
-    def nothing_measured(self) -> jax.Array:
-        """``float32[sites, 2 * roles, 2]``: by site, role (then those of cotangents), and field of `Statistics`."""
-        return jnp.zeros((self._strengths.shape[1], 2 * NUMBER_OF_ROLES, len(Statistics._fields)), jnp.float32)
+    def on(self, axes: frozenset[str]) -> RoundingEvaluator:
+        """The same inside `jax.shard_map`."""
+        return RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
 
-    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any], measured: Any) -> tuple[list[Any], Any]:
-        """The outputs, and the worst that was measured, with what had been before."""
+    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Measured]:
+        """The outputs, and the worst that was measured."""
         jaxpr = program.jaxpr
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *inputs], strict=True))
+        measured: Measured = {}
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else values[atom]
@@ -145,29 +156,31 @@ class RoundingEvaluator:
             operands = [read(atom) for atom in eqn.invars]
             rule = _INSIDE.get(eqn.primitive.name)
             if eqn.primitive is _probe_primitive:
-                value, measured = self._at_probe(operands[0], measured, **eqn.params)
+                value, found = self._at_probe(operands[0], **eqn.params)
                 outputs = [value]
-            elif rule is not None and _holds_probes(eqn):
-                outputs, measured = rule(self, eqn, operands, measured)
+            elif rule is not None and _met_inside(eqn):
+                outputs, found = rule(self, eqn, operands)
             else:
-                outputs = bind(eqn, operands, eqn.params)
+                outputs, found = bind(eqn, operands, eqn.params), {}
+            measured = _worst(measured, found)
             values.update(zip(eqn.outvars, outputs, strict=True))
             for variable in unneeded:
                 del values[variable]
         return [read(atom) for atom in jaxpr.outvars], measured
 
-    def _at_probe(self, value: Any, measured: Any, *, site: int, role: int, kind: str) -> tuple[Any, Any]:
+    def nothing(self, *jaxprs: ClosedJaxpr) -> Measured:
+        """What is measured where jaxprs are not evaluated."""
+        keys = set() if self._is_smooth else set[Key]().union(*(_met(each.jaxpr) for each in jaxprs))
+        return {key: vary(jnp.zeros(len(Statistics._fields)), self._axes) for key in sorted(keys)}
+
+    def _at_probe(self, value: Any, *, site: int, role: int, kind: str) -> tuple[Any, Measured]:
         if kind == "tangent":
-            return value, measured
-        is_cotangent = kind == "cotangent"
-        strength = self._strengths[0 if role == RESULT and not is_cotangent else 1, site]
+            return value, {}
+        strength = self._strengths[0 if role == RESULT and kind == "value" else 1, site]
         error = lax.stop_gradient(value.astype(self._dtype).astype(value.dtype) - value)
         if self._is_smooth:
-            return value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0), measured
-        # What `.at[...].max(...)` makes, a scatter, takes long to compile.
-        at = (site, role + NUMBER_OF_ROLES * is_cotangent, 0)
-        worst = jnp.maximum(measured[at[:2]], _statistics(value, error))
-        measured = lax.dynamic_update_slice(measured, worst[None, None], at)
+            return value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0), {}
+        measured = {_key(site, role, kind): vary(_statistics(value, error), self._axes)}
         return jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value), measured
 
 
@@ -181,55 +194,95 @@ def _statistics(value: jax.Array, error: jax.Array) -> jax.Array:
     return jnp.stack([largest, norms[0] / jnp.maximum(norms[1], 1e-30)])
 
 
-def _holds_probes(eqn: Any) -> bool:
-    return any(map(_jaxpr_holds_probes, [jaxpr for each in eqn.params.values() for jaxpr in jaxprs_of(each)]))
+def _worst(measured: Measured, found: Measured) -> Measured:
+    return measured | {
+        key: jnp.maximum(measured[key], each) if key in measured else each for key, each in found.items()
+    }
 
 
-def _jaxpr_holds_probes(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive is _probe_primitive or _holds_probes(eqn) for eqn in jaxpr.eqns)
+def _key(site: int, role: int, kind: str) -> Key:
+    return site, role + NUMBER_OF_ROLES * (kind == "cotangent")
+
+
+def _met(jaxpr: Jaxpr) -> set[Key]:
+    """What probes there are in a jaxpr."""
+    found: set[Key] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _probe_primitive and eqn.params["kind"] != "tangent":
+            found.add(_key(**eqn.params))
+        found |= _met_inside(eqn)
+    return found
+
+
+def _met_inside(eqn: Any) -> set[Key]:
+    return set[Key]().union(*(_met(jaxpr) for each in eqn.params.values() for jaxpr in jaxprs_of(each)))
 
 
 # What is evaluated inside.
 
 
-def _call(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any, name: str = "jaxpr") -> Any:
-    return self.evaluate(closed(eqn.params[name]), inputs, measured)
+def _call(self: RoundingEvaluator, eqn: Any, inputs: list[Any], name: str = "jaxpr") -> Any:
+    return self.evaluate(closed(eqn.params[name]), inputs)
 
 
-def _scan(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any) -> Any:
+def _scan(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
     params = eqn.params
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
 
     def body(state: Any, xs: Any) -> Any:
-        outputs, measured = self.evaluate(params["jaxpr"], [*consts, *state[0], *xs], state[1])
-        return (outputs[:num_carry], measured), outputs[num_carry:]
+        outputs, measured = self.evaluate(params["jaxpr"], [*consts, *state[0], *xs])
+        return (outputs[:num_carry], _worst(state[1], measured)), outputs[num_carry:]
 
     options = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
-    (carry, measured), ys = lax.scan(body, (list(carry), measured), list(xs), **options)
+    (carry, measured), ys = lax.scan(body, (list(carry), self.nothing(params["jaxpr"])), list(xs), **options)
     return [*carry, *ys], measured
 
 
-def _while(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any) -> Any:
+def _while(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
     of_condition = inputs[: eqn.params["cond_nconsts"]]
     inputs = inputs[len(of_condition) :]
     of_body, carry = inputs[: eqn.params["body_nconsts"]], inputs[eqn.params["body_nconsts"] :]
 
     def goes_on(state: Any) -> Any:
-        return self.evaluate(eqn.params["cond_jaxpr"], [*of_condition, *state[0]], state[1])[0][0]
+        return self.evaluate(eqn.params["cond_jaxpr"], [*of_condition, *state[0]])[0][0]
 
     def body(state: Any) -> Any:
-        return self.evaluate(eqn.params["body_jaxpr"], [*of_body, *state[0]], state[1])
+        outputs, measured = self.evaluate(eqn.params["body_jaxpr"], [*of_body, *state[0]])
+        return outputs, _worst(state[1], measured)
 
-    return lax.while_loop(goes_on, body, (list(carry), measured))
+    return lax.while_loop(goes_on, body, (list(carry), self.nothing(eqn.params["body_jaxpr"])))
 
 
-def _cond(self: RoundingEvaluator, eqn: Any, inputs: list[Any], measured: Any) -> Any:
+def _cond(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
     def of(branch: ClosedJaxpr) -> Callable[..., Any]:
-        return lambda operands, measured: self.evaluate(branch, operands, measured)
+        def evaluated(operands: list[Any]) -> Any:
+            outputs, measured = self.evaluate(branch, operands)
+            return outputs, _worst(self.nothing(*eqn.params["branches"]), measured)
+
+        return evaluated
 
     index, *operands = inputs
-    return lax.switch(index.astype(jnp.int32), list(map(of, eqn.params["branches"])), operands, measured)
+    return lax.switch(index.astype(jnp.int32), list(map(of, eqn.params["branches"])), operands)
+
+
+def _shard_map(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
+    """What each shard measures is an output that is divided over the mesh."""
+    axes = custom_rules.axes_of_shard_map(eqn)
+    keys: list[Key] = []
+
+    def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
+        outputs, measured = self.on(axes).evaluate(jaxpr, shards)
+        keys[:] = measured
+        return [*outputs, *(each[None] for each in measured.values())]
+
+    number = 0 if self._is_smooth else len(_met(eqn.params["jaxpr"]))
+    divided = [jax.sharding.PartitionSpec(tuple(sorted(axes)))] * number
+    outputs = custom_rules.shard_map(evaluated, eqn, inputs, more_out_specs=divided)
+    count = len(outputs) - number
+    return outputs[:count], {
+        key: vary(jnp.max(each, axis=0), self._axes) for key, each in zip(keys, outputs[count:], strict=True)
+    }
 
 
 _INSIDE: dict[str, Callable[..., Any]] = {
@@ -238,4 +291,5 @@ _INSIDE: dict[str, Callable[..., Any]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "shard_map": _shard_map,
 }

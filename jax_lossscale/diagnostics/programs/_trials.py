@@ -12,9 +12,10 @@ import numpy as np
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics.programs._compare_gradients import nudged, value_and_leaves
-from jax_lossscale.diagnostics.programs._gradient_measure import measure, reports_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator
+from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
@@ -51,6 +52,7 @@ class Program:
       sites: the products that `autocast` makes narrow.
       numbers: how many products there are at each site.
       spent: how many gradients have been computed, for each batch.
+      largest: ``float[sites, 2 * roles]``: the largest magnitude that each probe meets in float32, unscaled.
     """
 
     def __init__(
@@ -78,14 +80,16 @@ class Program:
         self._slope = jax.jit(jax.grad(self._deviation))
         exact = self._run(np.full(len(self.sites), WIDE), 1.0, batches)
         self.exact = [(value, leaves) for value, leaves, _ in exact]
-        self._largest = np.max([measured[:, NUMBER_OF_ROLES:, 0] for *_, measured in exact], axis=0)
+        self.largest = np.max([measured[..., 0] for *_, measured in exact], axis=0)
         moved = self._run(
             np.full(len(self.sites), WIDE), 1.0, [nudged(args, argnums, keep_dtypes=False) for args in batches]
         )
-        self._rounding = [
-            (value, jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(1))))
-            for (value, leaves, _), (_, exact) in zip(moved, self.exact, strict=True)
-        ]
+        self._rounding, self._weights = [], []
+        for (value, leaves, _), (exact_value, exact) in zip(moved, self.exact, strict=True):
+            rounding = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(1)))
+            self._rounding.append(rounding)
+            reports = reports_of_leaves(exact, [rounding], rounding)
+            self._weights.append(self._weights_of((value, exact_value), reports))
 
     def trial(self, levels: np.ndarray) -> Trial:
         """With the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
@@ -101,7 +105,7 @@ class Program:
 
     def is_exact_finite(self) -> bool:
         """Whether value and gradients are finite in float32."""
-        largest = [value for value, _ in self.exact] + [m.largest for _, of in self._rounding for m in of]
+        largest = [value for value, _ in self.exact] + [m.largest for of in self._rounding for m in of]
         return all(math.isfinite(each) for each in largest)
 
     def measured_at(self, scale: float) -> np.ndarray:
@@ -113,7 +117,7 @@ class Program:
         """The largest power of two with which no cotangent of a narrow product overflows, with a little room above."""
         if self.dtype != jnp.float16:
             return 1.0
-        largest = self._largest[levels < WIDE].max(initial=0.0)
+        largest = self.largest[levels < WIDE, NUMBER_OF_ROLES:].max(initial=0.0)
         if not 0 < largest < math.inf:
             return 2.0**15
         log2 = math.floor(math.log2(limits_of(self.dtype).overflow / largest)) - _LOG2_HEADROOM
@@ -131,8 +135,11 @@ class Program:
             trial = self.trial(trial.levels)
         self.spent += 4
         total = np.zeros((2, len(self.sites)))
-        for batch, (value, leaves), results in zip(self.batches, self.exact, trial.results, strict=True):
-            directions = [_direction(a, b) for a, b in zip(results, [value, *leaves.values()], strict=True)]
+        for batch, (value, leaves), weights, results in zip(
+            self.batches, self.exact, self._weights, trial.results, strict=True
+        ):
+            exact = [value, *leaves.values()]
+            directions = [_direction(a, b) * weight for a, b, weight in zip(results, exact, weights, strict=True)]
             try:
                 slope = self._slope(
                     jnp.zeros((2, len(self.sites))), jnp.float32(trial.scale), self._inputs(batch), directions
@@ -145,28 +152,28 @@ class Program:
     def error(self, found: Sequence[tuple[Any, dict[str, Any]]], scale: float) -> tuple[float, str]:
         """The worst error, and of what."""
         worst = (0.0, "nothing")
-        for (value, leaves), (exact_value, exact), (nudged_value, rounding) in zip(
-            found, self.exact, self._rounding, strict=True
+        for (value, leaves), (exact_value, exact), rounding, weights in zip(
+            found, self.exact, self._rounding, self._weights, strict=True
         ):
             measured = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(scale)))
             reports = reports_of_leaves(exact, [measured], rounding)
-            total = math.hypot(*(leaf.norm for leaf in reports))
-            errors = [(_relative(value, exact_value), _relative(nudged_value, exact_value), "the value")]
-            errors += [
-                (
-                    leaf.relative_error[0] / (_SMALL_LEAF if leaf.norm < _SMALL_SHARE * total else 1.0),
-                    leaf.rounding,
-                    f"the gradient of {leaf.path or 'the only leaf'}",
-                )
-                for leaf in reports
-                if leaf.norm > 0
-            ]
+            errors = [_relative(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
+            names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
+            of_all = report_of_all(reports).relative_error[0]
             worst = max(
-                [worst, *((error, what) for error, rounding, what in errors if not rounding > self._tolerance / 2)]
+                [worst, (of_all, "the whole gradient")]
+                + [(error * weight, name) for error, name, weight in zip(errors, names, weights, strict=True) if weight]
             )
-            of_all = math.hypot(*(leaf.relative_error[0] * leaf.norm for leaf in reports)) / (total or 1.0)
-            worst = max(worst, (of_all, "all gradients"))
         return (math.inf if math.isnan(worst[0]) else worst[0]), worst[1]
+
+    def _weights_of(self, values: Sequence[Any], leaves: list[LeafGradientError]) -> list[float]:
+        """How much the errors of the value and of each leaf count: not at all, if a nudge moves it as far."""
+        total = report_of_all(leaves).norm
+        weights = [1.0 if _relative(*values) <= self._tolerance / 2 else 0.0]
+        for leaf in leaves:
+            is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
+            weights.append(is_judged / (_SMALL_LEAF if leaf.norm < _SMALL_SHARE * total else 1.0))
+        return weights
 
     def _inputs(self, batch: Sequence[Any]) -> list[Any]:
         return self._traced.inputs_from((np.float32(1), *batch), self._kwargs)[1:]
@@ -177,18 +184,21 @@ class Program:
         found = []
         for batch in batches:
             outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
-            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), np.asarray(measured, float)))
+            by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Statistics._fields)))
+            for key, statistics in jax.device_get(measured).items():
+                by_site[key] = statistics
+            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
         return found
 
     def _outputs(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        evaluator = RoundingEvaluator(self.dtype, strengths)
-        return evaluator.evaluate(self._traced.jaxpr, [scale, *inputs], evaluator.nothing_measured())
+        return RoundingEvaluator(self.dtype, strengths).evaluate(self._traced.jaxpr, [scale, *inputs])
 
     def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
         evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)
-        outputs, _ = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs], None)
+        outputs, _ = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         value, leaves = value_and_leaves(self._traced.result(outputs), self._has_aux)
-        parts = [value, *(leaf / scale for leaf in leaves.values())]
+        # The derivative of the value has the loss scale as a factor, as the gradients have.
+        parts = [value / scale, *(leaf / scale for leaf in leaves.values())]
         return sum(jnp.sum(part * direction) for part, direction in zip(parts, directions, strict=True)).real
 
 
