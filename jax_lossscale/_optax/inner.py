@@ -16,6 +16,7 @@ from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._warn import warn_user
 
+
 def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
     """``inner`` as a transformation that takes extra arguments, or a `ValueError`."""
     if isinstance(inner, optax.MultiSteps):
