@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
 from jax_lossscale._dispatch import lie_together
-from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
+from jax_lossscale._measure import AxisName, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
@@ -164,11 +164,7 @@ class LossScale(abc.ABC):
 
 
 def _update_op_by_op(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
-    largest = None
-    if loss_scale.needs_largest:
-        grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
-    else:
-        grads_finite = all_finite(grads, axis_name=axis_name)
+    grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
     should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
     return adjust(loss_scale, grads_finite, largest), should_apply
 

@@ -5,15 +5,13 @@ Measuring happens here and nowhere else. Loss scales and the optax wrapper only 
 
 from jax_lossscale._measure.devices import AxisName, agree, agree_on_largest, axes_varied_over, vary
 from jax_lossscale._measure.fault import first_fault, first_nonfinite
-from jax_lossscale._measure.finite import all_finite, all_finite_unscaled
-from jax_lossscale._measure.largest import finite_and_largest
+from jax_lossscale._measure.finite import all_finite, finite_and_largest
 
 __all__ = [
     "AxisName",
     "agree",
     "agree_on_largest",
     "all_finite",
-    "all_finite_unscaled",
     "axes_varied_over",
     "finite_and_largest",
     "first_fault",

@@ -13,7 +13,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
 from jax_lossscale._dispatch import compiled, lie_together
 from jax_lossscale._measure.devices import AxisName, agree
-from jax_lossscale._measure.leaves import at_least_16_bits
+from jax_lossscale._measure.leaves import as_read
 
 
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
@@ -67,7 +67,7 @@ def _severities(leaves: list[ArrayLike]) -> list[jax.Array]:
         of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
         return jnp.max(of_each, initial=0)
 
-    return [severity(at_least_16_bits(jnp.asarray(leaf))) for leaf in leaves]
+    return [severity(as_read(leaf)) for leaf in leaves]
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
