@@ -30,11 +30,7 @@ def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 def check_holds_no_loss_scale(inner_state: optax.OptState) -> None:
     """Raise a `ValueError` if a chain that has made this state would unscale gradients itself."""
-
-    def is_loss_scale(node: Any) -> bool:
-        return isinstance(node, LossScale)
-
-    if any(map(is_loss_scale, jax.tree.leaves(inner_state, is_leaf=is_loss_scale))):
+    if _holds(inner_state, LossScale):
         raise ValueError(
             "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
             "Wrap the whole chain once."
@@ -171,16 +167,16 @@ def check_no_integers(grads: optax.Updates, params: optax.Params | None) -> None
 
 def check_not_masked(tree: optax.Params, name: str) -> None:
     """Raise a `ValueError` that names the argument if `optax.masked` is around the wrapper, and not inside it."""
-
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+    if _holds(tree, optax.MaskedNode):
         raise ValueError(
             f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
             "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
             "`loss_scaled(optax.partition(...))`."
         )
+
+
+def _holds(tree: chex.ArrayTree, kind: type) -> bool:
+    return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)))
 
 
 def check_not_scaled(extra_args: dict[str, Any], scaled_grads: optax.Updates) -> None:
