@@ -18,10 +18,17 @@ _INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and report; ``argv``: by default the options of the command line.
+    """Train, and report.
 
-    The exit status is 0, or 130 if interrupted; 2, before any training, if an option is wrong or a package missing; 1
-    if a file could not be written.
+    Args:
+      argv: the options; by default those of the command line.
+
+    Returns:
+      The exit status: 0, or 130 if interrupted.
+
+    Raises:
+      SystemExit: with code 2 and one line on stderr, before any training, if an option is wrong or a package missing;
+        with code 1, if a file could not be written.
     """
     parser = _make_parser()
     try:
@@ -49,7 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Train each arm for so many steps, under one progress bar on stderr, if that is a terminal; all begin alike."""
+    """Train the five arms, one after the other, under one progress bar on stderr, if that is a terminal.
+
+    Args:
+      steps: how many to train each arm.
+      seed: of the initial parameters, which are the same for all arms.
+
+    Returns:
+      The outcome of each arm, by name.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

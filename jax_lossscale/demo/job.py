@@ -82,7 +82,11 @@ class Result:
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """The five trainings: the dtype to compute products in, and the loss scale, as `jax_lossscale.get` accepts it."""
+    """The five trainings.
+
+    Returns:
+      For each name, the dtype to compute products in, and the loss scale, as `jax_lossscale.get` accepts it.
+    """
     return {
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
@@ -95,7 +99,11 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
 
 
 def load_patches() -> jax.Array:
-    """The photograph, cut into patches: ``float32[patches, values]``, from -0.5 for black to 0.5 for white."""
+    """The photograph, cut into patches.
+
+    Returns:
+      ``float32[patches, values]``, from -0.5 for black to 0.5 for white.
+    """
     from sklearn.datasets import load_sample_image
 
     photograph = load_sample_image("china.jpg")
@@ -107,7 +115,15 @@ def load_patches() -> jax.Array:
 
 
 def init_params(key: jax.Array, patches: jax.Array) -> Params:
-    """Small random codes, one for each patch, and a decoder of two hidden layers, all in float32."""
+    """Small random codes, and a decoder of two hidden layers.
+
+    Args:
+      key: a random key.
+      patches: as `load_patches` gives them; only their shape matters.
+
+    Returns:
+      The float32 parameters.
+    """
     count, patch_values = patches.shape
     sizes = [CODE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, patch_values]
     codes_key, *keys = jax.random.split(key, len(sizes))
@@ -119,7 +135,15 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
 
 
 def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
-    """Mean squared error of the decoded patches, written for float32: ``float32[]``."""
+    """Mean squared error of the decoded patches, written for float32.
+
+    Args:
+      params: as `init_params` gives them.
+      patches: as `load_patches` gives them.
+
+    Returns:
+      The loss: ``float32[]``.
+    """
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
     for layer in hidden_layers:
@@ -131,7 +155,11 @@ def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
 def make_optimizer(steps: int) -> optax.GradientTransformation:
     """Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder.
 
-    The learning rates reach zero after so many steps, along a cosine. Nothing here knows of loss scaling.
+    Args:
+      steps: after how many the learning rates reach zero, along a cosine.
+
+    Returns:
+      An optax transformation that knows nothing of loss scaling.
     """
 
     def adam(learning_rate: float) -> optax.GradientTransformation:
@@ -200,6 +228,13 @@ def train(
 
 
 def zero_fraction(grads: Any) -> jax.Array:
-    """The share of values in a tree of arrays that are exactly zero: ``float32[]``."""
+    """The share of values in a tree that are exactly zero.
+
+    Args:
+      grads: any tree of arrays.
+
+    Returns:
+      ``float32[]``, from 0 to 1.
+    """
     leaves = jax.tree.leaves(grads)
     return jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum() / sum(leaf.size for leaf in leaves)

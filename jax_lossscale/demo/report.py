@@ -25,7 +25,12 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a line for each arm of `command.run`, then the conclusion, to ``file`` or to standard output."""
+    """Print a line for each arm, then the conclusion.
+
+    Args:
+      results: by name, as `command.run` gives them.
+      file: where to; by default, standard output.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -49,12 +54,26 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
 
 
 def psnr(loss: float) -> float:
-    """The peak signal-to-noise ratio in dB, from the mean squared error of a signal between 0 and 1."""
+    """The peak signal-to-noise ratio.
+
+    Args:
+      loss: the mean squared error of a signal between 0 and 1.
+
+    Returns:
+      The ratio in dB.
+    """
     return -10 * float(np.log10(loss))
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """What the numbers say, in one sentence."""
+    """What the numbers say.
+
+    Args:
+      results: by name, as `command.run` gives them.
+
+    Returns:
+      One sentence.
+    """
     alone, dynamic, auto = (results[name] for name in ("float16", "float16_dynamic", "float16_auto"))
     return (
         f"Without loss scaling {_percent(alone.zero_gradient_fraction)} of the float16 gradient values were zero, and "
@@ -79,7 +98,16 @@ def _percent(share: float) -> str:
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """The results and the versions of the packages, as strict JSON, where a loss that is not finite is null."""
+    """The results as strict JSON, where a loss that is not finite is null.
+
+    Args:
+      results: by name, as `command.run` gives them.
+      steps: how many each arm was trained.
+      seed: of the initial parameters.
+
+    Returns:
+      The text of the file, versions of the packages included.
+    """
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():
