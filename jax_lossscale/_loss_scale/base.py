@@ -95,7 +95,7 @@ class LossScale(abc.ABC):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """A fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
         name = f"{cls.__name__}.from_config(config=...)"
-        known = [argument for argument in inspect.signature(cls).parameters if not argument.startswith("_")]
+        known = list(inspect.signature(cls).parameters)
         if not isinstance(config, Mapping):
             raise ValueError(f"`{name}` must be a dictionary of arguments, got {config!r}.")
         if not config.keys() <= set(known):
@@ -231,9 +231,9 @@ def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
 
 
 def config_of(loss_scale: LossScale) -> dict[str, Any]:
-    """The static fields of a loss scale that are arguments for users, by name."""
+    """The static fields of a loss scale, by name."""
     return {
         field.name: getattr(loss_scale, field.name)
         for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]
-        if field.metadata.get("static") and not field.name.startswith("_")
+        if field.metadata.get("static")
     }

@@ -28,7 +28,7 @@ def agree_on_largest(flags: jax.Array, largest: jax.Array, axis_name: AxisName) 
 
 
 def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The largest of a ``float[]`` along ``axis_name``."""
+    """The largest of each number along ``axis_name``."""
     return largest if axis_name is None or axis_name == () else jax.lax.pmax(largest, axis_name)
 
 
