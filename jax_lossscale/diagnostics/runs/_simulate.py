@@ -110,8 +110,8 @@ def simulate(
             raise ValueError("`simulate(inside=...)` goes with `largest`, not with `grads_finite`: leave it out.")
         if loss_scale.needs_largest:
             raise ValueError(
-                f"`simulate(grads_finite=...)` tells a `{type(loss_scale).__name__}` too little: it moves by the "
-                "largest gradient. Give `largest`."
+                f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
+                "gradient. Give `largest`."
             )
         flags = _checked_trace(grads_finite, "grads_finite")
         if flags.dtype != jnp.bool_ and flags.size > 0:  # nothing is an array of floats
