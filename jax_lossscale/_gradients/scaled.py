@@ -70,7 +70,7 @@ def value_and_scaled_grad(
 
 
 def _value_and_scaled_grad(
-    caller: str, fun: Callable[..., Any], loss_scale: Any, argnums: int | Sequence[int], flags: dict[str, bool]
+    caller: str, fun: Callable[..., Any], loss_scale: Any, argnums: int | Sequence[int], flags: dict[str, Any]
 ) -> Callable[..., tuple[Any, Any]]:
     check_function(fun, f"{caller}(fun=...)")
     loss_scale = as_loss_scale(loss_scale, f"{caller}(loss_scale=...)")
