@@ -1,7 +1,6 @@
 """`all_finite` alone, beside a plain sum, a plain `isfinite` and jmp; and the ways in which it could be written.
 
-The second half has no mark. It is where the table in ``jax_lossscale/_measure/finite.py`` comes from, and the way in
-which ``largest.py`` beside it reads on a CPU.
+The second half has no mark. From it comes the way in which ``jax_lossscale/_measure/largest.py`` reads on a CPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Gradients of the scaled loss: the scale enters as the cotangent."""
 
-from jax_lossscale._gradients.accumulation import AccumulatedGradients, accumulate_gradients
-from jax_lossscale._gradients.cotangent import scale_gradient, unscale_gradient
-from jax_lossscale._gradients.scaled import scaled_grad, value_and_scaled_grad
-
-__all__ = [
-    "AccumulatedGradients",
-    "accumulate_gradients",
-    "scale_gradient",
-    "scaled_grad",
-    "unscale_gradient",
-    "value_and_scaled_grad",
-]
+from jax_lossscale._gradients.accumulation import AccumulatedGradients as AccumulatedGradients
+from jax_lossscale._gradients.accumulation import accumulate_gradients as accumulate_gradients
+from jax_lossscale._gradients.cotangent import scale_gradient as scale_gradient
+from jax_lossscale._gradients.cotangent import unscale_gradient as unscale_gradient
+from jax_lossscale._gradients.scaled import scaled_grad as scaled_grad
+from jax_lossscale._gradients.scaled import value_and_scaled_grad as value_and_scaled_grad

@@ -65,30 +65,19 @@ def value_and_scaled_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, where the loss itself is multiplied.
     """
-    return _value_and_scaled_grad("value_and_scaled_grad", fun, loss_scale, argnums, has_aux, holomorphic, allow_int)
+    flags = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
+    return _value_and_scaled_grad("value_and_scaled_grad", fun, loss_scale, argnums, flags)
 
 
 def _value_and_scaled_grad(
-    caller: str,
-    fun: Callable[..., Any],
-    loss_scale: Any,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    holomorphic: bool,
-    allow_int: bool,
+    caller: str, fun: Callable[..., Any], loss_scale: Any, argnums: int | Sequence[int], flags: dict[str, Any]
 ) -> Callable[..., tuple[Any, Any]]:
     check_function(fun, f"{caller}(fun=...)")
     loss_scale = as_loss_scale(loss_scale, f"{caller}(loss_scale=...)")
     as_argnums(argnums, f"{caller}(argnums=...)")
-    options: dict[str, Any] = {
-        "argnums": argnums,
-        "has_aux": has_aux,
-        "holomorphic": holomorphic,
-        "allow_int": allow_int,
-    }
-    for name in ("has_aux", "holomorphic", "allow_int"):
-        check_flag(options[name], f"{caller}({name}=...)")
-    return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), **options)
+    for name, flag in flags.items():
+        check_flag(flag, f"{caller}({name}=...)")
+    return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, flags["has_aux"]), argnums, **flags)
 
 
 def with_scaled_gradient(
@@ -146,7 +135,8 @@ def scaled_grad(
       >>> jls.scaled_grad(lambda x: x**2, 1024.0)(3.0)
       Array(6144., dtype=float32)
     """
-    value_and_grads = _value_and_scaled_grad("scaled_grad", fun, loss_scale, argnums, has_aux, holomorphic, allow_int)
+    flags = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
+    value_and_grads = _value_and_scaled_grad("scaled_grad", fun, loss_scale, argnums, flags)
 
     @functools.wraps(fun)
     def grads_only(*args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ def warn_if_frozen(loss_scale: LossScale) -> bool:
     if not isinstance(jnp.logical_not(False), jax.core.Tracer):  # nothing is traced, or for derivatives only
         return False
     warn_user(
-        f"The loss scale, a {type(loss_scale).__name__}, is no argument of the program that is being traced, but a "
+        f"The loss scale (`{type(loss_scale).__name__}`) is no argument of the program that is being traced, but a "
         "constant of it: it stays as it is now, while that of the optimizer state moves on. Make the gradient function "
         "inside the step, `jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`, and pass `opt_state` to the "
         "step as an argument."

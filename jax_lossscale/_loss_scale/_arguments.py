@@ -93,35 +93,37 @@ def positive_integer(value: Any, name: str, cure: str) -> int:
     return integer
 
 
-def scale_leaf(value: Any, name: str) -> ArrayLike:
-    """``value`` as a leaf that holds a scale: ``float32[]``, or a batch of them.
+def count(value: Any, name: str) -> int:
+    """``value`` as an int from 0 to the largest int32."""
+    result = _integer(value, name)
+    if not 0 <= result <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be a count that fits int32, got {value!r}.")
+    return result
 
-    Raises:
-      ValueError: if it is concrete and not positive and finite in float32, or no real number at all.
+
+def leaf(value: Any, name: str, checked: Callable[[Any, str], float]) -> ArrayLike:
+    """``value`` as a leaf of a loss scale: ``float32[]``, or ``int32[]`` of a `count`; or a batch of them.
+
+    What is concrete is ``checked``, each member of a batch by itself. NumPy where that is possible: constructing a loss
+    scale starts no backend, and makes no tracer.
     """
-    return _leaf(value, name, positive_normal_number, np.float32)
+    dtype: type[np.float32] | type[np.int32] = np.int32 if checked is count else np.float32
+    if not (_is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):
+        return dtype(checked(value, name))
+    if not _is_real(value):
+        raise ValueError(f"`{name}` must be real, got {value.dtype.name}.")
+    if not isinstance(value, jax.core.Tracer):
+        for member in np.ravel(np.asarray(value)):
+            checked(member, name)
+    return value.astype(dtype)
 
 
-def real_leaf(value: Any, name: str) -> ArrayLike:
-    """``value`` as a leaf that holds any finite number: ``float32[]``, or a batch of them."""
-    return _leaf(value, name, finite_number, np.float32)
-
-
-def nonnegative_leaf(value: Any, name: str) -> ArrayLike:
-    """`real_leaf`, of numbers that are at least 0."""
-    return _leaf(value, name, nonnegative_number, np.float32)
-
-
-def count_leaf(value: Any, name: str) -> ArrayLike:
-    """``value`` as a leaf that holds a count: ``int32[]``, or a batch of them."""
-
-    def checked(member: Any, name: str) -> int:
-        count = _integer(member, name)
-        if not 0 <= count <= np.iinfo(np.int32).max:
-            raise ValueError(f"`{name}` must be a count that fits int32, got {member!r}.")
-        return count
-
-    return _leaf(value, name, checked, np.int32)
+def fill_in_state(loss_scale: Any, **fresh: tuple[float, Callable[[Any, str], float]]) -> None:
+    """Make leaves of what a constructor was given, or of the fresh value where it was given none (`...`)."""
+    for name, (value, checked) in fresh.items():
+        given = getattr(loss_scale, name)
+        given = leaf(value if given is ... else given, f"{type(loss_scale).__name__}({name}=...)", checked)
+        object.__setattr__(loss_scale, name, given)
 
 
 def check_real_scalar(value: Any, name: str) -> None:
@@ -137,23 +139,6 @@ def is_number(value: Any) -> bool:
     if _is_array(value):
         return value.shape == () and _is_real(value)
     return isinstance(value, numbers.Real)
-
-
-def _leaf(
-    value: Any, name: str, checked: Callable[[Any, str], float], dtype: type[np.float32] | type[np.int32]
-) -> ArrayLike:
-    """A scalar, or a batch of them, of which each is checked where it is concrete.
-
-    NumPy where that is possible: constructing a loss scale starts no backend, and makes no tracer.
-    """
-    if not (_is_array(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):
-        return dtype(checked(value, name))
-    if not _is_real(value):
-        raise ValueError(f"`{name}` must be real, got {value.dtype.name}.")
-    if not isinstance(value, jax.core.Tracer):
-        for member in np.ravel(np.asarray(value)):
-            checked(member, name)
-    return value.astype(dtype)
 
 
 def _is_real(array: Any) -> bool:

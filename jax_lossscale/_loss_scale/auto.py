@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import field
 from typing import Any, ClassVar, Self
 
@@ -124,15 +123,13 @@ class AutoLossScale(LossScale):
         bounds = _arguments.bounded_scale(*scales, "AutoLossScale")
         for name, value in {**bounds, "log2_headroom": headroom}.items():
             object.__setattr__(self, name, value)
-        leaves: tuple[tuple[str, Callable[[Any, str], ArrayLike], float], ...] = (
-            ("current_loss_scale", _arguments.scale_leaf, self.initial_loss_scale),
-            ("log2_peak", _arguments.real_leaf, _LOG2_NOTHING),
-            ("log2_margin", _arguments.nonnegative_leaf, _LOG2_LEAST_MARGIN),
-            ("num_finite_steps", _arguments.count_leaf, _PATIENCE),  # no overflow for long
+        _arguments.fill_in_state(
+            self,
+            current_loss_scale=(self.initial_loss_scale, _arguments.positive_normal_number),
+            log2_peak=(_LOG2_NOTHING, _arguments.finite_number),
+            log2_margin=(_LOG2_LEAST_MARGIN, _arguments.nonnegative_number),
+            num_finite_steps=(_PATIENCE, _arguments.count),  # no overflow for long
         )
-        for name, as_leaf, fresh in leaves:
-            given = fresh if getattr(self, name) is ... else getattr(self, name)
-            object.__setattr__(self, name, as_leaf(given, f"AutoLossScale({name}=...)"))
 
     @property
     def upper_bound(self) -> float | None:

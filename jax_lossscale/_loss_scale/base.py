@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
 from jax_lossscale._dispatch import lie_together
-from jax_lossscale._measure import AxisName, all_finite, finite_and_largest
+from jax_lossscale._measure import AxisName, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
@@ -95,7 +95,7 @@ class LossScale(abc.ABC):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """A fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
         name = f"{cls.__name__}.from_config(config=...)"
-        known = [argument for argument in inspect.signature(cls).parameters if not argument.startswith("_")]
+        known = list(inspect.signature(cls).parameters)
         if not isinstance(config, Mapping):
             raise ValueError(f"`{name}` must be a dictionary of arguments, got {config!r}.")
         if not config.keys() <= set(known):
@@ -164,11 +164,7 @@ class LossScale(abc.ABC):
 
 
 def _update_op_by_op(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
-    largest = None
-    if loss_scale.needs_largest:
-        grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
-    else:
-        grads_finite = all_finite(grads, axis_name=axis_name)
+    grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
     should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
     return adjust(loss_scale, grads_finite, largest), should_apply
 
@@ -235,9 +231,9 @@ def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
 
 
 def config_of(loss_scale: LossScale) -> dict[str, Any]:
-    """The static fields of a loss scale that are arguments for users, by name."""
+    """The static fields of a loss scale, by name."""
     return {
         field.name: getattr(loss_scale, field.name)
         for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]
-        if field.metadata.get("static") and not field.name.startswith("_")
+        if field.metadata.get("static")
     }

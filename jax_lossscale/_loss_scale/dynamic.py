@@ -14,10 +14,12 @@ from jax.typing import ArrayLike
 from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale._arguments import (
     bounded_scale,
-    count_leaf,
+    count,
+    fill_in_state,
     finite_number,
+    leaf,
     positive_integer,
-    scale_leaf,
+    positive_normal_number,
 )
 from jax_lossscale._loss_scale.base import (
     LossScale,
@@ -107,14 +109,13 @@ class DynamicLossScale(LossScale):
     def __post_init__(self) -> None:
         for name, value in self._validated_config().items():
             object.__setattr__(self, name, value)
-        for name, as_leaf, fresh in (
-            ("current_loss_scale", scale_leaf, self.initial_loss_scale),
-            ("num_good_steps", count_leaf, 0),
-        ):
-            given = fresh if getattr(self, name) is ... else getattr(self, name)
-            object.__setattr__(self, name, as_leaf(given, f"DynamicLossScale({name}=...)"))
+        fill_in_state(
+            self,
+            current_loss_scale=(self.initial_loss_scale, positive_normal_number),
+            num_good_steps=(0, count),
+        )
         given = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
-        left = count_leaf(given, "DynamicLossScale(hysteresis_left=...)")
+        left = leaf(given, "DynamicLossScale(hysteresis_left=...)", count)
         object.__setattr__(self, "hysteresis_left", None if self.hysteresis == 1 else left)
 
     @property

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._loss_scale._arguments import finite_number, scale_leaf
+from jax_lossscale._loss_scale._arguments import finite_number, leaf, positive_normal_number
 from jax_lossscale._loss_scale.base import LossScale, register, static_field
 
 
@@ -60,7 +60,7 @@ class FixedLossScale(LossScale):
             raise ValueError(f"`{name}` must be at least 1, got {value!r}. For no scaling at all, use `NoOpLossScale`.")
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")
-        object.__setattr__(self, "loss_scale_value", scale_leaf(value, name))
+        object.__setattr__(self, "loss_scale_value", leaf(value, name, positive_normal_number))
 
     @property
     def upper_bound(self) -> ArrayLike:

@@ -3,20 +3,12 @@
 Measuring happens here and nowhere else. Loss scales and the optax wrapper only combine what they are told.
 """
 
-from jax_lossscale._measure.devices import AxisName, agree, agree_on_largest, axes_varied_over, vary
-from jax_lossscale._measure.fault import first_fault, first_nonfinite
-from jax_lossscale._measure.finite import all_finite, all_finite_unscaled
-from jax_lossscale._measure.largest import finite_and_largest
-
-__all__ = [
-    "AxisName",
-    "agree",
-    "agree_on_largest",
-    "all_finite",
-    "all_finite_unscaled",
-    "axes_varied_over",
-    "finite_and_largest",
-    "first_fault",
-    "first_nonfinite",
-    "vary",
-]
+from jax_lossscale._measure.devices import AxisName as AxisName
+from jax_lossscale._measure.devices import agree as agree
+from jax_lossscale._measure.devices import agree_on_largest as agree_on_largest
+from jax_lossscale._measure.devices import axes_varied_over as axes_varied_over
+from jax_lossscale._measure.devices import vary as vary
+from jax_lossscale._measure.fault import first_fault as first_fault
+from jax_lossscale._measure.fault import first_nonfinite as first_nonfinite
+from jax_lossscale._measure.finite import all_finite as all_finite
+from jax_lossscale._measure.finite import finite_and_largest as finite_and_largest

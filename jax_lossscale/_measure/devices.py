@@ -27,6 +27,11 @@ def agree_on_largest(flags: jax.Array, largest: jax.Array, axis_name: AxisName) 
     return lowest[:-1] > 0, -lowest[-1]
 
 
+def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The largest of each number along ``axis_name``."""
+    return largest if axis_name is None or axis_name == () else jax.lax.pmax(largest, axis_name)
+
+
 def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
     missing = tuple(sorted(axes - axes_varied_over(leaf)))

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
 from jax_lossscale._dispatch import compiled, lie_together
-from jax_lossscale._measure.devices import AxisName, agree
-from jax_lossscale._measure.leaves import at_least_16_bits
+from jax_lossscale._measure.devices import AxisName, largest_on_all
+from jax_lossscale._measure.leaves import as_read
 
 
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
@@ -67,7 +67,7 @@ def _severities(leaves: list[ArrayLike]) -> list[jax.Array]:
         of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
         return jnp.max(of_each, initial=0)
 
-    return [severity(at_least_16_bits(jnp.asarray(leaf))) for leaf in leaves]
+    return [severity(as_read(leaf)) for leaf in leaves]
 
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -76,8 +76,6 @@ def _first_of(
 ) -> tuple[jax.Array, jax.Array]:
     if not severities:
         return jnp.int32(-1), jnp.array(False)
-    severity = jnp.stack(severities)
-    finite, not_nan = agree(jnp.stack([severity < _INFINITE, severity < _NAN]), axis_name)
-    first = jnp.argmin(finite)
-    none = finite.all()
-    return jnp.where(none, -1, jnp.array(positions, jnp.int32)[first]), ~none & ~not_nan[first]
+    severity = largest_on_all(jnp.stack(severities), axis_name)
+    first = jnp.argmax(severity >= _INFINITE)
+    return jnp.where(severity[first] < _INFINITE, -1, jnp.array(positions, jnp.int32)[first]), severity[first] == _NAN

@@ -1,25 +1,13 @@
-"""Whether all gradients are finite, which is asked at every step.
+"""Whether all gradients are finite, and how large the largest is: one number tells both, at every step.
 
-By definition it is ``jnp.isfinite(leaf).all()`` of every leaf (`_of_each`). The other ways give the same answer at less
-cost; ``python -m benchmarks finite`` measures them:
-
-============================  ========================================================================================
-the leaves                    what is asked
-============================  ========================================================================================
-on a CPU, small               the definition, of many leaves put together
-on a CPU, large, float16      is the largest magnitude finite? (A sum converts one element after another.)
-on a CPU, large, others       is the sum finite? Then so are all elements. If not (it may overflow): as float16
-on any other platform         is the largest magnitude finite?
-============================  ========================================================================================
-
-Where a scale is given, it is the leaves divided by it that are asked about. Dividing keeps the order: it is enough to
-divide the largest. What is finite stays so when it is divided by 1 or more, which is all that a sum can tell.
+It is the largest magnitude, or infinity where an element is not finite; ``python -m benchmarks finite`` measures what
+it costs to find. Where a scale is given, it is the leaves divided by it that are asked about. Dividing keeps the order:
+it is enough to divide the largest.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
 
 import chex
 import jax
@@ -30,13 +18,12 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._check import check_axis_name
 from jax_lossscale._dispatch import compiled
-from jax_lossscale._measure.devices import AxisName, agree
-from jax_lossscale._measure.largest import largest_anywhere, largest_on_cpu
-from jax_lossscale._measure.leaves import alike, as_read, blocks, large, unscaled
-from jax_lossscale._measure.primitive import Question, ask
+from jax_lossscale._measure.devices import AxisName, largest_on_all
+from jax_lossscale._measure.largest import width
+from jax_lossscale._measure.leaves import as_read
+from jax_lossscale._measure.primitive import largest_magnitude
 
-# A leaf alone is added up fastest. But of more sums than these the compilation would take longer than the step.
-_SUMS = 64
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
@@ -66,50 +53,48 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       False
     """
     check_axis_name(axis_name, "all_finite(axis_name=...)")
-    return _all_finite(_tree.inexact_leaves(tree), None, axis_name)
+    return _all_finite(_tree.inexact_leaves(tree), axis_name)
 
 
-def all_finite_unscaled(scaled_tree: chex.ArrayTree, scale: ArrayLike) -> jax.Array:
-    """`all_finite` of the tree divided by ``scale``, found out without dividing each element where that costs."""
-    return _all_finite(_tree.inexact_leaves(scaled_tree), scale, None)
+def finite_and_largest(
+    tree: chex.ArrayTree, scale: ArrayLike | None = None, *, axis_name: AxisName = None
+) -> tuple[jax.Array, jax.Array]:
+    """Whether all elements of ``tree / scale`` are finite, and the largest magnitude among them.
+
+    Args:
+      tree: any pytree. Only the leaves of the leaf rule are looked at.
+      scale: ``float32[]``; ``None`` for 1.
+      axis_name: as in `all_finite`.
+
+    Returns:
+      ``bool[]`` and ``float32[]``. The second is 0 if an element is not finite: nobody looks for the largest of the
+      others then. Of a complex number it is that of its parts; a float64 beyond float32 counts as the largest float32;
+      a subnormal may count as 0, as it does in other arithmetic of XLA.
+    """
+    answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
+    finite = answer < jnp.inf
+    return finite, jnp.where(finite, answer, jnp.zeros_like(answer))
 
 
-@compiled(static_argnums=2, combine=np.all)
-def _all_finite(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    return ask(_ARE_FINITE, *as_read(leaves, scale), axis_name)
+@compiled(static_argnums=2, combine=np.max)
+def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
+    """``float32[]``, or infinity."""
+    by_width: dict[jnp.dtype, list[jax.Array]] = {}
+    for leaf in map(as_read, leaves):
+        if leaf.size != 0:
+            by_width.setdefault(width(leaf.dtype), []).append(leaf)
+    found = [_divided(largest_magnitude(alike), scale) for alike in by_width.values()]
+    return largest_on_all(functools.reduce(jnp.maximum, found) if found else jnp.zeros([], jnp.float32), axis_name)
 
 
-def _of_each(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    return _all(jnp.isfinite(leaf).all() for leaf in unscaled(leaves, scale))
+@compiled(static_argnums=1, combine=np.all)
+def _all_finite(leaves: list[ArrayLike], axis_name: AxisName) -> jax.Array:
+    return _largest(leaves, None, axis_name) < jnp.inf
 
 
-def _of_local(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    return jax.lax.platform_dependent(list(leaves), scale, cpu=_on_cpu, default=_anywhere)
-
-
-def _anywhere(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    return largest_anywhere(leaves, scale) < jnp.inf
-
-
-def _on_cpu(leaves: Sequence[jax.Array], scale: jax.Array | None) -> jax.Array:
-    answers = [jnp.isfinite(block).all() for block in unscaled(list(blocks(leaves)), scale)]
-    if halves := [leaf for leaf in large(leaves) if leaf.dtype == jnp.float16]:
-        answers.append(largest_on_cpu(halves, scale) < jnp.inf)
-    if others := [leaf for leaf in large(leaves) if leaf.dtype != jnp.float16]:
-        answers.append(_by_sums(others, scale))
-    return _all(answers)
-
-
-def _by_sums(leaves: list[jax.Array], scale: jax.Array | None) -> jax.Array:
-    groups = alike(leaves, -(-len(leaves) // _SUMS))
-    finite = _all(jnp.isfinite(functools.reduce(jnp.add, group).sum()) for group in groups)
-    if scale is not None:
-        finite &= scale >= 1
-    return jax.lax.cond(finite, lambda: finite, lambda: largest_on_cpu(leaves, scale) < jnp.inf)
-
-
-def _all(answers: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.logical_and, answers)
-
-
-_ARE_FINITE = Question(of_local=_of_local, of_each=_of_each, agree=agree, of_nothing=np.bool_(True))
+def _divided(largest: jax.Array, scale: ArrayLike | None) -> jax.Array:
+    """``float32[]``, and infinity for infinity alone."""
+    largest = jnp.asarray(largest if scale is None else _tree.unscale(largest, scale))
+    if largest.dtype == jnp.float32:
+        return largest
+    return jnp.where(largest < jnp.inf, jnp.minimum(largest, _LARGEST_FLOAT32), jnp.inf).astype(jnp.float32)

@@ -5,37 +5,26 @@ Each reduction costs its compilation, and a launch on a GPU, whatever it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_lossscale import _tree
-
 # Leaves of up to this many elements are read together, in blocks that stay in the cache.
 _SMALL_LEAF = 2**15
 _BLOCK = 2**18
 
 
-def as_read(leaves: Sequence[ArrayLike], scale: ArrayLike | None) -> tuple[list[jax.Array], jax.Array | None]:
-    """The leaves and the scale as arrays that no derivative is taken of."""
-    arrays = [at_least_16_bits(jax.lax.stop_gradient(jnp.asarray(leaf))) for leaf in leaves]
-    return arrays, None if scale is None else jax.lax.stop_gradient(jnp.asarray(scale))
-
-
-def at_least_16_bits(leaf: jax.Array) -> jax.Array:
+def as_read(leaf: ArrayLike) -> jax.Array:
+    """An array that no derivative is taken of, of 16 bits or more."""
+    array = jax.lax.stop_gradient(jnp.asarray(leaf))
     # Eight bits and fewer come in a dozen encodings, some without infinities. Float32 holds all their values.
-    return leaf.astype(jnp.float32) if jnp.finfo(leaf.dtype).bits < 16 else leaf
+    return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 
-def unscaled(leaves: Sequence[jax.Array], scale: jax.Array | None) -> Sequence[jax.Array]:
-    """The leaves divided by the scale, if there is one."""
-    return leaves if scale is None else _tree.unscale(list(leaves), scale)
-
-
-def large(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
     """Those that are no part of `blocks`."""
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 

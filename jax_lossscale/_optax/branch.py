@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import chex
 import jax
 
+from jax_lossscale import _compat
 from jax_lossscale._measure import axes_varied_over, vary
 
 Skip: TypeAlias = Literal["auto", "cond", "select"]
@@ -55,19 +56,9 @@ def _varying_alike(
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return run, leave
 
-    axes: list[frozenset[str]] = []
+    types = jax.eval_shape(lambda: (run(), leave()))
 
-    def note_axes(*branches: chex.ArrayTree) -> None:
-        leaves = zip(*(jax.tree.leaves(branch) for branch in branches), strict=True)
-        axes.extend(frozenset().union(*map(axes_varied_over, (should_apply, *same))) for same in leaves)
+    def as_all(leaf: jax.Array, *same: jax.ShapeDtypeStruct) -> jax.Array:
+        return vary(leaf, axes_varied_over(should_apply).union(*map(_compat.axes_varied_over, same)))
 
-    jax.eval_shape(lambda: note_axes(run(), leave()))
-
-    def varying(branch: Callable[[], chex.ArrayTree]) -> Callable[[], chex.ArrayTree]:
-        def with_axes() -> chex.ArrayTree:
-            leaves, structure = jax.tree.flatten(branch())
-            return jax.tree.unflatten(structure, [vary(leaf, over) for leaf, over in zip(leaves, axes, strict=True)])
-
-        return with_axes
-
-    return varying(run), varying(leave)
+    return lambda: jax.tree.map(as_all, run(), *types), lambda: jax.tree.map(as_all, leave(), *types)

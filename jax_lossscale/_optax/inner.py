@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._optax.branch import is_known
 from jax_lossscale._warn import warn_user
-
-_Result = TypeVar("_Result")
 
 
 def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -34,11 +30,7 @@ def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 def check_holds_no_loss_scale(inner_state: optax.OptState) -> None:
     """Raise a `ValueError` if a chain that has made this state would unscale gradients itself."""
-
-    def is_loss_scale(node: Any) -> bool:
-        return isinstance(node, LossScale)
-
-    if any(map(is_loss_scale, jax.tree.leaves(inner_state, is_leaf=is_loss_scale))):
+    if _holds(inner_state, LossScale):
         raise ValueError(
             "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
             "Wrap the whole chain once."
@@ -68,54 +60,28 @@ def widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     return _tree.widen(tree, keep=keep)
 
 
-def run_differentiably(
-    run: Callable[[optax.Updates], _Result], scaled_grads: optax.Updates, should_apply: jax.Array | None
-) -> _Result:
-    """``run(scaled_grads)``, whose derivatives are finite where the step is skipped and the result discarded.
+def differentiable_where_skipped(
+    grads: optax.Updates, should_apply: jax.Array, run: Callable[[optax.Updates], Any]
+) -> optax.Updates:
+    """``grads``; where derivatives of ``run(grads)`` are taken, and only there, ones in their place on a skipped step.
 
-    They are multiplied by zero then, but at an infinity they may be NaN. So where derivatives are taken, and only
-    there, the gradients of a skipped step are replaced by ones. Always replacing them would make every kernel that
-    reads gradients wait for the verdict.
+    The result of a skipped step is discarded, so its derivatives are multiplied by zero, but at an infinity they may be
+    NaN. Always replacing the gradients would make every kernel that reads them wait for the verdict.
     """
-    if should_apply is None or is_known(should_apply):
-        return run(scaled_grads)
-    # Derivatives are taken also of what is closed over: parameters, states, a learning rate.
-    run_with, closed_over = _with_operands(run, scaled_grads)
 
     @jax.custom_jvp
-    def run_as_it_is(should_apply: jax.Array, scaled_grads: optax.Updates, closed_over: list[jax.Array]) -> _Result:
-        del should_apply
-        return run_with(scaled_grads, closed_over)
+    def identity(should_apply: jax.Array, grads: optax.Updates, closed_over: list[Any]) -> optax.Updates:
+        del should_apply, closed_over
+        return grads
 
-    @run_as_it_is.defjvp
-    def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Result, _Result]:
-        should_apply, scaled_grads, closed_over = primals
-        at = (ones_where_skipped(scaled_grads, should_apply), closed_over)
-        return cast(tuple[_Result, _Result], jax.jvp(run_with, at, tangents[1:]))
+    @identity.defjvp
+    def differentiate(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[optax.Updates, optax.Updates]:
+        should_apply, grads, _ = primals
+        return ones_where_skipped(grads, should_apply), tangents[1]
 
-    return run_as_it_is(should_apply, scaled_grads, closed_over)
-
-
-def _with_operands(
-    run: Callable[[optax.Updates], _Result], grads: optax.Updates
-) -> tuple[Callable[[optax.Updates, list[jax.Array]], _Result], list[jax.Array]]:
-    """``run`` as a function also of the traced arrays that it has closed over, and these.
-
-    `jax.closure_convert` does the same, and keeps each function that it is given for as long as the process lives.
-    """
-    jaxpr, result = jax.make_jaxpr(run, return_shape=True)(grads)
-    structure = jax.tree.structure(result)
-    closed_over: list[jax.Array] = [const for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
-    others = [None if isinstance(const, jax.core.Tracer) else const for const in jaxpr.consts]
-    inside = jaxpr.jaxpr
-
-    def run_with(grads: optax.Updates, closed_over: list[jax.Array]) -> _Result:
-        arrays = iter(closed_over)
-        consts = [next(arrays) if const is None else const for const in others]
-        leaves = jaxpr_as_fun(ClosedJaxpr(inside, consts))(*jax.tree.leaves(grads))
-        return cast(_Result, jax.tree.unflatten(structure, leaves))
-
-    return run_with, closed_over
+    # Derivatives may be taken of what is closed over alone: of parameters, states, a learning rate.
+    consts = jax.make_jaxpr(run)(grads).consts
+    return identity(should_apply, grads, [const for const in consts if isinstance(const, jax.core.Tracer)])
 
 
 def ones_where_skipped(tree: chex.ArrayTree, should_apply: jax.Array | None) -> chex.ArrayTree:
@@ -201,16 +167,16 @@ def check_no_integers(grads: optax.Updates, params: optax.Params | None) -> None
 
 def check_not_masked(tree: optax.Params, name: str) -> None:
     """Raise a `ValueError` that names the argument if `optax.masked` is around the wrapper, and not inside it."""
-
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    if any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked))):
+    if _holds(tree, optax.MaskedNode):
         raise ValueError(
             f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
             "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
             "`loss_scaled(optax.partition(...))`."
         )
+
+
+def _holds(tree: chex.ArrayTree, kind: type) -> bool:
+    return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)))
 
 
 def check_not_scaled(extra_args: dict[str, Any], scaled_grads: optax.Updates) -> None:

@@ -46,33 +46,22 @@ class Step:
         if applies:
             params = _tree.without_weak_types(params)
 
-        def run_inner(scaled_grads: optax.Updates) -> tuple[optax.Updates, optax.OptState]:
-            return self._run_inner(scaled_grads, state, params, extra_args)
-
-        def run() -> tuple[chex.ArrayTree, optax.OptState]:
-            updates, inner_state = _inner.run_differentiably(run_inner, scaled_grads, should_apply)
-            return (_inner.apply_updates(params, updates) if applies else updates), inner_state
+        def run(scaled_grads: optax.Updates) -> tuple[chex.ArrayTree, optax.OptState]:
+            updates, inner_state = self.inner.update(
+                _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
+                state.inner_state,
+                None if params is None else _inner.widened(params, state.loss_scale),
+                **extra_args,
+            )
+            result = _inner.apply_updates(params, updates) if applies else updates
+            return result, _inner.with_dtypes_of(state.inner_state, inner_state)
 
         def leave() -> tuple[chex.ArrayTree, optax.OptState]:
-            return (params if applies else _inner.no_updates(jax.eval_shape(run)[0])), state.inner_state
+            return (params if applies else _inner.no_updates(jax.eval_shape(run, seen)[0])), state.inner_state
 
+        seen = scaled_grads
         if should_apply is not None and not is_known(should_apply):
-            run = jax.jit(run)  # traced once, though both branches use it
-        result, inner_state = run_or_leave(self.skip, should_apply, run, leave)
+            run = jax.jit(run)  # traced once, though it is asked for several times
+            seen = _inner.differentiable_where_skipped(scaled_grads, should_apply, run)
+        result, inner_state = run_or_leave(self.skip, should_apply, lambda: run(seen), leave)
         return result, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
-
-    def _run_inner(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[optax.Updates, optax.OptState]:
-        """The inner chain on true gradients."""
-        updates, inner_state = self.inner.update(
-            _inner.widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
-            state.inner_state,
-            None if params is None else _inner.widened(params, state.loss_scale),
-            **extra_args,
-        )
-        return updates, _inner.with_dtypes_of(state.inner_state, inner_state)

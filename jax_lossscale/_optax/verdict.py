@@ -14,14 +14,7 @@ from jax_lossscale._check import check_bool_scalar
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.base import adjust
-from jax_lossscale._measure import (
-    AxisName,
-    agree,
-    agree_on_largest,
-    all_finite,
-    all_finite_unscaled,
-    finite_and_largest,
-)
+from jax_lossscale._measure import AxisName, agree, agree_on_largest, all_finite, finite_and_largest
 
 
 class Reported(NamedTuple):
@@ -101,20 +94,18 @@ def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, reported: Reporte
     if not loss_scale.checks_gradients:
         return Flags(allowed=allowed), None
     largest = None
-    if loss_scale.needs_largest:
+    if loss_scale.needs_largest or reported.leaves_finite is None:
         leaves_finite, largest = finite_and_largest(scaled_grads, loss_scale())
-        if reported.leaves_finite is not None:  # 0 would say that all are zero, where they are not finite
-            largest = jnp.where(leaves_finite, largest, jnp.inf)
-    elif reported.leaves_finite is None:
-        leaves_finite = all_finite_unscaled(scaled_grads, loss_scale())
     if reported.leaves_finite is not None:
+        if largest is not None:  # 0 would say that all are zero, where they are not finite
+            largest = jnp.where(leaves_finite, largest, jnp.inf)
         leaves_finite = jnp.asarray(reported.leaves_finite)
     return Flags(
         leaves_finite=leaves_finite,
         parts_finite=None if reported.parts_finite is None else jnp.asarray(reported.parts_finite),
         value_finite=None if reported.value is None else all_finite(reported.value),
         allowed=allowed,
-    ), largest
+    ), largest if loss_scale.needs_largest else None
 
 
 def _agreed(flags: Flags, largest: jax.Array | None, axis_name: AxisName) -> tuple[Flags, jax.Array | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale._arguments import positive_normal_number
+from jax_lossscale._warn import warn_user
 
 # What stands for "no floor" and for "no ceiling": the smallest normal float32 and the largest.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
@@ -33,23 +33,13 @@ def number(value: Any, name: str) -> float:
     return result
 
 
-def given_floor(value: Any, otherwise: float, name: str) -> float:
-    """The floor that the user has given, or ``otherwise``."""
-    return otherwise if value is None else positive_normal_number(value, name)
-
-
-def integer(value: Any, name: str) -> int:
-    """An interval or a counter as an int; integral floats are welcome."""
+def count(value: Any, name: str) -> int:
+    """An interval or a counter as an int, at least 0; integral floats are welcome."""
     try:
         plain = _python_number(value)
-        return int(plain) if isinstance(plain, float) and plain.is_integer() else operator.index(plain)
+        result = int(plain) if isinstance(plain, float) and plain.is_integer() else operator.index(plain)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`{name}` must be one integer, got {value!r}.") from error
-
-
-def counter(value: Any, name: str) -> int:
-    """`integer`, and not negative."""
-    result = integer(value, name)
     if result < 0:
         raise ValueError(f"`{name}` must not be negative, got {result!r}.")
     return result
@@ -70,19 +60,6 @@ def with_state(fresh: DynamicLossScale, scale: Any, num_good_steps: Any) -> Dyna
     return dataclasses.replace(fresh, current_loss_scale=scale, num_good_steps=num_good_steps)
 
 
-def check_dynamic(loss_scale: Any, call: str) -> DynamicLossScale:
-    """``loss_scale``, if it is one `DynamicLossScale`, not a batch."""
-    if not isinstance(loss_scale, DynamicLossScale):
-        raise ValueError(f"`{call}(loss_scale=...)` must be a `DynamicLossScale`, got {loss_scale!r}.")
-    shape = np.shape(loss_scale.current_loss_scale)
-    if shape != ():
-        raise ValueError(
-            f"`{call}(loss_scale=...)` must be one loss scale, got a batch of shape {shape}. Convert its members one "
-            "by one."
-        )
-    return loss_scale
-
-
 def scale_and_counter(loss_scale: DynamicLossScale) -> tuple[float, int]:
     """The state as Python numbers."""
     return float(loss_scale.current_loss_scale), int(loss_scale.num_good_steps)
@@ -97,16 +74,16 @@ def backoff_factor(loss_scale: DynamicLossScale) -> float:
 
 
 def warn(call: str, losses: Iterable[str]) -> None:
-    """One `UserWarning` for each loss, at the line that called the public function which calls this."""
+    """One `UserWarning` for each loss."""
     for loss in losses:
-        warnings.warn(f"`{call}`: {loss}.", UserWarning, stacklevel=3)
+        warn_user(f"`{call}`: {loss}.")
 
 
-def no_floor(floor: float | None) -> list[str]:
-    """For peers without a floor, where the user has not named one either."""
-    if floor is not None:
-        return []
-    return [
+def floor_of(given: Any, name: str) -> tuple[float, list[str]]:
+    """The floor for a peer without one, and what is lost where the user has not named one either."""
+    if given is not None:
+        return positive_normal_number(given, name), []
+    return SMALLEST_FLOOR, [
         "the peer has no floor, so `min_loss_scale` becomes the smallest normal float32, 1.2e-38, below which the "
         "peer goes on to 0; pass `min_loss_scale=` to choose another"
     ]
@@ -132,21 +109,31 @@ def below_floor(scale: float, floor: float) -> list[str]:
     ]
 
 
-def without_counterpart(
-    loss_scale: DynamicLossScale,
+def outgoing(
+    call: str,
+    loss_scale: Any,
     *,
     multiplier: float | None = None,
     floor: float | None = None,
     takes_backoff: bool = False,
-) -> list[str]:
-    """What of a configuration a peer has no place for.
+) -> DynamicLossScale:
+    """``loss_scale``, if it is one `DynamicLossScale`, not a batch; warns of what a peer has no place for.
 
     Args:
+      call: the public function, for the error and the warnings.
       loss_scale: what is to be carried over.
       multiplier: the only one that the peer has; ``None`` where any can be set.
       floor: likewise.
       takes_backoff: whether the peer can lower the scale by another factor than it raises it.
     """
+    if not isinstance(loss_scale, DynamicLossScale):
+        raise ValueError(f"`{call}(loss_scale=...)` must be a `DynamicLossScale`, got {loss_scale!r}.")
+    shape = np.shape(loss_scale.current_loss_scale)
+    if shape != ():
+        raise ValueError(
+            f"`{call}(loss_scale=...)` must be one loss scale, got a batch of shape {shape}. Convert its members one "
+            "by one."
+        )
     found = []
     if multiplier is not None and loss_scale.multiplier != multiplier:
         found.append(f"`multiplier` is {loss_scale.multiplier:g}, the peer's is {multiplier:g}")
@@ -159,7 +146,8 @@ def without_counterpart(
         found.append(f"`max_loss_scale` is {loss_scale.max_loss_scale:g}, and the peer has no ceiling")
     if loss_scale.hysteresis > 1:
         found.append(f"`hysteresis` is {loss_scale.hysteresis}, and the peer lowers the scale on every bad step")
-    return found
+    warn(call, found)
+    return loss_scale
 
 
 def _python_number(value: Any) -> Any:

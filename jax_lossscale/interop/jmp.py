@@ -53,7 +53,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
     scale = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
-    num_good_steps = _carry.counter(loss_scale.counter, "from_jmp(...).counter")
+    num_good_steps = _carry.count(loss_scale.counter, "from_jmp(...).counter")
     floor = float(loss_scale.min_loss_scale)
     lost = []
     if floor != _FLOOR:
@@ -63,7 +63,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
         lost.append("jmp's floor is 0; here it is the smallest normal float32, 1.2e-38")
     result = DynamicLossScale(
         max(scale, floor),
-        _carry.integer(loss_scale.period, "from_jmp(...).period"),
+        _carry.count(loss_scale.period, "from_jmp(...).period"),
         _carry.number(loss_scale.factor, "from_jmp(...).factor"),
         min_loss_scale=floor,
     )
@@ -92,8 +92,7 @@ def to_jmp(loss_scale: LossScale) -> Any:
         if loss_scale.skip_nonfinite:
             _carry.warn("to_jmp", ["`skip_nonfinite` is set; with jmp, skipping is the caller's to write"])
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
-    loss_scale = _carry.check_dynamic(loss_scale, "to_jmp")
-    _carry.warn("to_jmp", _carry.without_counterpart(loss_scale, floor=_FLOOR))
+    loss_scale = _carry.outgoing("to_jmp", loss_scale, floor=_FLOOR)
     factor = loss_scale.multiplier
     return jmp.DynamicLossScale(
         jnp.float32(loss_scale.current_loss_scale),

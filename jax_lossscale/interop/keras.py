@@ -53,17 +53,14 @@ def from_keras(
             f"`{name}` is of tf-keras 2, which has the floor 1: use `DynamicLossScale(initial_scale, "
             "dynamic_growth_steps)`, or `FixedLossScale(initial_scale)` where `dynamic` is false."
         )
-    initial, period = (
-        _carry.number(initial, f"{name}['initial_scale']"),
-        _carry.integer(period, f"{name}[{_CONFIG[1]!r}]"),
-    )
-    floor = _carry.given_floor(min_loss_scale, _carry.SMALLEST_FLOOR, "from_keras(min_loss_scale=...)")
+    initial = _carry.number(initial, f"{name}['initial_scale']")
+    period = _carry.count(period, f"{name}['dynamic_growth_steps']")
+    floor, lost = _carry.floor_of(min_loss_scale, "from_keras(min_loss_scale=...)")
     loss_scale = DynamicLossScale(initial, period, min_loss_scale=floor)
-    lost = _carry.no_floor(min_loss_scale)
     if state is not None:
         scale, num_good_steps = _carry.entries(state, _STATE, "from_keras(state=...)")
         scale = _carry.number(scale, "from_keras(state=...)['dynamic_scale']")
-        num_good_steps = _carry.counter(num_good_steps, "from_keras(state=...)['step_counter']")
+        num_good_steps = _carry.count(num_good_steps, "from_keras(state=...)['step_counter']")
         lost += _carry.past_period(num_good_steps, period)
         loss_scale = _carry.with_state(loss_scale, scale, num_good_steps)
     _carry.warn("from_keras", lost)
@@ -91,7 +88,6 @@ def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.
     """
-    loss_scale = _carry.check_dynamic(loss_scale, "to_keras")
-    _carry.warn("to_keras", _carry.without_counterpart(loss_scale, multiplier=2.0, floor=_carry.SMALLEST_FLOOR))
+    loss_scale = _carry.outgoing("to_keras", loss_scale, multiplier=2.0, floor=_carry.SMALLEST_FLOOR)
     config = dict(zip(_CONFIG, (loss_scale.initial_loss_scale, loss_scale.increment_period), strict=True))
     return config, dict(zip(_STATE, _carry.scale_and_counter(loss_scale), strict=True))

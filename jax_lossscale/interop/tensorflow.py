@@ -54,7 +54,7 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
     initial = _carry.number(initial, f"{name}['initial_loss_scale']")
     loss_scale = DynamicLossScale(
         initial,
-        _carry.integer(period, f"{name}['increment_period']"),
+        _carry.count(period, f"{name}['increment_period']"),
         _carry.number(multiplier, f"{name}['multiplier']"),
         min_loss_scale=min(initial, _FLOOR),
     )
@@ -62,7 +62,7 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
     if state is not None:
         scale, num_good_steps = _carry.entries(state, _STATE, "from_tensorflow(state=...)")
         scale = _carry.number(scale, "from_tensorflow(state=...)['current_loss_scale']")
-        num_good_steps = _carry.counter(num_good_steps, "from_tensorflow(state=...)['good_steps']")
+        num_good_steps = _carry.count(num_good_steps, "from_tensorflow(state=...)['good_steps']")
         loss_scale = _carry.with_state(loss_scale, scale, num_good_steps)
     _carry.warn("from_tensorflow", _carry.below_floor(min(initial, scale), _FLOOR))
     return loss_scale
@@ -86,8 +86,7 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
         if loss_scale.skip_nonfinite:
             _carry.warn("to_tensorflow", ["`skip_nonfinite` is set, and the peer never skips with a fixed scale"])
         return {"loss_scale_value": loss_scale.get_config()["loss_scale_value"]}, {}
-    loss_scale = _carry.check_dynamic(loss_scale, "to_tensorflow")
-    _carry.warn("to_tensorflow", _carry.without_counterpart(loss_scale, floor=_FLOOR))
+    loss_scale = _carry.outgoing("to_tensorflow", loss_scale, floor=_FLOOR)
     values = (loss_scale.initial_loss_scale, loss_scale.increment_period, loss_scale.multiplier)
     config = dict(zip(_CONFIG, values, strict=True))
     return config, dict(zip(_STATE, _carry.scale_and_counter(loss_scale), strict=True))

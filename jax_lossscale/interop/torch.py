@@ -53,9 +53,9 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
     name = "from_torch(state_dict=...)"
     values = dict(zip(_KEYS, _carry.entries(state_dict, _KEYS, name), strict=True))
     scale = _carry.number(values["scale"], f"{name}['scale']")
-    period = _carry.integer(values["growth_interval"], f"{name}['growth_interval']")
-    num_good_steps = _carry.counter(values["_growth_tracker"], f"{name}['_growth_tracker']")
-    floor = _carry.given_floor(min_loss_scale, _carry.SMALLEST_FLOOR, "from_torch(min_loss_scale=...)")
+    period = _carry.count(values["growth_interval"], f"{name}['growth_interval']")
+    num_good_steps = _carry.count(values["_growth_tracker"], f"{name}['_growth_tracker']")
+    floor, lost = _carry.floor_of(min_loss_scale, "from_torch(min_loss_scale=...)")
     loss_scale = DynamicLossScale(
         max(scale, floor),
         period,
@@ -63,7 +63,7 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
         backoff_factor=_carry.number(values["backoff_factor"], f"{name}['backoff_factor']"),
         min_loss_scale=floor,
     )
-    _carry.warn("from_torch", _carry.no_floor(min_loss_scale) + _carry.past_period(num_good_steps, period))
+    _carry.warn("from_torch", lost + _carry.past_period(num_good_steps, period))
     return _carry.with_state(loss_scale, scale, num_good_steps)
 
 
@@ -82,8 +82,7 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
     """
     if isinstance(loss_scale, NoOpLossScale):
         return {}
-    loss_scale = _carry.check_dynamic(loss_scale, "to_torch")
-    _carry.warn("to_torch", _carry.without_counterpart(loss_scale, floor=_carry.SMALLEST_FLOOR, takes_backoff=True))
+    loss_scale = _carry.outgoing("to_torch", loss_scale, floor=_carry.SMALLEST_FLOOR, takes_backoff=True)
     scale, num_good_steps = _carry.scale_and_counter(loss_scale)
     values = (
         scale,

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from jax_lossscale._measure import finite
+from jax_lossscale._measure import finite_and_largest, largest
 
 DTYPES = (
     "float8_e3m4",
@@ -127,8 +127,8 @@ MANY_SHAPES = [(200, 200), (2**15 + 3,), (100, 401)]
 MANY = [(MANY_SHAPES[n % 3], ("float16", "bfloat16", "float32", "complex64")[n % 4]) for n in range(140)]
 READINGS = {
     "here": jls.all_finite,
-    "elsewhere": lambda tree: finite._anywhere(tree, None),
-    "elsewhere, divided": lambda tree: finite._anywhere(tree, jnp.float32(8)),
+    "divided": lambda tree: finite_and_largest(tree, jnp.float32(8))[0],
+    "elsewhere": lambda tree: largest.anywhere(*tree) < jnp.inf,
 }
 
 

@@ -337,13 +337,12 @@ def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_train
 @on_every_mesh
 def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
-    found = re.findall(
-        r" = (.*) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
-        run.compiled.as_text(),
-    )
-    verdicts = [result for result, kind in found if kind == "all-reduce" and re.search(r"(s32|pred)\[\]", result)]
+    text = run.compiled.as_text()
+    found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\((.*)", text)
+    maxima = re.findall(r"^(%[\w.\-]+) \(.*\n(?:  .*\n)*?  ROOT .* maximum\(", text, re.MULTILINE)
+    verdicts = [rest for _, rest in found if any(f"to_apply={name}," in f"{rest}," for name in maxima)]
     assert len(verdicts) == run.layout.verdicts
-    moves = [kind for _, kind in found if kind != "all-reduce"]
+    moves = [kind for kind, _ in found if kind != "all-reduce"]
     assert moves == ["all-gather"] * run.layout.gathers  # those of the forward pass
 
 

@@ -110,18 +110,20 @@ def simulate(
             raise ValueError("`simulate(inside=...)` goes with `largest`, not with `grads_finite`: leave it out.")
         if loss_scale.needs_largest:
             raise ValueError(
-                f"`simulate(grads_finite=...)` tells a `{type(loss_scale).__name__}` too little: it moves by the "
-                "largest gradient. Give `largest`."
+                f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
+                "gradient. Give `largest`."
             )
         flags = _checked_trace(grads_finite, "grads_finite")
         if flags.dtype != jnp.bool_ and flags.size > 0:  # nothing is an array of floats
             raise ValueError(f"`simulate(grads_finite=...)` must be booleans, got {flags.dtype}.")
-        return _replay(loss_scale, flags.astype(jnp.bool_))
+        # Zero is finite at every scale, and infinity at none.
+        seen = overflowing = jnp.where(flags.astype(jnp.bool_), jnp.float32(0), jnp.inf)
+        return _replay(loss_scale, seen, overflowing, dtype)
     seen = _checked_magnitudes(largest, "largest")
     overflowing = seen if inside is None else _checked_magnitudes(inside, "inside")
     if overflowing.shape != seen.shape:
         raise ValueError(f"`simulate(inside=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}.")
-    return _replay_magnitudes(loss_scale, seen, overflowing, dtype)
+    return _replay(loss_scale, seen, overflowing, dtype)
 
 
 def _checked_trace(given: Any, name: str) -> jax.Array:
@@ -146,39 +148,23 @@ def _checked_magnitudes(given: Any, name: str) -> jax.Array:
     return cast(jax.Array, _tree.widen(trace))
 
 
-@jax.jit
-def _replay(loss_scale: LossScale, trace: jax.Array) -> Simulation:
-    def step(loss_scale: LossScale, finite: jax.Array) -> tuple[LossScale, tuple[jax.Array, jax.Array]]:
-        return loss_scale.adjust(finite), (_scale_of(loss_scale), finite)
-
-    return _simulation(*jax.lax.scan(step, loss_scale, trace))
-
-
 @partial(jax.jit, static_argnums=3)
-def _replay_magnitudes(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype: jnp.dtype) -> Simulation:
+def _replay(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype: jnp.dtype) -> Simulation:
     def step(
         loss_scale: LossScale, event: tuple[jax.Array, jax.Array]
     ) -> tuple[LossScale, tuple[jax.Array, jax.Array]]:
-        scale = _scale_of(loss_scale)
+        scale = jnp.asarray(loss_scale(), jnp.float32)
         arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
         finite = jnp.isfinite(arrives) & jnp.isfinite(overflows)
         measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, 0)
         return adjust(loss_scale, finite, measured), (scale, finite)
 
-    return _simulation(*jax.lax.scan(step, loss_scale, (largest, inside)))
-
-
-def _scale_of(loss_scale: LossScale) -> jax.Array:
-    return jnp.asarray(loss_scale(), jnp.float32)
+    final, (scales, finite) = jax.lax.scan(step, loss_scale, (largest, inside))
+    should_apply = finite if final.skip_nonfinite else jnp.ones_like(finite)
+    return Simulation(scales, finite, should_apply, final)
 
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """``number`` as ``dtype`` would have it, in its own dtype."""
     # Without the barrier a compiler may leave out a conversion and its inverse.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)
-
-
-def _simulation(final: LossScale, steps: tuple[jax.Array, jax.Array]) -> Simulation:
-    scales, finite = steps
-    should_apply = finite if final.skip_nonfinite else jnp.ones_like(finite)
-    return Simulation(scales, finite, should_apply, final)

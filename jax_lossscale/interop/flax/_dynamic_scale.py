@@ -41,19 +41,15 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
     scale = _carry.number(dynamic_scale.scale, "from_flax(...).scale")
-    num_good_steps = _carry.counter(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
-    interval = _carry.counter(dynamic_scale.growth_interval, "from_flax(...).growth_interval")
+    num_good_steps = _carry.count(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
+    interval = _carry.count(dynamic_scale.growth_interval, "from_flax(...).growth_interval")
     lost = []
     if _steps_late():
         lost.append(
             f"flax grows on the finite step {interval} + 1, so `increment_period` becomes {interval + 1}; to have what "
             f"was asked for, use {interval}"
         )
-    if dynamic_scale.minimum_scale is None:
-        floor = _carry.SMALLEST_FLOOR
-        lost += _carry.no_floor(None)
-    else:
-        floor = _carry.number(dynamic_scale.minimum_scale, "from_flax(...).minimum_scale")
+    floor, no_floor = _carry.floor_of(dynamic_scale.minimum_scale, "from_flax(...).minimum_scale")
     loss_scale = DynamicLossScale(
         max(scale, floor),
         interval + _steps_late(),
@@ -62,8 +58,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         min_loss_scale=floor,
         max_loss_scale=_carry.LARGEST_SCALE,  # flax's ceiling
     )
-    lost += _carry.past_period(num_good_steps, loss_scale.increment_period) + _carry.below_floor(scale, floor)
-    _carry.warn("from_flax", lost)
+    lost += no_floor + _carry.past_period(num_good_steps, loss_scale.increment_period)
+    _carry.warn("from_flax", lost + _carry.below_floor(scale, floor))
     return _carry.with_state(loss_scale, scale, num_good_steps)
 
 
@@ -81,8 +77,7 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.
     """
-    loss_scale = _carry.check_dynamic(loss_scale, "to_flax")
-    _carry.warn("to_flax", _carry.without_counterpart(loss_scale, takes_backoff=True))
+    loss_scale = _carry.outgoing("to_flax", loss_scale, takes_backoff=True)
     return DynamicScale(
         growth_factor=loss_scale.multiplier,
         backoff_factor=_carry.backoff_factor(loss_scale),

@@ -11,6 +11,16 @@ from flax import nnx
 from jax_lossscale._optax import LossScaledTransformation
 
 
+def checked(tx: Any, name: str) -> LossScaledTransformation:
+    """``tx``, or a `ValueError` that names the argument if it was not made with `loss_scaled`."""
+    if isinstance(tx, LossScaledTransformation):
+        return tx
+    raise ValueError(
+        f"`{name}` must be an optimizer made with `jls.loss_scaled`, around the whole chain, got {tx!r}. For a run "
+        "without loss scaling, use `jls.loss_scaled(tx, None)`."
+    )
+
+
 class Optimizer(nnx.Optimizer):
     """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
 
@@ -41,12 +51,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: Any, tx: Any, *, wrt: Any, **options: Any) -> None:
-        if not isinstance(tx, LossScaledTransformation):
-            raise ValueError(
-                "`Optimizer(tx=...)` must be an optimizer made with `jls.loss_scaled`, around the whole chain, got "
-                f"{tx!r}. For a run without loss scaling, use `jls.loss_scaled(tx, None)`."
-            )
-        super().__init__(model, tx, wrt=wrt, **options)
+        super().__init__(model, checked(tx, "Optimizer(tx=...)"), wrt=wrt, **options)
 
     def update(self, model: Any, grads: chex.ArrayTree, /, **told: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.

@@ -10,8 +10,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from jax_lossscale._optax import LossScaledTransformation
 from jax_lossscale._tree import select_tree
+from jax_lossscale.interop.flax._optimizer import checked
 
 
 class TrainState(train_state.TrainState):
@@ -73,7 +73,7 @@ class TrainState(train_state.TrainState):
             dtype than before.
         """
         has_overwritten = OVERWRITE_WITH_GRADIENT in grads  # flax's float8: statistics, handed over as gradients
-        params, opt_state = _fused(self.tx)(
+        params, opt_state = checked(self.tx, "TrainState(tx=...)").update_and_apply(
             grads["params"] if has_overwritten else grads,
             self.opt_state,
             self.params["params"] if has_overwritten else self.params,
@@ -106,14 +106,5 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: if ``tx`` was not made with `loss_scaled`.
         """
-        _fused(tx)
+        tx = checked(tx, "TrainState(tx=...)")
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **fields)
-
-
-def _fused(tx: Any) -> Callable[..., tuple[chex.ArrayTree, Any]]:
-    if not isinstance(tx, LossScaledTransformation):
-        raise ValueError(
-            f"`TrainState(tx=...)` must be an optimizer made with `jls.loss_scaled`, around the whole chain, got "
-            f"{tx!r}. For a run without loss scaling, use `jls.loss_scaled(tx, None)`."
-        )
-    return tx.update_and_apply
