@@ -19,7 +19,7 @@ from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_gradients, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._operation_range import (
     ACCUMULATED,
@@ -27,6 +27,7 @@ from jax_lossscale.diagnostics.programs._operation_range import (
     OperationRange,
     RangeReport,
 )
+from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
 
@@ -93,24 +94,27 @@ def range_report(
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
     traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
-    facts = facts_of(traced, dtype, names_of_inputs(traced, fun, chosen, kwargs))
+    names = names_of_inputs(traced, fun, chosen, kwargs)
+    facts = facts_of(traced, dtype, names)
     limits = limits_of(dtype)
     evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, float(jnp.finfo(dtype).eps) / 2)
     inputs = evaluator.pairs(traced.inputs, traced.jaxpr.jaxpr.invars)
     rows = [row for block in jax.device_get(evaluator.evaluate(traced.jaxpr, inputs)[1]) for row in block]
     graph = Graph()
-    outputs = graph.outputs(traced.jaxpr, [Value()] * len(inputs))
+    value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(inputs)))
     nodes = [node for node, site in enumerate(graph.sites) if site is not None]
     measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, rows, strict=True)}
-    value, grads = traced.result(outputs)
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
-    ends = jax.tree.leaves((value[0] if has_aux else value, grads), is_leaf=is_value)
-    results = {node for end in ends if is_value(end) for node in end.nodes}
+    of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
+    results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
     found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node))})
+    gradients = dict(
+        zip(names_of_gradients(fun, chosen, kwargs, argnums), (end.nodes for end in of_grads), strict=True)
+    )
+    parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
+    sites = told_apart([site for site in graph.sites if site is not None], parameters)
     operations = []
-    for node, of in measured.items():
-        site = graph.sites[node]
-        assert site is not None
+    for site, (node, of) in zip(sites, measured.items(), strict=True):
         operation = _operation_range(site, of, dtype, limits, node in found.harmful, node in found.origins)
         if (site.is_narrow or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
