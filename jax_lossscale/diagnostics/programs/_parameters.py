@@ -92,19 +92,20 @@ def _part_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict
 
 
 def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
-    """The sites, with layers that tell apart those of one operation, layer and line.
+    """The sites, with layers that tell apart those of a line that is run more than once.
 
     By the parameter, where there are several; those of the forward pass that are still alike, by their number.
     """
-    called: dict[Any, set[str]] = defaultdict(set)
+    of_alike: dict[Any, set[str]] = defaultdict(set)
     for site, parameter in zip(sites, parameters, strict=True):
-        called[_name(site)].add(parameter)
+        of_alike[_alike(site)].add(parameter)
     named = [
-        _with(site, parameter if len(called[_name(site)]) > 1 else "")
+        _with(site, parameter if len(of_alike[_alike(site)]) > 1 else "")
         for site, parameter in zip(sites, parameters, strict=True)
     ]
-    forward = [_alike(site) for site in named if not site.place.is_backward]
-    total, so_far, numbered = Counter(forward), Counter[Any](), []
+    total = Counter(_alike(site) for site in named if not site.place.is_backward)
+    so_far = Counter[Any]()
+    numbered = []
     for site in named:
         alike = _alike(site)
         is_one_of_several = not site.place.is_backward and total[alike] > 1
@@ -113,12 +114,9 @@ def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
     return numbered
 
 
-def _name(site: Site) -> Any:
-    return site.operation, site.place.layer, site.place.source
-
-
 def _alike(site: Site) -> Any:
-    return *_name(site), site.derivative_of, site.place.instructions
+    place = site.place
+    return site.operation, site.dtype, site.derivative_of, place.layer, place.source, place.instructions
 
 
 def _with(site: Site, which: str) -> Site:
