@@ -33,8 +33,8 @@ from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
-# A gradient of which float16 rounding makes so many times itself is what float32 rounding leaves of zero.
-_NOISE = 2.0**13
+# The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
+_MOSTLY_ROUNDING = 2.0**-6
 
 
 def range_report(
@@ -107,7 +107,7 @@ def range_report(
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
     of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
     results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
-    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node))})
+    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
     gradients = dict(
         zip(names_of_gradients(fun, chosen, kwargs, argnums), (end.nodes for end in of_grads), strict=True)
     )
@@ -124,9 +124,16 @@ def range_report(
     return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), lost, facts)
 
 
-def _is_noise(of: Statistics | None) -> bool:
-    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax."""
-    return of is not None and of.amplification > _NOISE
+def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
+    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
+
+    By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
+    as many digits as float32 has more.
+    """
+    if of is None or math.isinf(of.error):
+        return False
+    multiplied = of.error / max(of.error_in, 1.0)
+    return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
 
 
 def _severity(of: OperationRange) -> Any:
