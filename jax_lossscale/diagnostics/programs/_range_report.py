@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_function
+from jax_lossscale._check import check_flag, check_function
 from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
+from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
@@ -44,6 +45,7 @@ def range_report(
     has_aux: bool = False,
     dtype: DTypeLike = jnp.float16,
     loss_scale: Any = 2.0**15,
+    progress: bool = False,
     **kwargs: Any,
 ) -> RangeReport:
     """Find the operations of a float16 function and its gradients that leave float16's range, and where they are.
@@ -65,6 +67,7 @@ def range_report(
       has_aux: likewise.
       dtype: the narrow dtype with whose range all narrow results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale.
+      progress: whether to print a line for each tenth of the program, on standard error.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
         beforehand, with `functools.partial`.
 
@@ -91,18 +94,20 @@ def range_report(
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = _scale_of(loss_scale)
+    check_flag(progress, "range_report(progress=...)")
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
     traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
     names = names_of_inputs(traced, fun, chosen, kwargs)
     facts = facts_of(traced, dtype, names)
-    limits = limits_of(dtype)
-    evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, float(jnp.finfo(dtype).eps) / 2)
+    graph = Graph()
+    value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(names)))
+    nodes = [node for node, site in enumerate(graph.sites) if site is not None]
+    limits, unit = limits_of(dtype), float(jnp.finfo(dtype).eps) / 2
+    tell_rows = _told(len(nodes)) if progress else lambda rows: None
+    evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, unit, tell_rows)
     inputs = evaluator.pairs(traced.inputs, traced.jaxpr.jaxpr.invars)
     rows = [row for block in jax.device_get(evaluator.evaluate(traced.jaxpr, inputs)[1]) for row in block]
-    graph = Graph()
-    value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(inputs)))
-    nodes = [node for node, site in enumerate(graph.sites) if site is not None]
     measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, rows, strict=True)}
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
     of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
@@ -122,6 +127,18 @@ def range_report(
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     lost = tuple(str(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
     return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), lost, facts)
+
+
+def _told(total: int) -> Callable[[int], None]:
+    done = 0
+
+    def measured(rows: int) -> None:
+        nonlocal done
+        before, done = done, done + rows
+        if 10 * before // total < 10 * done // total:
+            tell("range_report", f"{done} of {total} operations")
+
+    return measured
 
 
 def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
