@@ -19,7 +19,8 @@ _MANY_LOST = 0.25
 def find_cause(evidence: Evidence) -> Finding:
     """The first of the causes that the evidence shows, the most fundamental first."""
     finding = _first_cause(evidence)
-    gone = [str(each) for each in evidence.lost if each.is_epsilon and str(each) not in finding.verdict]
+    # Where it is named already it begins a sentence.
+    gone = [str(each) for each in evidence.lost if each.is_epsilon and str(each)[1:] not in finding.verdict]
     if not gone:
         return finding
     return finding._replace(verdict=f"{finding.verdict} But {gone[0]}, and so it is in the reference.")

@@ -53,9 +53,12 @@ def reference_not_finite(evidence: Evidence) -> Finding:
     lost = _lost_constants(evidence)
     if lost:
         return Finding("reference not finite", f"{lost} {what} not finite in float32 either.", suffering=tuple(bad))
+    made = [operation for operation in evidence.ranges(evidence.scales[0]).bad if math.isnan(operation.largest)]
+    where = f": {_described(made[0])} is not a number. {made[0].cure}" if made else "."
     return Finding(
         "reference not finite",
-        f"In float32 {what} not finite either. Repair that first; `jls.diagnostics.nonfinite_report` tells what it is.",
+        f"In float32 {what} not finite either{where} Repair that first; `jls.diagnostics.nonfinite_report` tells "
+        "which numbers.",
         suffering=tuple(bad),
     )
 
@@ -150,7 +153,10 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
         if bare is not None and jnp.finfo(evidence.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
             return Finding("none", f"{it}, without a loss scale.{but}", True, 1.0, judged_at=1.0)
         return Finding("none", f"{verdict}.{but}", True, start, judged_at=start)
-    lost = f"Without a loss scale {percent(evidence.total.lost[bare])} of the gradients would be zero"
+    share, error = evidence.total.lost[bare], evidence.total.relative_error[bare]
+    lost = f"Without a loss scale {percent(share)} of the gradients would be zero"
+    if share < _WORTH_SAYING:  # they are subnormal
+        lost = f"Without a loss scale the gradients would be off by {percent(error)}"
     whose = f", above all those of {listed([leaf.path for leaf in starving])}" if starving else ""
     return Finding("underflow", f"{verdict}. {lost}{whose}.{but}", True, start, judged_at=start)
 
@@ -255,4 +261,5 @@ def is_loss_too_small(evidence: Evidence) -> bool:
 def _described(operation: OperationRange) -> str:
     name = f"the derivative of `{operation.derivative_of}`" if operation.derivative_of else f"`{operation.operation}`"
     layer = f" in {operation.layer}" if operation.layer else ""
-    return f"{name}{layer} ({operation.source}: {operation.largest:.2g})"
+    largest = "" if math.isnan(operation.largest) else f": {operation.largest:.2g}"
+    return f"{name}{layer} ({operation.source}{largest})"

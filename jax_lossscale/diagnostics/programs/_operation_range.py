@@ -130,7 +130,9 @@ class RangeReport(Report[OperationRange]):
         also = f" In {others}, rounding changes the result." if others else ""
         if not over and not zero:
             return f"All {len(narrow)} {self.dtype} operations stay in range {at}.{also}"
-        counts = f"{len(over)} of {len(narrow)} {self.dtype} operations overflow {at}"
+        harmless = sum(not operation.changes_result for operation in over)
+        without_harm = f" ({harmless} without changing the result)" if harmless else ""
+        counts = f"{len(over)} of {len(narrow)} {self.dtype} operations overflow{without_harm} {at}"
         return f"{counts}, and more than half becomes zero in {len(zero)}.{also}"
 
     def _rows(self) -> list[list[str]]:
