@@ -183,7 +183,7 @@ def _but_the_loss(evidence: Evidence, scale: float) -> str:
     return f"{said}: {_begins(places[0])}. {places[0].cure}" if places else f"{said}."
 
 
-def starves(evidence: Evidence, starving: list[LeafGradientError], start: float, best: int) -> Finding:
+def starves(evidence: Evidence, starving: Sequence[LeafGradientError], start: float, best: int) -> Finding:
     names = [leaf.path for leaf in starving]
     # Brings their largest gradient to the size of the largest of all.
     ratio = evidence.total.largest / max(leaf.largest for leaf in starving)
@@ -203,12 +203,13 @@ def starves(evidence: Evidence, starving: list[LeafGradientError], start: float,
 
 
 def underflows_without_cure(
-    evidence: Evidence, starving: list[LeafGradientError], best: int, finite: list[int]
+    evidence: Evidence, starving: Sequence[LeafGradientError], best: int, finite: list[int]
 ) -> Finding:
     names = [leaf.path for leaf in starving]
+    off = percent(evidence.total.relative_error[best])
     verdict = (
         f"The gradients underflow: even at {power_of_two(evidence.scales[best])}, {_lost(starving, best)} of those of "
-        f"{listed(names)} are zero"
+        f"{listed(names)} are zero, and all together are off by {off}"
     )
     ends_at = finite[-1] + 1
     if ends_at == len(evidence.scales):

@@ -68,12 +68,11 @@ class OperationRange:
 class RangeReport(Report[OperationRange]):
     """An `OperationRange` for every operation whose result would be narrow, the worst first.
 
-    Those that are wrong and change the result come first. Of these, those that overflow, those of the forward pass
-    before those of the backward pass, and within each in the order of the program, since what overflows first is the
-    cause of what follows. Then come those where an error begins, the largest first, and those of which the most
-    becomes zero. Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the
-    first other is not), and a table of these operations with what helps. Iterating over it
-    gives the operations.
+    Those that are wrong and change the result come first. Of these, those that overflow, in the order of the program,
+    since what overflows first is the cause of what follows; then those where an error begins, the largest first, and
+    those of which the most becomes zero. Within each, the forward pass comes before the backward pass, which it is the
+    cause of. Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the
+    first other is not), and a table of these operations with what helps. Iterating over it gives the operations.
 
     Attributes:
       operations: the operations.
@@ -113,6 +112,11 @@ class RangeReport(Report[OperationRange]):
     def begin_forward(self) -> tuple[OperationRange, ...]:
         """The operations of the forward pass with which errors begin that change the result, the worst first."""
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
+
+    def underflows(self) -> tuple[OperationRange, ...]:
+        """The operations of the backward pass whose results are too small, which a larger loss scale makes larger."""
+        finite = [operation for operation in self.bad if operation.is_backward and not operation.overflow]
+        return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
     def _summary(self) -> str:
         return f"{self.facts}\n{self._in_range()}"

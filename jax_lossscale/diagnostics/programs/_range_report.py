@@ -155,7 +155,8 @@ def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
 
 def _severity(of: OperationRange) -> Any:
     changes = bool(of.cure) and of.changes_result
-    return not changes, not of.overflow, (of.is_backward if of.overflow else -of.amplification * changes), -of.zero
+    begins = 0.0 if of.overflow else -of.amplification * changes
+    return not changes, not of.overflow, of.is_backward, begins, -of.zero
 
 
 def _scale_of(loss_scale: Any) -> float:
