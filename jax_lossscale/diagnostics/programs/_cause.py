@@ -57,10 +57,11 @@ def _does_not_train(evidence: Evidence, suffering: list[LeafGradientError], best
     does_harm = any(operation.changes_result for operation in ranges.forward_overflows())
     if does_harm and (evidence.is_loss_wrong or not is_total_right):
         return _findings.overflows_forward(evidence, evidence.scales[best], suffering)
-    vanishes = _findings.is_loss_too_small(evidence)
-    if (ranges.begin_forward() and not vanishes) or not ranges.underflows():
+    starving = [leaf for leaf in suffering if leaf.lost[best] >= _MANY_LOST]
+    vanishes = starving and _findings.is_loss_too_small(evidence)
+    if not vanishes and (ranges.begin_forward() or not ranges.underflows()):
         return _findings.rounds(evidence, suffering, best)
-    starving = [leaf for leaf in suffering if leaf.lost[best] >= _MANY_LOST] or suffering or evidence.leaves
+    starving = starving or suffering or list(evidence.leaves)
     if is_total_right:
         return _findings.starves(evidence, starving, start_of(evidence, best, finite), best)
     return _findings.underflows_without_cure(evidence, starving, best, finite)

@@ -33,13 +33,12 @@ def parameters_of_sites(
     flow = _Entered()
     flow.outputs(program, [_Parameter(-1, name, is_bare=True) if name in gradients else None for name in inputs])
     only = _part_of_one(graph, gradients)
-    nodes = (node for node, site in enumerate(graph.sites) if site is not None)
+    sites = ((node, site) for node, site in enumerate(graph.sites) if site is not None)
     names = []
-    for time, (node, entered) in enumerate(zip(nodes, flow.found, strict=True)):
+    for time, ((node, site), entered) in enumerate(zip(sites, flow.found, strict=True)):
         name = entered.name if entered else ""
         is_entering = entered is not None and entered.time == time
-        is_backward = graph.sites[node].place.is_backward
-        names.append(only.get(node) or name if is_backward and not is_entering else name)
+        names.append(only.get(node) or name if site.place.is_backward and not is_entering else name)
     return names
 
 
