@@ -94,16 +94,20 @@ def overflows_at_every_scale(evidence: Evidence) -> Finding:
     if ranges.forward_overflows():  # the loss hides it: it is finite
         return overflows_forward(evidence, lowest, [leaf for leaf in evidence.leaves if leaf.nonfinite[0]])
     bad = [leaf.path for leaf in evidence.leaves if leaf.nonfinite[0]]
-    scales = f"{power_of_two(lowest)} to {power_of_two(evidence.scales[-1])}"
+    scales = f"at {power_of_two(lowest)}"
+    if len(evidence.scales) > 1:
+        scales = f"at any scale from {power_of_two(lowest)} to {power_of_two(evidence.scales[-1])}"
     derivatives = [operation for operation in ranges.bad if operation.derivative_of]
     over = derivatives or [operation for operation in ranges.bad if operation.overflow]
     where = f": {_described(over[0])} overflows. {over[0].cure}" if over else ". Compute that layer in float32."
     before = [operation for operation in ranges.begin_forward() if not operation.overflow]
-    if before:
+    if before and derivatives:
         where += f" Before that, {_begins(before[0])}. {before[0].cure}"
+    elif before:  # which is the cause
+        where = f": in the forward pass {_begins(before[0])}. {before[0].cure}"
     return Finding(
         "backward overflow",
-        f"The loss is finite, but the gradients of {listed(bad)} are not, at any scale from {scales}{where}",
+        f"The loss is finite, but the gradients of {listed(bad)} are not, {scales}{where}",
         suffering=tuple(bad),
         judged_at=lowest,
     )

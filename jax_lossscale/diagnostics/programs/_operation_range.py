@@ -25,7 +25,8 @@ class OperationRange:
       derivative_of: the operation whose derivative this is, if it belongs to one that is computed in the forward pass;
         else "".
       layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
-        there are none.
+        there are none. Where a line is run more than once, the path of the parameter that entered last is added, such
+        as ``Block, model.blocks[2].kernel``; or if that is the same, a number, such as ``no. 2 of 5``.
       source: file and line, of the innermost function that belongs to no installed library.
       is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
       shape: the shape of the result.
@@ -68,11 +69,11 @@ class OperationRange:
 class RangeReport(Report[OperationRange]):
     """An `OperationRange` for every operation whose result would be narrow, the worst first.
 
-    Those that are wrong and change the result come first. Of these, those that overflow, in the order of the program,
-    since what overflows first is the cause of what follows; then those where an error begins, the largest first, and
-    those of which the most becomes zero. Within each, the forward pass comes before the backward pass, which it is the
-    cause of. Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the
-    first other is not), and a table of these operations with what helps. Iterating over it gives the operations.
+    Those that are wrong and change the result come first. Of these, those of the forward pass, on which the backward
+    pass depends; within each, those that overflow, in the order of the program, since what overflows first is the cause
+    of what follows; then those where an error begins, the largest first, and those of which the most becomes zero.
+    Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the first other
+    is not), and a table of these operations with what helps. Iterating over it gives the operations.
 
     Attributes:
       operations: the operations.

@@ -156,7 +156,7 @@ def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
 def _severity(of: OperationRange) -> Any:
     changes = bool(of.cure) and of.changes_result
     begins = 0.0 if of.overflow else -of.amplification * changes
-    return not changes, not of.overflow, of.is_backward, begins, -of.zero
+    return not changes, of.is_backward, not of.overflow, begins, -of.zero
 
 
 def _scale_of(loss_scale: Any) -> float:
