@@ -20,6 +20,7 @@ _RECOMPUTED = "rematted_computation"
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # which handles effects, in numpyro
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+_OURS = str(Path(__file__).parent.parent)
 _JAX = str(Path(jax.__file__).parent)
 _TRACED = str(Path(__file__).with_name("jaxpr.py"))
 
@@ -37,6 +38,8 @@ class Place(NamedTuple):
       is_backward: whether it belongs to the backward pass.
       lines: the texts of the lines that were running, but for those of installed libraries, the innermost first. They
         stay the same when lines are added above.
+      instructions: where in that line, and in the libraries that it calls, the equation was made: what is the same
+        twice only if the line was run twice.
     """
 
     stack: str
@@ -46,6 +49,7 @@ class Place(NamedTuple):
     functions: tuple[str, ...]
     is_backward: bool
     lines: tuple[str, ...]
+    instructions: tuple[int, ...] = ()
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:
@@ -53,9 +57,7 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
     outer = within or Place("", "", "", "", (), False, ())
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
-    own = [
-        frame for frame in frames if not frame.file_name.startswith((*_LIBRARIES, "<frozen")) and not _is_ours(frame)
-    ]
+    own = [frame for frame in frames if _is_of_user(frame.file_name)]
     texts = (linecache.getline(frame.file_name, frame.line_num).strip() for frame in own)
     return Place(
         stack=stack,
@@ -66,6 +68,7 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
         lines=(*filter(None, texts), *outer.lines),
+        instructions=_instructions(eqn.source_info.traceback),
     )
 
 
@@ -98,6 +101,12 @@ def _frames(eqn: Any) -> list[Any]:
     return [frame for frame in frames if not frame.file_name.startswith(_JAX)]
 
 
+def _instructions(traceback: Any) -> tuple[int, ...]:
+    codes, positions = traceback.raw_frames() if traceback else ([], [])
+    number = next((n for n, code in enumerate(codes, 1) if _is_of_user(code.co_filename)), len(codes))
+    return tuple(positions[:number])
+
+
 def _source(frames: list[Any]) -> str:
     return f"{_readable(frames[0].file_name)}:{frames[0].line_num}" if frames else ""
 
@@ -118,5 +127,6 @@ def _classes(frames: list[Any]) -> list[str]:
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
 
 
-def _is_ours(frame: Any) -> bool:
-    return frame.file_name.startswith(str(Path(__file__).parent.parent))
+def _is_of_user(file_name: str) -> bool:
+    """Whether a file belongs neither to an installed library nor to this one."""
+    return not file_name.startswith((*_LIBRARIES, "<frozen", _OURS))

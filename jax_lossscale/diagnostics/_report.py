@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -65,6 +66,11 @@ class Report(Sequence[Entry]):
             body = "".join(line(cells, "td") for cells in rows[1:])
             table = f"<table><thead>{line(rows[0], 'th')}</thead><tbody>{body}</tbody></table>"
         return paragraphs(self._summary().splitlines()) + table + paragraphs(self._notes())
+
+
+def tell(caller: str, what: str) -> None:
+    """Print a line on progress, on standard error."""
+    print(f"{caller}: {what}", file=sys.stderr)
 
 
 def power_of_two(scale: float) -> str:

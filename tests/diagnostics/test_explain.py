@@ -424,3 +424,20 @@ def test_without_a_record_a_step_that_the_user_skipped_is_not_blamed_on_gradient
     told = explain(state)
     assert "a micro-batch that was left out of them, and `skip_if` was true" in told
     assert "only `record_bad_steps=True` keeps" in told
+
+
+@pytest.mark.parametrize(
+    ("inner", "params", "where"),
+    [
+        (optax.adam(0.1), PARAMS, "['kernel']"),
+        (optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), PARAMS, "['kernel']"),
+        (optax.adam(0.1), {"kernel": jnp.float32(1.0)}, "['kernel']"),
+        (optax.sgd(0.1), PARAMS, "leaf 1"),  # which keeps nothing
+        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # which has no name
+    ],
+)
+def test_without_parameters_a_moment_of_the_optimizer_names_the_leaf(inner, params, where):
+    tx = jls.loss_scaled(inner, record_bad_steps=True)
+    grads = jax.tree.map_with_path(lambda path, leaf: leaf * (NAN if "bias" not in str(path) else 1), params)
+    _, state = tx.update(grads, tx.init(params), params)
+    assert f"there was a NaN in the gradients, first in {where}." in explain(state)

@@ -74,6 +74,15 @@ def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
     assert "not a number" in worst.cure
 
 
+@pytest.mark.parametrize(
+    ("fun", "operation"), [(log_times_zero, "the derivative of `log`"), (softmax_of_an_empty_row, "`sub`")]
+)
+def test_the_verdict_names_the_line_of_a_nan_too(fun, operation):
+    report = compare_gradients(fun, jnp.zeros((2, 3)), loss_scales=[1.0])
+    assert report.cause == "reference not finite"
+    assert f" not finite either: {operation} ({here(fun)}) is not a number." in report.verdict
+
+
 def test_what_handles_effects_is_no_layer():
     class Messenger:
         def __init__(self, function):
@@ -151,6 +160,7 @@ def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
     assert report.verdict.startswith(words.format(here(fun)))
+    assert report.verdict.count("in 16 bits") == 1
     assert "With the constants that float16 left" in report.verdict
 
 
@@ -164,3 +174,31 @@ def test_leaves_that_stay_worse_than_the_rest_are_named():
     assert report.will_train
     assert "1 leaf stays at " in report.verdict
     assert report.verdict.endswith(": ['rough'].")
+
+
+def test_gradients_that_are_subnormal_are_not_called_zero():
+    def fun(w, x):
+        return 1e-7 * jnp.sum((w.astype(half) * x.astype(half)).astype(jnp.float32))
+
+    verdict = compare_gradients(fun, jnp.ones(64), 1.3 + jnp.abs(workloads.draw(64))).verdict
+    assert "Without a loss scale the gradients would be off by " in verdict
+    assert "zero" not in verdict
+
+
+def test_an_overflow_without_harm_is_counted_as_such():
+    def fun(w, x):
+        return jnp.mean(jnp.tanh((w * x).astype(half) * half(30000)).astype(jnp.float32))
+
+    args = jnp.full(3, 30.0), jnp.ones(3)
+    report = range_report(fun, *args, loss_scale=1.0)
+    assert not report[0].changes_result
+    words = "1 of 9 float16 operations overflow (1 without changing the result) at a loss scale of 2^0"
+    assert words in repr(report)
+    assert "changing the result" not in repr(range_report(log_times_zero, jnp.zeros((2, 3)), loss_scale=1.0))
+
+
+def test_one_scale_that_is_too_low_is_not_called_rounding():
+    """Most of the gradients are subnormal there: a larger scale brings them back."""
+    report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])
+    assert (report.cause, report.will_train) == ("underflow", False)
+    assert "Compare larger scales" in report.verdict

@@ -35,7 +35,13 @@ KNOWN = {
     "mask_of_minus_a_billion": ("convert_element_type", "", "attention", False, "If it is a mask"),
     "mean_over_a_million": ("reduce_sum", "", "mean", False, "Take sums in float32"),
     "sum_for_a_mean": ("convert_element_type", "", "", True, "A smaller loss scale"),
-    "two_branches": ("convert_element_type", "", "", True, "a scale of its own for this branch"),
+    "two_branches": (
+        "convert_element_type",
+        "",
+        "params['side']['layer0']['bias']",
+        True,
+        "a scale of its own for this branch",
+    ),
     "tiny_loss": ("convert_element_type", "", "", True, "A larger loss scale"),
 }
 

@@ -12,6 +12,8 @@ import pytest
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
+half = jnp.float16
+
 # Of each planted fault, the operation that it is called by, and words of the cure.
 KNOWN = {
     "second_differences": ("add", "It multiplies the rounding of its operands"),
@@ -136,3 +138,16 @@ def test_what_is_left_of_a_sum_by_rounding_alone_is_not_held_against_it():
         return jnp.mean((y - jnp.mean(y, 0, keepdims=True)).astype(jnp.float32) * faults.X[:, :4])
 
     assert range_report(fun, jnp.ones((1, 4)), faults.X[:, 4:], loss_scale=2.0**4).bad == ()
+
+
+def test_what_is_left_of_a_sum_in_float32_and_lost_in_float16_is():
+    """Of large numbers that cancel, a fifty thousandth is left: more than float32 rounds, and less than float16."""
+    factors = jnp.tile(jnp.float32([1000.26, -1000.24]), 16)
+
+    def fun(bias):
+        values = (factors > 0).astype(half) + bias.astype(half)
+        return jnp.sum((values * factors.astype(half)).astype(jnp.float32))
+
+    report = range_report(fun, jnp.zeros(()), loss_scale=1.0)
+    assert [(of.operation, of.is_backward) for of in report.bad] == [("reduce_sum", True)]
+    assert compare_gradients(fun, jnp.zeros(()), loss_scales=[1.0]).suffering == ("",)

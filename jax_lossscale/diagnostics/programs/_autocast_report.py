@@ -16,6 +16,7 @@ from jax_lossscale._autocast.transform import checked_half_precision, checked_po
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision, bytes_kept, casts, opaque, operations
 
 _MOST_ROWS = 16
@@ -118,7 +119,7 @@ def autocast_report(
     Args:
       fun: a scalar-valued function, written for float32. The report on a function that casts by hand, or that is
         `autocast` already, tells what is in it.
-      *args: its arguments: parameters and one batch.
+      *args: its arguments: parameters, or a whole model, and one batch, as in `compare_gradients`.
       dtype: as in `autocast`.
       policy: likewise.
       argnums: as in `jax.value_and_grad`.
@@ -157,19 +158,20 @@ def autocast_report(
     policy = checked_policy(policy, "autocast_report(policy=...)")
     check_flag(has_aux, "autocast_report(has_aux=...)")
     argnums = as_argnums(argnums, "autocast_report(argnums=...)")
+    of_leaves, chosen = with_gradients(fun, args, argnums, "autocast_report(argnums=...)")
     planner = Planner(dtype, policy)
 
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        return computed_by(planner, fun, args, kwargs) if dtype != jnp.float32 else fun(*args, **kwargs)
+        return computed_by(planner, of_leaves, args, kwargs) if dtype != jnp.float32 else of_leaves(*args, **kwargs)
 
-    program = Traced(jax.value_and_grad(narrow, argnums, has_aux), args, kwargs).jaxpr.jaxpr
+    program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
     found = operations(program, dtype, planner.exceptions)
     found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
     return AutocastReport(
         operations=tuple(found),
         dtype=dtype.name,
-        bytes_before=bytes_kept(fun, args, kwargs, argnums, has_aux),
-        bytes_after=bytes_kept(narrow, args, kwargs, argnums, has_aux),
+        bytes_before=bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux),
+        bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
     )

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 
 
-# A leaf starves where so many of its numbers are zero; else its error is rounding.
+# A leaf starves where so many of its numbers are zero.
 _MANY_LOST = 0.25
 
 
 def find_cause(evidence: Evidence) -> Finding:
     """The first of the causes that the evidence shows, the most fundamental first."""
     finding = _first_cause(evidence)
-    gone = [str(each) for each in evidence.lost if each.is_epsilon and str(each) not in finding.verdict]
+    # Where it is named already it begins a sentence.
+    gone = [str(each) for each in evidence.lost if each.is_epsilon and str(each)[1:] not in finding.verdict]
     if not gone:
         return finding
     return finding._replace(verdict=f"{finding.verdict} But {gone[0]}, and so it is in the reference.")
@@ -53,12 +54,14 @@ def _does_not_train(evidence: Evidence, suffering: list[LeafGradientError], best
     """Gradients are finite at some scales, and wrong at each."""
     ranges = evidence.ranges(evidence.scales[best])
     is_total_right = evidence.total.relative_error[best] <= LARGE_ERROR
-    if ranges.forward_overflows() and (evidence.is_loss_wrong or not is_total_right):
+    does_harm = any(operation.changes_result for operation in ranges.forward_overflows())
+    if does_harm and (evidence.is_loss_wrong or not is_total_right):
         return _findings.overflows_forward(evidence, evidence.scales[best], suffering)
     starving = [leaf for leaf in suffering if leaf.lost[best] >= _MANY_LOST]
-    vanishes = _findings.is_loss_too_small(evidence)
-    if (ranges.begin_forward() and not vanishes) or not starving or not any(operation.zero for operation in ranges.bad):
+    vanishes = starving and _findings.is_loss_too_small(evidence)
+    if not vanishes and (ranges.begin_forward() or not ranges.underflows()):
         return _findings.rounds(evidence, suffering, best)
+    starving = starving or suffering or list(evidence.leaves)
     if is_total_right:
         return _findings.starves(evidence, starving, start_of(evidence, best, finite), best)
     return _findings.underflows_without_cure(evidence, starving, best, finite)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax_lossscale._check import check_function
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
+from jax_lossscale.diagnostics._report import power_of_two, tell
 from jax_lossscale.diagnostics.programs._cause import find_cause
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._evidence import Evidence
@@ -40,7 +41,7 @@ def compare_gradients(
     dtype: DTypeLike = jnp.float16,
     loss_scales: Sequence[float] | None = None,
     reference: Callable[..., Any] | None = None,
-    progress: Callable[[Sequence[float]], Iterable[float]] | None = None,
+    progress: bool | Callable[[Sequence[float]], Iterable[float]] = False,
     **kwargs: Any,
 ) -> GradientComparison:
     """Compare a function's float16 gradients with float32's at several scales, to see whether it will train.
@@ -69,7 +70,8 @@ def compare_gradients(
         further where the gradients are very large or very small.
       reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
         `in_precision`.
-      progress: a function that wraps the sequence of scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
+      progress: whether to print a line for each scale, on standard error; or a function that wraps the sequence of
+        scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
         beforehand, with `functools.partial`.
 
@@ -92,9 +94,10 @@ def compare_gradients(
       >>> print(comparison.verdict)
       It will train; start from 2^29.
     """
-    for name, function in (("reference", reference), ("progress", progress)):
-        if function is not None:
-            check_function(function, f"compare_gradients({name}=...)")
+    if reference is not None:
+        check_function(reference, "compare_gradients(reference=...)")
+    if progress and not isinstance(progress, bool):
+        check_function(progress, "compare_gradients(progress=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
     check_function(fun, "compare_gradients(fun=...)")
@@ -111,7 +114,8 @@ def compare_gradients(
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
 
     scales = given or _useful_scales(exact.leaves, dtype)
-    value, measured = _at_scales(narrow, exact, progress(scales) if progress else scales, has_aux)
+    one_by_one = progress(scales) if callable(progress) else _told(scales) if progress else scales
+    value, measured = _at_scales(narrow, exact, one_by_one, has_aux)
     leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
     total = report_of_all(leaves)
     facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, chosen, kwargs))
@@ -128,7 +132,14 @@ def compare_gradients(
         lost=lost_constants(narrow) if reference is None else (),
         ranges=functools.cache(
             lambda scale: range_report(
-                fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, loss_scale=scale, **kwargs
+                fun,
+                *args,
+                argnums=argnums,
+                has_aux=has_aux,
+                dtype=dtype,
+                loss_scale=scale,
+                progress=progress is True,
+                **kwargs,
             )
         ),
     )
@@ -187,6 +198,12 @@ def _at_scales(
         measurement = measure(list(leaves.values()), list(exact.leaves.values()), jnp.float32(scale))
         measured.append(jax.device_get(measurement))  # waits, so that no two scales' gradients are held at a time
     return value, measured
+
+
+def _told(scales: Sequence[float]) -> Iterator[float]:
+    for done, scale in enumerate(scales, 1):
+        yield scale
+        tell("compare_gradients", f"{done} of {len(scales)} loss scales; {power_of_two(scale)}")
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:

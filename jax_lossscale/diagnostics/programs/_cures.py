@@ -52,7 +52,7 @@ def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, larg
         return _A_DERIVATIVE.format(operation=f"`{derivative_of}`")
     if is_backward:
         return _OVERFLOW_BACKWARD
-    if largest >= _MASK and (is_cast or operation in ("mul", "add", "sub")):
+    if largest >= _MASK and (is_cast or operation in ("add", "sub")):
         return _A_MASK
     return _IN_THE_FORWARD_PASS.get(operation, "Compute it in float32.")
 

@@ -51,21 +51,30 @@ def names_of_inputs(
     traced: Traced, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Of the inputs of a `gradient_program`: the scale, and the arguments as ``fun`` names them, with their paths."""
-    try:
-        parameters = list(inspect.signature(fun).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # it has no signature
-        parameters = []
-    leaves = jax.tree_util.tree_leaves_with_path(((None, *args), kwargs))
+    of_arguments = _names_of_arguments(fun, args, kwargs)
     names = ["the loss scale"]
-    for path, _ in leaves:
+    for path, _ in jax.tree_util.tree_leaves_with_path(((None, *args), kwargs)):
         (first, second), rest = path[:2], path[2:]
-        number = second.idx - 1 if first.idx == 0 else None
-        if number is None:
-            name = str(second.key)
-        else:
-            name = parameters[number] if number < len(parameters) else f"args[{number}]"
+        name = of_arguments[second.idx - 1] if first.idx == 0 else str(second.key)
         names.append(name + jax.tree_util.keystr(rest))
     return [names[position] for position in traced.positions]
+
+
+def names_of_gradients(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: int | Sequence[int]
+) -> list[str]:
+    """Of the leaves of the gradients of a `gradient_program`: the same names."""
+    of_arguments = _names_of_arguments(fun, args, kwargs)
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    return [of_arguments[position] + path for position in positions for path in args[position].paths]
+
+
+def _names_of_arguments(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    try:
+        names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
+    except (TypeError, ValueError):  # it has no signature
+        names = []
+    return names + [f"args[{number}]" for number in range(len(names), len(args))]
 
 
 class _Origin(NamedTuple):

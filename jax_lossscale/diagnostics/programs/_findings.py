@@ -53,9 +53,12 @@ def reference_not_finite(evidence: Evidence) -> Finding:
     lost = _lost_constants(evidence)
     if lost:
         return Finding("reference not finite", f"{lost} {what} not finite in float32 either.", suffering=tuple(bad))
+    made = [operation for operation in evidence.ranges(evidence.scales[0]).bad if math.isnan(operation.largest)]
+    where = f": {_described(made[0])} is not a number. {made[0].cure}" if made else "."
     return Finding(
         "reference not finite",
-        f"In float32 {what} not finite either. Repair that first; `jls.diagnostics.nonfinite_report` tells what it is.",
+        f"In float32 {what} not finite either{where} Repair that first; `jls.diagnostics.nonfinite_report` tells "
+        "which numbers.",
         suffering=tuple(bad),
     )
 
@@ -91,16 +94,20 @@ def overflows_at_every_scale(evidence: Evidence) -> Finding:
     if ranges.forward_overflows():  # the loss hides it: it is finite
         return overflows_forward(evidence, lowest, [leaf for leaf in evidence.leaves if leaf.nonfinite[0]])
     bad = [leaf.path for leaf in evidence.leaves if leaf.nonfinite[0]]
-    scales = f"{power_of_two(lowest)} to {power_of_two(evidence.scales[-1])}"
+    scales = f"at {power_of_two(lowest)}"
+    if len(evidence.scales) > 1:
+        scales = f"at any scale from {power_of_two(lowest)} to {power_of_two(evidence.scales[-1])}"
     derivatives = [operation for operation in ranges.bad if operation.derivative_of]
     over = derivatives or [operation for operation in ranges.bad if operation.overflow]
     where = f": {_described(over[0])} overflows. {over[0].cure}" if over else ". Compute that layer in float32."
     before = [operation for operation in ranges.begin_forward() if not operation.overflow]
-    if before:
+    if before and derivatives:
         where += f" Before that, {_begins(before[0])}. {before[0].cure}"
+    elif before:  # which is the cause
+        where = f": in the forward pass {_begins(before[0])}. {before[0].cure}"
     return Finding(
         "backward overflow",
-        f"The loss is finite, but the gradients of {listed(bad)} are not, at any scale from {scales}{where}",
+        f"The loss is finite, but the gradients of {listed(bad)} are not, {scales}{where}",
         suffering=tuple(bad),
         judged_at=lowest,
     )
@@ -150,7 +157,10 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
         if bare is not None and jnp.finfo(evidence.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
             return Finding("none", f"{it}, without a loss scale.{but}", True, 1.0, judged_at=1.0)
         return Finding("none", f"{verdict}.{but}", True, start, judged_at=start)
-    lost = f"Without a loss scale {percent(evidence.total.lost[bare])} of the gradients would be zero"
+    share, error = evidence.total.lost[bare], evidence.total.relative_error[bare]
+    lost = f"Without a loss scale {percent(share)} of the gradients would be zero"
+    if share < _WORTH_SAYING:  # they are subnormal
+        lost = f"Without a loss scale the gradients would be off by {percent(error)}"
     whose = f", above all those of {listed([leaf.path for leaf in starving])}" if starving else ""
     return Finding("underflow", f"{verdict}. {lost}{whose}.{but}", True, start, judged_at=start)
 
@@ -177,7 +187,7 @@ def _but_the_loss(evidence: Evidence, scale: float) -> str:
     return f"{said}: {_begins(places[0])}. {places[0].cure}" if places else f"{said}."
 
 
-def starves(evidence: Evidence, starving: list[LeafGradientError], start: float, best: int) -> Finding:
+def starves(evidence: Evidence, starving: Sequence[LeafGradientError], start: float, best: int) -> Finding:
     names = [leaf.path for leaf in starving]
     # Brings their largest gradient to the size of the largest of all.
     ratio = evidence.total.largest / max(leaf.largest for leaf in starving)
@@ -197,12 +207,13 @@ def starves(evidence: Evidence, starving: list[LeafGradientError], start: float,
 
 
 def underflows_without_cure(
-    evidence: Evidence, starving: list[LeafGradientError], best: int, finite: list[int]
+    evidence: Evidence, starving: Sequence[LeafGradientError], best: int, finite: list[int]
 ) -> Finding:
     names = [leaf.path for leaf in starving]
+    off = percent(evidence.total.relative_error[best])
     verdict = (
         f"The gradients underflow: even at {power_of_two(evidence.scales[best])}, {_lost(starving, best)} of those of "
-        f"{listed(names)} are zero"
+        f"{listed(names)} are zero, and all together are off by {off}"
     )
     ends_at = finite[-1] + 1
     if ends_at == len(evidence.scales):
@@ -255,4 +266,5 @@ def is_loss_too_small(evidence: Evidence) -> bool:
 def _described(operation: OperationRange) -> str:
     name = f"the derivative of `{operation.derivative_of}`" if operation.derivative_of else f"`{operation.operation}`"
     layer = f" in {operation.layer}" if operation.layer else ""
-    return f"{name}{layer} ({operation.source}: {operation.largest:.2g})"
+    largest = "" if math.isnan(operation.largest) else f": {operation.largest:.2g}"
+    return f"{name}{layer} ({operation.source}{largest})"

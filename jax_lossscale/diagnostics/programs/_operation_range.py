@@ -25,7 +25,8 @@ class OperationRange:
       derivative_of: the operation whose derivative this is, if it belongs to one that is computed in the forward pass;
         else "".
       layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
-        there are none.
+        there are none. Where a line is run more than once, the path of the parameter that entered last is added, such
+        as ``Block, model.blocks[2].kernel``; or if that is the same, a number, such as ``no. 2 of 5``.
       source: file and line, of the innermost function that belongs to no installed library.
       is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
       shape: the shape of the result.
@@ -68,12 +69,11 @@ class OperationRange:
 class RangeReport(Report[OperationRange]):
     """An `OperationRange` for every operation whose result would be narrow, the worst first.
 
-    Those that are wrong and change the result come first. Of these, those that overflow, those of the forward pass
-    before those of the backward pass, and within each in the order of the program, since what overflows first is the
-    cause of what follows. Then come those where an error begins, the largest first, and those of which the most
-    becomes zero. Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the
-    first other is not), and a table of these operations with what helps. Iterating over it
-    gives the operations.
+    Those that are wrong and change the result come first. Of these, those of the forward pass, on which the backward
+    pass depends; within each, those that overflow, in the order of the program, since what overflows first is the cause
+    of what follows; then those where an error begins, the largest first, and those of which the most becomes zero.
+    Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the first other
+    is not), and a table of these operations with what helps. Iterating over it gives the operations.
 
     Attributes:
       operations: the operations.
@@ -114,6 +114,11 @@ class RangeReport(Report[OperationRange]):
         """The operations of the forward pass with which errors begin that change the result, the worst first."""
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
 
+    def underflows(self) -> tuple[OperationRange, ...]:
+        """The operations of the backward pass whose results are too small, which a larger loss scale makes larger."""
+        finite = [operation for operation in self.bad if operation.is_backward and not operation.overflow]
+        return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
+
     def _summary(self) -> str:
         return f"{self.facts}\n{self._in_range()}"
 
@@ -130,7 +135,9 @@ class RangeReport(Report[OperationRange]):
         also = f" In {others}, rounding changes the result." if others else ""
         if not over and not zero:
             return f"All {len(narrow)} {self.dtype} operations stay in range {at}.{also}"
-        counts = f"{len(over)} of {len(narrow)} {self.dtype} operations overflow {at}"
+        harmless = sum(not operation.changes_result for operation in over)
+        without_harm = f" ({harmless} without changing the result)" if harmless else ""
+        counts = f"{len(over)} of {len(narrow)} {self.dtype} operations overflow{without_harm} {at}"
         return f"{counts}, and more than half becomes zero in {len(zero)}.{also}"
 
     def _rows(self) -> list[list[str]]:

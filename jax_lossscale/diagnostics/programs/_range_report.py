@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_function
+from jax_lossscale._check import check_flag, check_function
 from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
+from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_gradients, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._operation_range import (
     ACCUMULATED,
@@ -27,13 +28,14 @@ from jax_lossscale.diagnostics.programs._operation_range import (
     OperationRange,
     RangeReport,
 )
+from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
-# A gradient of which float16 rounding makes so many times itself is what float32 rounding leaves of zero.
-_NOISE = 2.0**13
+# The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
+_MOSTLY_ROUNDING = 2.0**-6
 
 
 def range_report(
@@ -43,6 +45,7 @@ def range_report(
     has_aux: bool = False,
     dtype: DTypeLike = jnp.float16,
     loss_scale: Any = 2.0**15,
+    progress: bool = False,
     **kwargs: Any,
 ) -> RangeReport:
     """Find the operations of a float16 function and its gradients that leave float16's range, and where they are.
@@ -64,6 +67,7 @@ def range_report(
       has_aux: likewise.
       dtype: the narrow dtype with whose range all narrow results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale.
+      progress: whether to print a line for each tenth of the program, on standard error.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
         beforehand, with `functools.partial`.
 
@@ -90,27 +94,32 @@ def range_report(
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = _scale_of(loss_scale)
+    check_flag(progress, "range_report(progress=...)")
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
     traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
-    facts = facts_of(traced, dtype, names_of_inputs(traced, fun, chosen, kwargs))
-    limits = limits_of(dtype)
-    evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, float(jnp.finfo(dtype).eps) / 2)
+    names = names_of_inputs(traced, fun, chosen, kwargs)
+    facts = facts_of(traced, dtype, names)
+    graph = Graph()
+    value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(names)))
+    nodes = [node for node, site in enumerate(graph.sites) if site is not None]
+    limits, unit = limits_of(dtype), float(jnp.finfo(dtype).eps) / 2
+    tell_rows = _told(len(nodes)) if progress else lambda rows: None
+    evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, unit, tell_rows)
     inputs = evaluator.pairs(traced.inputs, traced.jaxpr.jaxpr.invars)
     rows = [row for block in jax.device_get(evaluator.evaluate(traced.jaxpr, inputs)[1]) for row in block]
-    graph = Graph()
-    outputs = graph.outputs(traced.jaxpr, [Value()] * len(inputs))
-    nodes = [node for node, site in enumerate(graph.sites) if site is not None]
     measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, rows, strict=True)}
-    value, grads = traced.result(outputs)
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
-    ends = jax.tree.leaves((value[0] if has_aux else value, grads), is_leaf=is_value)
-    results = {node for end in ends if is_value(end) for node in end.nodes}
-    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node))})
+    of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
+    results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
+    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
+    gradients = dict(
+        zip(names_of_gradients(fun, chosen, kwargs, argnums), (end.nodes for end in of_grads), strict=True)
+    )
+    parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
+    sites = told_apart([site for site in graph.sites if site is not None], parameters)
     operations = []
-    for node, of in measured.items():
-        site = graph.sites[node]
-        assert site is not None
+    for site, (node, of) in zip(sites, measured.items(), strict=True):
         operation = _operation_range(site, of, dtype, limits, node in found.harmful, node in found.origins)
         if (site.is_narrow or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
@@ -120,14 +129,34 @@ def range_report(
     return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), lost, facts)
 
 
-def _is_noise(of: Statistics | None) -> bool:
-    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax."""
-    return of is not None and of.amplification > _NOISE
+def _told(total: int) -> Callable[[int], None]:
+    done = 0
+
+    def measured(rows: int) -> None:
+        nonlocal done
+        before, done = done, done + rows
+        if 10 * before // total < 10 * done // total:
+            tell("range_report", f"{done} of {total} operations")
+
+    return measured
+
+
+def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
+    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
+
+    By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
+    as many digits as float32 has more.
+    """
+    if of is None or math.isinf(of.error):
+        return False
+    multiplied = of.error / max(of.error_in, 1.0)
+    return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
 
 
 def _severity(of: OperationRange) -> Any:
     changes = bool(of.cure) and of.changes_result
-    return not changes, not of.overflow, (of.is_backward if of.overflow else -of.amplification * changes), -of.zero
+    begins = 0.0 if of.overflow else -of.amplification * changes
+    return not changes, of.is_backward, not of.overflow, begins, -of.zero
 
 
 def _scale_of(loss_scale: Any) -> float:

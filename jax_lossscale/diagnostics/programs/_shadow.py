@@ -59,8 +59,11 @@ class ShadowEvaluator:
     is compiled by itself, and once for all layers that are alike; no number is kept longer than it is needed.
     """
 
-    def __init__(self, evaluator: Evaluator, limits: Limits, unit: float) -> None:
+    def __init__(
+        self, evaluator: Evaluator, limits: Limits, unit: float, tell: Callable[[int], None] = lambda rows: None
+    ) -> None:
         self.evaluator = evaluator
+        self._tell = tell  # called with a number of rows that are done
         self._limits = limits
         self._unit = unit  # in the last place, half of it
         self._is_in_loop = False
@@ -80,6 +83,8 @@ class ShadowEvaluator:
             outputs, of_equation = self._equation(eqn, list(map(read, eqn.invars)))
             values.update(zip(eqn.outvars, outputs, strict=True))
             blocks += of_equation
+            if not self._is_in_loop and eqn.primitive.name not in (*CALLS, *CUSTOM_CALLS):  # which tell it themselves
+                self._tell(sum(map(len, of_equation)))
             for variable in unneeded:
                 del values[variable]
         return list(map(read, jaxpr.outvars)), blocks

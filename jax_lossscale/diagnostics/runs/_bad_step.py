@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
+import jax
 import numpy as np
 
 from jax_lossscale import _tree
@@ -80,12 +81,30 @@ def recorded_cause(record: BadStep) -> Cause:
     )
 
 
-def why(cause: Cause, loss_scale: LossScale, params: chex.ArrayTree | None) -> str:
+def names_of_leaves(state: LossScaledState, params: chex.ArrayTree | None) -> chex.ArrayTree | None:
+    """The parameters, or else a part of the optimizer's state with leaves of the same names, such as a moment."""
+    if params is not None or state.last_bad_step is None:
+        return params
+    number = int(state.last_bad_step.num_leaves)
+    parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) == number]
+    named = [part for part in parts if not jax.tree_util.all_leaves([part])]
+    structures = {jax.tree.structure(part, is_leaf=lambda node: node is None) for part in named}
+    return named[0] if len(structures) == 1 else None
+
+
+def _parts(inner_state: Any) -> list[Any]:
+    """What the states of transformations hold, which are tuples."""
+    if not isinstance(inner_state, tuple):
+        return [inner_state]
+    return [part for each in inner_state for part in _parts(each)]
+
+
+def why(cause: Cause, loss_scale: LossScale, names: chex.ArrayTree | None) -> str:
     """Why a step was skipped, as a clause."""
     if cause.loss:
         return "its loss was not finite"
     if cause.grads and cause.record is not None and (loss_scale.skip_nonfinite or not cause.condition):
-        return fault(cause.record, params) + (", and `skip_if` was true" if cause.condition else "")
+        return fault(cause.record, names) + (", and `skip_if` was true" if cause.condition else "")
     if cause.condition:
         also = ", and a micro-batch that was left out had overflowed" if cause.part else ""
         return "`skip_if` was true" + (", and the gradients were not finite" if cause.grads else also)
@@ -97,24 +116,24 @@ def why(cause: Cause, loss_scale: LossScale, params: chex.ArrayTree | None) -> s
     )
 
 
-def fault(record: BadStep, params: chex.ArrayTree | None) -> str:
+def fault(record: BadStep, names: chex.ArrayTree | None) -> str:
     """What was wrong with gradients, as a clause."""
     if record.leaf >= 0:
         what = "a NaN" if record.has_nan else "an infinity"
-        return f"there was {what} in the gradients, first in {_where(record, params)}"
+        return f"there was {what} in the gradients, first in {_where(record, names)}"
     return "`grads_finite` said that the gradients were not finite, though every leaf was"
 
 
-def _where(record: BadStep, params: chex.ArrayTree | None) -> str:
-    if params is None:
+def _where(record: BadStep, names: chex.ArrayTree | None) -> str:
+    if names is None:
         return f"leaf {int(record.leaf)}"
-    num_leaves = len(_tree.leaves_and_nones(params))
+    num_leaves = len(_tree.leaves_and_nones(names))
     if num_leaves != record.num_leaves:
         raise ValueError(
             f"`explain(params=...)` has {num_leaves} leaves, but the gradients had {int(record.num_leaves)}. Pass a "
             "tree of the structure of the gradients, such as the parameters that they were taken with respect to."
         )
-    return leaf_path(params, record.leaf) or "the only leaf"
+    return leaf_path(names, record.leaf) or "the only leaf"
 
 
 def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> str:

@@ -20,6 +20,7 @@ from jax_lossscale.diagnostics.runs._bad_step import (
     Cause,
     cause_of_last_step,
     fault,
+    names_of_leaves,
     recorded_cause,
     what_to_do,
     why,
@@ -65,7 +66,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
       params: the current parameters. They are checked, since a NaN in them explains all that follows, and they give the
-        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`.
+        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`. Without them, a part of the
+        optimizer's state that has a number for each leaf, such as a moment of Adam, gives the path.
 
     Returns:
       A few lines of text.
@@ -143,11 +145,12 @@ def _the_parameters(loss_scale: LossScale, params: chex.ArrayTree) -> str:
 def _the_last_step(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
     skips = int(state.consecutive_skips)
     cause = cause_of_last_step(state)
+    names = names_of_leaves(state, params)
     if not skips and state.grads_finite:
-        return [*_the_steps_before(state, params), *_the_gradients(state, params)]
+        return [*_the_steps_before(state, names), *_the_gradients(state, params)]
     if not skips:
-        return _applied_all_the_same(state.loss_scale, cause, params)
-    reason = why(cause, state.loss_scale, params)
+        return _applied_all_the_same(state.loss_scale, cause, params, names)
+    reason = why(cause, state.loss_scale, names)
     said = f"The last step was skipped: {reason}."
     if skips > 1:
         said = f"The last {skips} steps were skipped, the last one because {reason}."
@@ -155,14 +158,16 @@ def _the_last_step(state: LossScaledState, params: chex.ArrayTree | None) -> lis
     return [said] if _are_finite(params) is False else [said, what_to_do(cause, state)]
 
 
-def _applied_all_the_same(loss_scale: LossScale, cause: Cause, params: chex.ArrayTree | None) -> list[str]:
+def _applied_all_the_same(
+    loss_scale: LossScale, cause: Cause, params: chex.ArrayTree | None, names: chex.ArrayTree | None
+) -> list[str]:
     """Of a last step that was applied though something was not finite."""
     if loss_scale.skip_nonfinite or (cause.part and not cause.grads):
         return [_A_PART]
     if cause.record is None:
         said = "There was a NaN or an infinity in the gradients of the last step, or in a micro-batch left out of them"
     else:
-        said = f"In the last step {fault(cause.record, params)}"
+        said = f"In the last step {fault(cause.record, names)}"
     if _are_finite(params):
         return [f"{said}; the step was applied, and the parameters are finite all the same."]
     if _are_finite(params) is False:
@@ -171,7 +176,7 @@ def _applied_all_the_same(loss_scale: LossScale, cause: Cause, params: chex.Arra
     return [f"{said}, and the step was applied all the same.", f"{unless} parameters are lost. {_RESTART} {_SKIPPING}"]
 
 
-def _the_steps_before(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> list[str]:
     skipped = int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     record = state.last_bad_step
@@ -182,7 +187,7 @@ def _the_steps_before(state: LossScaledState, params: chex.ArrayTree | None) -> 
     elif record is not None and record.step >= 0:
         cause = recorded_cause(record)
         ago = _steps(steps - 1 - int(record.step))
-        lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, params)}.")
+        lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, names)}.")
         may_fall = state.loss_scale.skip_nonfinite and not isinstance(state.loss_scale, FixedLossScale)
         if cause.grads and record.has_nan and may_fall and not cause.loss:
             lines.append(_WENT_AWAY)

@@ -1,0 +1,123 @@
+"""Which parameter belongs to an operation: what tells those of several layers of one class apart."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr
+
+from jax_lossscale._autocast.operations import MOVES, REPEATING_MOVES
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.place import Place
+from jax_lossscale.diagnostics.programs._sites import Graph, Site, is_measured
+
+_MOVES = MOVES | REPEATING_MOVES | {"convert_element_type"}
+
+
+def parameters_of_sites(
+    program: ClosedJaxpr, inputs: Sequence[str], graph: Graph, gradients: Mapping[str, Collection[int]]
+) -> list[str]:
+    """For each site of the graph the parameter that entered last before it, "" if none has.
+
+    In the backward pass, where none enters, it is that of the operation which is differentiated; and of what only one
+    gradient is made of, the parameter that this is the gradient of.
+
+    Args:
+      program: the program of value and gradients.
+      inputs: the names of its inputs.
+      graph: its operations.
+      gradients: by name of a parameter, the nodes that its gradient is.
+    """
+    flow = _Entered()
+    flow.outputs(program, [_Parameter(-1, name, is_bare=True) if name in gradients else None for name in inputs])
+    only = _part_of_one(graph, gradients)
+    sites = ((node, site) for node, site in enumerate(graph.sites) if site is not None)
+    names = []
+    for time, ((node, site), entered) in enumerate(zip(sites, flow.found, strict=True)):
+        name = entered.name if entered else ""
+        is_entering = entered is not None and entered.time == time
+        names.append(only.get(node) or name if site.place.is_backward and not is_entering else name)
+    return names
+
+
+class _Parameter(NamedTuple):
+    """The one that entered a value last; ``is_bare``: the value is that parameter, moved or cast.
+
+    ``time``: how many results had been measured when it entered.
+    """
+
+    time: int
+    name: str
+    is_bare: bool = False
+    is_backward: bool = False
+
+
+class _Entered(Flow[_Parameter | None]):
+    """Of each value the parameter that entered it last; ``found``: that of each result that is measured."""
+
+    def __init__(self) -> None:
+        self.found: list[_Parameter | None] = []
+
+    def constant(self, value: Any) -> None:
+        return None
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[_Parameter | None]) -> list[_Parameter | None]:
+        known = [operand for operand in operands if operand is not None]
+        bare = [operand for operand in known if operand.is_bare]
+        if bare and eqn.primitive.name not in _MOVES:
+            found: _Parameter | None = _Parameter(len(self.found), bare[-1].name)
+        else:  # a cotangent has been through later layers than what it meets of the forward pass
+            found = max(known, key=lambda each: (not each.is_backward, each.time), default=None)
+        if found and place.is_backward and not found.is_bare:
+            found = found._replace(is_backward=True)
+        self.found += [found for variable in eqn.outvars if is_measured(eqn, variable)]
+        return [found] * len(eqn.outvars)
+
+
+def _part_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
+    """For the nodes that gradients are made of, whose that is; ``None`` where it is that of several."""
+    whose: dict[int, str | None] = {}
+    ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
+    while ahead:
+        node, name = ahead.pop()
+        known = node in whose
+        name = None if known and whose[node] != name else name
+        if not known or whose[node] != name:
+            whose[node] = name
+            ahead += [(each, name) for each in graph.made_of[node]]
+    return whose
+
+
+def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
+    """The sites, with layers that tell apart those of a line that is run more than once.
+
+    By the parameter, where there are several; those of the forward pass that are still alike, by their number.
+    """
+    of_alike: dict[Any, set[str]] = defaultdict(set)
+    for site, parameter in zip(sites, parameters, strict=True):
+        of_alike[_alike(site)].add(parameter)
+    named = [
+        _with(site, parameter if len(of_alike[_alike(site)]) > 1 else "")
+        for site, parameter in zip(sites, parameters, strict=True)
+    ]
+    total = Counter(_alike(site) for site in named if not site.place.is_backward)
+    so_far = Counter[Any]()
+    numbered = []
+    for site in named:
+        alike = _alike(site)
+        is_one_of_several = not site.place.is_backward and total[alike] > 1
+        so_far[alike] += is_one_of_several
+        numbered.append(_with(site, f"no. {so_far[alike]} of {total[alike]}" if is_one_of_several else ""))
+    return numbered
+
+
+def _alike(site: Site) -> Any:
+    place = site.place
+    return site.operation, site.dtype, site.derivative_of, place.layer, place.source, place.instructions
+
+
+def _with(site: Site, which: str) -> Site:
+    layer = ", ".join(filter(None, [site.place.layer, which]))
+    return site._replace(place=site.place._replace(layer=layer))

@@ -1,0 +1,97 @@
+"""What the reports cost: how often programs run, how much is held at a time; and what is told meanwhile."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workloads
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import compare_gradients, range_report
+from jax_lossscale.diagnostics.programs import _compare_gradients, _shadow
+
+
+@pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
+def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch):
+    fun, *args = getattr(workloads, name)()
+    runs, asked = [], []
+    jit = jax.jit
+
+    def counted(function, **options):
+        compiled = jit(function, **options)
+        return lambda *args: runs.append(function) or compiled(*args)
+
+    def counted_report(*args, **options):
+        with monkeypatch.context() as within:
+            within.setattr(jax, "jit", jit)
+            return asked.append(args) or range_report(*args, **options)
+
+    monkeypatch.setattr(jax, "jit", counted)
+    monkeypatch.setattr(_compare_gradients, "range_report", counted_report)
+    compare_gradients(fun, *args, loss_scales=[2.0**4])
+    assert (len(runs), len(set(runs))) == (3, 2)  # float32 twice, the second time with parameters that are nudged
+    assert len(asked) == reports  # which computes each operation twice
+
+
+def deep(params, x):
+    """Much is kept for the backward pass."""
+    x = x.astype(jnp.float16)
+    for kernel in params:
+        x = jax.nn.silu(x @ kernel.astype(jnp.float16))
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def wide(params, x):
+    """There are more parameters than anything else."""
+    return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "params", "x"),
+    [
+        (deep, [jnp.full((32, 32), 0.1)] * 8, jnp.ones((4096, 32))),
+        (wide, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
+    ],
+)
+def test_the_range_report_holds_at_most_four_times_what_a_gradient_does(fun, params, x, monkeypatch):
+    gradient = jax.jit(lambda *args: jls.value_and_scaled_grad(fun, 1.0)(*args))
+    needed = gradient.lower(params, x).compile().memory_analysis()
+    bytes_of_one = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
+    others = {id(array) for array in jax.live_arrays()} - {id(array) for array in [*params, x]}
+    held = []
+    equation = _shadow.ShadowEvaluator._equation
+
+    def observed(self, eqn, inputs):
+        results = equation(self, eqn, inputs)
+        buffers = {
+            array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays() if id(array) not in others
+        }
+        held.append(sum(buffers.values()))
+        return results
+
+    monkeypatch.setattr(_shadow.ShadowEvaluator, "_equation", observed)
+    range_report(fun, params, x)
+    assert bytes_of_one / 4 < max(held) <= 4 * bytes_of_one
+
+
+def test_progress_is_told_on_standard_error(capsys):
+    fun, *args = workloads.square_too_large()
+    compare_gradients(fun, *args, loss_scales=[1.0, 8.0], progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, second, *rows = captured.err.splitlines()
+    assert first == "compare_gradients: 1 of 2 loss scales; 2^0"
+    assert second == "compare_gradients: 2 of 2 loss scales; 2^3"
+    total = rows[-1].split()[1]
+    assert rows[-1] == f"range_report: {total} of {total} operations"
+    assert len(rows) == 10
+
+
+def test_without_progress_nothing_is_told(capsys):
+    compare_gradients(*workloads.square_too_large(), loss_scales=[1.0])
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("report", [compare_gradients, range_report])
+def test_progress_must_be_of_its_kind(report):
+    with pytest.raises(ValueError, match=r"progress=...\)` must be"):
+        report(*workloads.healthy(), progress="yes")
