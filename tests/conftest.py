@@ -1,5 +1,6 @@
 """Strict settings for the whole suite, what only CI runs, and a shared fixture."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -29,11 +30,20 @@ ONLY_IN_CI = (
 )
 
 
+@functools.cache
+def runs_only_in_ci(path):
+    return any(path == TESTS / name or TESTS / name in path.parents for name in ONLY_IN_CI)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What is left out is not imported either: half of it computes what its tables hold."""
+    return True if "not ci" in config.option.markexpr and runs_only_in_ci(collection_path) else None
+
+
 def pytest_collection_modifyitems(items):
     """Mark the tests that only CI runs."""
-    paths = [TESTS / path for path in ONLY_IN_CI]
     for item in items:
-        if any(item.path == path or path in item.path.parents for path in paths):
+        if runs_only_in_ci(item.path):
             item.add_marker(pytest.mark.ci)
 
 
