@@ -8,6 +8,8 @@ TESTS = Path(__file__).parent
 # What one run, worker or child process compiled, the others find: most of the time is spent compiling.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# And nearly all of it runs once. CI sets this to 0 where it tests programs as they are compiled for users.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax  # noqa: E402

@@ -31,11 +31,11 @@ DTYPES = (
     "complex64",
     "complex128",
 )
-SHAPES = ((), (7,), (3, 43))
+SHAPES = ((), (3, 43))
 BAD = (np.nan, np.inf, -np.inf)
 
 compiled_all_finite = jax.jit(jls.all_finite)
-vmapped_all_finite = jax.vmap(jls.all_finite)
+vmapped_all_finite = jax.jit(jax.vmap(jls.all_finite))
 
 
 @st.composite
@@ -63,7 +63,7 @@ def test_as_numpy_sees_it(dtype, data):
     with enable_x64(True):
         assert bool(jls.all_finite(tree)) == expected
         assert bool(compiled_all_finite(tree)) == expected
-        assert vmapped_all_finite(jnp.stack([jnp.ones_like(leaf), jnp.asarray(leaf)])).tolist() == [True, expected]
+        assert vmapped_all_finite(np.stack([np.ones_like(leaf), leaf])).tolist() == [True, expected]
 
 
 @pytest.mark.parametrize(

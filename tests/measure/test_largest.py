@@ -45,6 +45,8 @@ def answer_of(found):
     return bool(finite), float(magnitude)
 
 
+compiled = jax.jit(finite_and_largest)
+of_each_member = jax.jit(jax.vmap(finite_and_largest))
 READINGS = {
     "eager": finite_and_largest,
     "elsewhere": lambda tree, scale=None: as_pair(largest.largest_anywhere, tree, scale),
@@ -67,7 +69,7 @@ def leaves(draw, dtype):
     """A leaf of a few values between the extremes of its dtype, with nothing or one bad value among them."""
     limits = jnp.finfo(dtype)
     smallest, greatest = float(limits.smallest_normal), float(limits.max)
-    shape = draw(st.sampled_from([(), (1,), (7,), (3, 43)]))
+    shape = draw(st.sampled_from([(), (3, 43)]))
     values = st.sampled_from([0.0, 1.0, -1.5, smallest, -3 * smallest, greatest, -greatest, greatest / 2])
     parts = [np.array(draw(st.lists(values, min_size=1, max_size=4))) for _ in range(2)]
     leaf = np.resize(parts[0], shape).astype(dtype)
@@ -89,10 +91,10 @@ def test_as_numpy_sees_it(dtype, data):
     with enable_x64(True):
         expected = oracle([tree["other"], leaf])
         assert answer_of(finite_and_largest(tree)) == expected
-        assert answer_of(jax.jit(finite_and_largest)(tree)) == expected
-        other = jnp.zeros_like(leaf) if expected[0] else leaf
-        both = jax.vmap(finite_and_largest)([jnp.stack([leaf, other])])
-        assert (bool(both[0][0]), float(both[1][0])) == oracle([leaf])
+        assert answer_of(compiled(tree)) == expected
+        other = np.zeros_like(leaf) if expected[0] else leaf
+        finite, magnitude = map(np.asarray, of_each_member([np.stack([leaf, other])]))
+        assert (bool(finite[0]), float(magnitude[0])) == oracle([leaf])
 
 
 @every_reading

@@ -300,8 +300,18 @@ def training(layout, axis_type, skip):
     return Training(LAYOUTS[layout], MESH[axis_type], skip)
 
 
+# Every pair of these; the rest is slow.
+QUICK = [
+    *(("data parallel", "auto", "cond"), ("data parallel", "explicit", "select")),
+    *(("fully sharded", "auto", "select"), ("fully sharded", "explicit", "cond")),
+    *(("data and model", "auto", "cond"), ("data and model", "explicit", "select")),
+]
 on_every_mesh = pytest.mark.parametrize(
-    ("layout", "axis_type", "skip"), list(itertools.product(LAYOUTS, MESH, ["cond", "select"]))
+    ("layout", "axis_type", "skip"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(LAYOUTS, MESH, SKIPS)
+    ],
 )
 
 
