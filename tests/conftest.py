@@ -19,7 +19,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # What takes long and breaks seldom. The README's command runs the rest: it kills what mutation testing kills.
 ONLY_IN_CI = (
-    *("benchmarks", "demo", "frameworks", "test_benchmarks.py", "test_docs.py", "test_examples.py"),
+    *("benchmarks", "demo", "frameworks", "test_benchmarks.py", "test_docs.py", "test_examples.py", "test_site.py"),
     *("hardening/test_any_run.py", "hardening/test_any_tree.py", "hardening/test_configurations.py"),
     *("hardening/test_faults.py", "hardening/test_properties.py", "hardening/test_unreliable_processes.py"),
     *("wrapper/test_optimizers.py", "wrapper/test_optimizer_properties.py", "wrapper/test_processes.py"),
