@@ -481,6 +481,7 @@ def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma,
             assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
 
 
+@pytest.mark.ci
 def test_under_shard_map_without_jit_one_bad_shard_is_seen_by_all():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE, axis_name="shard")
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
