@@ -61,7 +61,12 @@ def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piec
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "", test],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,6 @@
 """The documentation site: it builds with warnings as errors, needs no network, and its search finds what is asked.
 
-Needs the extra ``docs``: ``pip install -e ".[docs]"``, then ``python -m pytest tests/test_site.py``.
+Needs the extra ``docs``: ``pip install -e ".[docs]"``, then ``python -m pytest -m ci tests/test_site.py``.
 """
 
 import html

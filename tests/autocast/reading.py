@@ -1,7 +1,7 @@
 """How tests read a program: its equations, and the dtypes of its products."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jax_lossscale._program.jaxpr import jaxprs_of
 
@@ -34,5 +34,5 @@ def product_dtypes(function, *args, **kwargs):
 
 def distance(tree, other):
     """The largest relative distance of two leaves."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return max(float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(a) + 1e-12)) for a, b in pairs)
+    pairs = zip(*(map(np.asarray, jax.tree.leaves(each)) for each in (tree, other)), strict=True)
+    return max(float(np.linalg.norm(a - b) / (np.linalg.norm(a) + 1e-12)) for a, b in pairs)

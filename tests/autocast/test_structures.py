@@ -1,5 +1,6 @@
 """The rule, inside everything that JAX puts around operations."""
 
+import functools
 import re
 
 import jax
@@ -23,10 +24,20 @@ def test_every_product_is_narrow_forward_and_backward(program, dtype):
     assert len(narrow) >= len(plain)
 
 
+@functools.cache
+def results(program):
+    """Value and gradients in float32, and under autocast; the gradient, under autocast as a whole."""
+    functions = [
+        jax.value_and_grad(program, (0, 1)),
+        jax.value_and_grad(jls.autocast(program), (0, 1)),
+        jls.autocast(jax.grad(program)),
+    ]
+    return jax.jit(lambda w, x: [function(w, x) for function in functions])(W, X)
+
+
 @each_program
 def test_the_result_is_that_of_float32_but_for_rounding(program):
-    value, grads = jax.jit(jax.value_and_grad(program, (0, 1)))(W, X)
-    narrow_value, narrow_grads = jax.jit(jax.value_and_grad(jls.autocast(program), (0, 1)))(W, X)
+    (value, grads), (narrow_value, narrow_grads), _ = results(program)
     assert jnp.abs(value - narrow_value) < 2e-3 * value
     assert distance(grads, narrow_grads) < 4e-3
     assert [leaf.dtype for leaf in jax.tree.leaves((narrow_value, narrow_grads))] == [jnp.float32] * 3
@@ -34,9 +45,8 @@ def test_the_result_is_that_of_float32_but_for_rounding(program):
 
 @each_program
 def test_autocast_of_the_gradient_works_too(program):
-    grads = jax.jit(jax.grad(program))(W, X)
-    narrow = jax.jit(jls.autocast(jax.grad(program)))(W, X)
-    assert distance(grads, narrow) < 4e-3
+    (_, (grad, _)), _, narrow = results(program)
+    assert distance(grad, narrow) < 4e-3
     assert set(product_dtypes(jls.autocast(jax.grad(program)), W, X)) == {"float16"}
 
 

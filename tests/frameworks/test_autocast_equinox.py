@@ -95,16 +95,16 @@ def ensemble_loss(models, x):
     return jnp.mean(eqx.filter_vmap(mlp_loss, in_axes=(eqx.if_array(0), None))(models, x))
 
 
-MLP = eqx.nn.MLP(4, 1, 16, 2, key=KEYS[0])
-ENSEMBLE = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 1, 16, 1, key=key))(KEYS)
-RECURRENT, RECURRENT_STATE = eqx.nn.make_with_state(Recurrent)(KEYS[3])
+MLP = eqx.filter_jit(lambda key: eqx.nn.MLP(4, 1, 16, 2, key=key))(KEYS[0])
+ENSEMBLE = eqx.filter_jit(eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 1, 16, 1, key=key)))(KEYS)
+RECURRENT, RECURRENT_STATE = eqx.filter_jit(eqx.nn.make_with_state(Recurrent))(KEYS[3])
 X = jax.random.normal(KEYS[1], (8, 4))
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "model", "args", "has_aux"),
     [
-        (vision_loss, VisionTransformer(KEYS[2]), (IMAGES, KEYS[:4]), False),
+        (vision_loss, eqx.filter_jit(VisionTransformer)(KEYS[2]), (IMAGES, KEYS[:4]), False),
         (recurrent_loss, RECURRENT, (RECURRENT_STATE, IMAGES), True),
         (mlp_loss, MLP, (X,), False),
         (eqx.filter_jit(mlp_loss), MLP, (X,), False),

@@ -342,7 +342,7 @@ def test_every_power_of_two_is_exact():
 
     def after(finite):
         step = lambda scale: replace(loss_scale, current_loss_scale=scale).adjust(finite, largest=2.0**-126)()  # noqa: E731
-        return jax.vmap(step)(powers)
+        return jax.jit(jax.vmap(step))(powers)
 
     risen = np.maximum(2 * powers.astype(float), 2.0 ** (140 - 8))
     np.testing.assert_array_equal(after(True), np.minimum(risen, 2.0**126))

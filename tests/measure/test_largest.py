@@ -1,6 +1,7 @@
 """The largest magnitude of all gradients, and in the same pass whether all are finite, against NumPy."""
 
 import contextlib
+import functools
 import re
 from collections import Counter
 
@@ -46,6 +47,8 @@ def answer_of(found):
     return bool(finite), float(magnitude)
 
 
+compiled = jax.jit(finite_and_largest)
+of_each_member = jax.jit(jax.vmap(finite_and_largest))
 READINGS = {
     "eager": finite_and_largest,
     "elsewhere": lambda tree, scale=None: as_pair(largest.anywhere, tree, scale),
@@ -68,7 +71,7 @@ def leaves(draw, dtype):
     """A leaf of a few values between the extremes of its dtype, with nothing or one bad value among them."""
     limits = jnp.finfo(dtype)
     smallest, greatest = float(limits.smallest_normal), float(limits.max)
-    shape = draw(st.sampled_from([(), (1,), (7,), (3, 43)]))
+    shape = draw(st.sampled_from([(), (3, 43)]))
     values = st.sampled_from([0.0, 1.0, -1.5, smallest, -3 * smallest, greatest, -greatest, greatest / 2])
     parts = [np.array(draw(st.lists(values, min_size=1, max_size=4))) for _ in range(2)]
     leaf = np.resize(parts[0], shape).astype(dtype)
@@ -90,10 +93,10 @@ def test_as_numpy_sees_it(dtype, data):
     with enable_x64(True):
         expected = oracle([tree["other"], leaf])
         assert answer_of(finite_and_largest(tree)) == expected
-        assert answer_of(jax.jit(finite_and_largest)(tree)) == expected
-        other = jnp.zeros_like(leaf) if expected[0] else leaf
-        both = jax.vmap(finite_and_largest)([jnp.stack([leaf, other])])
-        assert (bool(both[0][0]), float(both[1][0])) == oracle([leaf])
+        assert answer_of(compiled(tree)) == expected
+        other = np.zeros_like(leaf) if expected[0] else leaf
+        finite, magnitude = map(np.asarray, of_each_member([np.stack([leaf, other])]))
+        assert (bool(finite[0]), float(magnitude[0])) == oracle([leaf])
 
 
 @every_reading
@@ -105,21 +108,27 @@ def test_divided_by_a_scale(dtype, scale, read):
         assert answer_of(read(tree, scale)) == oracle(tree, scale)
 
 
+POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-126, 128))
+
+
+@functools.cache
+def at_every_power_of_two(dtype, value):
+    return [oracle([np.full(1, -value, dtype)], scale) for scale in POWERS_OF_TWO]
+
+
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
-    scales = np.ldexp(np.float32(1), np.arange(-126, 128))
-
     @jax.jit
     def at_every_scale(tree):
-        return jax.lax.map(lambda scale: read(tree, scale), scales)
+        return jax.lax.map(lambda scale: read(tree, scale), POWERS_OF_TWO)
 
     for size in 3, 2**15 + 9:
         for value in float(jnp.finfo(dtype).max), 1.5, *BAD:
             leaf = np.zeros(size, dtype)
             leaf[-1] = -value
             finite, magnitudes = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
-            expected = [oracle([leaf[-1:]], scale) for scale in scales]
+            expected = at_every_power_of_two(dtype, value)
             assert list(zip(finite, magnitudes, strict=True)) == expected
 
 
@@ -169,9 +178,9 @@ def test_one_value_in_one_of_many_leaves(read):
     assert answer_of(read(tree)) == (True, 1.0)
     for n in range(0, len(tree), 7):
         for value in -3.0, BAD[n % 3]:
-            spoiled = [leaf.copy() for leaf in tree]
-            spoiled[n][(-1,) * spoiled[n].ndim] = value
-            assert answer_of(read(spoiled)) == oracle(spoiled), n
+            leaf = tree[n].copy()
+            leaf[(-1,) * leaf.ndim] = value
+            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # the others are ones
 
 
 @every_reading

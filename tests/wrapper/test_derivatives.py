@@ -64,8 +64,8 @@ def test_cond_and_select_have_the_same_derivatives(inner, bad, apply_together):
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_members_of_a_batch_that_skip_have_derivatives_too(skip):
     # Under vmap a branch on a batched verdict becomes a selection.
-    derivative = jax.vmap(jax.grad(lambda rate: meta_loss(rate, "inf", skip, "adam", True)))(jnp.array([0.1, 0.2]))
-    assert np.isfinite(derivative).all()
+    derivative = jax.vmap(jax.grad(lambda rate: meta_loss(rate, "inf", skip, "adam", True)))
+    assert np.isfinite(jax.jit(derivative)(jnp.array([0.1, 0.2]))).all()
 
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
@@ -82,4 +82,4 @@ def test_a_diverged_loss_leaks_nothing_into_a_chain_that_uses_it(skip):
         params, _ = tx.update_and_apply({"w": 8 * weight}, tx.init(params), params, value=jnp.inf)
         return params["w"]
 
-    assert jax.grad(after_a_step)(2.0) == 1.0
+    assert jax.jit(jax.grad(after_a_step))(2.0) == 1.0

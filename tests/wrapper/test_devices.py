@@ -154,7 +154,7 @@ has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of 
 
 @pytest.mark.parametrize("name", [pytest.param("pmap", marks=has_pmap), "vmap"])
 def test_under_a_named_map_one_bad_member_is_seen_by_all(name):
-    mapped = getattr(jax, name)
+    mapped = jax.pmap if name == "pmap" else lambda *args, **axis: jax.jit(jax.vmap(*args, **axis))
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="member")
     params = jnp.full((8, 2), 8.0)
     step = mapped(tx.update_and_apply, axis_name="member")
@@ -300,8 +300,18 @@ def training(layout, axis_type, skip):
     return Training(LAYOUTS[layout], MESH[axis_type], skip)
 
 
+# Every pair of these; the rest is slow.
+QUICK = [
+    *(("data parallel", "auto", "cond"), ("data parallel", "explicit", "select")),
+    *(("fully sharded", "auto", "select"), ("fully sharded", "explicit", "cond")),
+    *(("data and model", "auto", "cond"), ("data and model", "explicit", "select")),
+]
 on_every_mesh = pytest.mark.parametrize(
-    ("layout", "axis_type", "skip"), list(itertools.product(LAYOUTS, MESH, ["cond", "select"]))
+    ("layout", "axis_type", "skip"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(LAYOUTS, MESH, SKIPS)
+    ],
 )
 
 
@@ -470,6 +480,7 @@ def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma,
             assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
 
 
+@pytest.mark.ci
 def test_under_shard_map_without_jit_one_bad_shard_is_seen_by_all():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE, axis_name="shard")
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))

@@ -77,9 +77,9 @@ STEPS = {  # (skip, platforms): (conditionals on the verdict, on the platform, s
     ("auto", ("tpu",)): (0, 0, CHOSEN),
     ("auto", ("cuda", "rocm", "tpu")): (0, 0, CHOSEN),
     ("auto", tuple(PLATFORMS)): (1, 1, CHOSEN),
-    **{("cond", (platform,)): (1, 0, 0) for platform in PLATFORMS},
+    ("cond", ("cuda",)): (1, 0, 0),
     ("cond", tuple(PLATFORMS)): (1, 0, 0),
-    **{("select", (platform,)): (0, 0, CHOSEN) for platform in PLATFORMS},
+    ("select", ("cpu",)): (0, 0, CHOSEN),
     ("select", tuple(PLATFORMS)): (0, 0, CHOSEN),
 }
 

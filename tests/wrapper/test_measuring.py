@@ -152,7 +152,7 @@ def test_under_vmap_each_member_measures_its_own(skip):
     grads[2] = scaled(state, NAN)
     stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
     members, states = (jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), tree) for tree in (PARAMS, state))
-    after, states = jax.vmap(tx.update_and_apply)(jax.tree.map(stack, *grads), states, members)
+    after, states = jax.jit(jax.vmap(tx.update_and_apply))(jax.tree.map(stack, *grads), states, members)
     alone = [tx.update_and_apply(each, state, PARAMS) for each in grads]
     chex.assert_trees_all_close(after, jax.tree.map(stack, *(params for params, _ in alone)), rtol=1e-6)
     chex.assert_trees_all_close(
