@@ -99,6 +99,8 @@ def _name_points(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
         height = min([y, *(other - _LABEL_HEIGHT for other in near if other - _LABEL_HEIGHT < y)])
         written.append((x, height))
         aside = {"xytext": (-7, height - y), "ha": "right"} if x > end else {"xytext": (7, height - y), "ha": "left"}
-        text = ax.annotate(name, points[name], textcoords="offset points", va="center", fontsize=8.5, zorder=3.5, **aside)
+        text = ax.annotate(
+            name, points[name], textcoords="offset points", va="center", fontsize=8.5, zorder=3.5, **aside
+        )
         text.set_in_layout(False)
         text.set_bbox({"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 0.8})
