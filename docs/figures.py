@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -32,7 +31,7 @@ def trained_params(patches: jax.Array) -> job.Params:
     ) -> tuple[tuple[job.Params, optax.OptState], None]:
         params, state = carry
         updates, state = optimizer.update(
-            jax.grad(job.loss_fn)(params, patches, jnp.float32), state, params
+            jax.grad(job.loss_fn)(params, patches), state, params
         )
         return (optax.apply_updates(params, updates), state), None
 
@@ -59,7 +58,7 @@ def main() -> None:
     patches = job.load_patches()
     with Progress(transient=True) as progress:
         task = progress.add_task("Training", total=2 * STEPS)
-        grads = jax.grad(job.loss_fn)(trained_params(patches), patches, jnp.float32)
+        grads = jax.grad(job.loss_fn)(trained_params(patches), patches)
         progress.advance(task, STEPS)
         dtype, loss_scale = job.arms()["float16_dynamic"]
         result = job.train(

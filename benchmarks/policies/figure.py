@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
-_LABEL_WIDTH, _LABEL_HEIGHT = 110, 9  # in points, of a name in the panel
+_LABEL_WIDTH, _LABEL_HEIGHT = 125, 11  # in points, of a name in the panel
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
 _STYLES = {
@@ -41,11 +41,11 @@ def draw(groups: Sequence[Group]) -> Figure:
     """A panel for each group: a small dot for each trace, a large one for the mean of each loss scale."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(groups), sharey=True))
+    figure = Figure(figsize=(7.2, 4.2 * len(groups) + 0.6), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(len(groups), 1, sharex=True))
     for ax, group in zip(panels, groups, strict=True):
         _panel(ax, group)
-    panels[0].set_ylabel("unused bits, mean over applied steps")
+    panels[-1].set_xlabel("skipped of 1,000 steps")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.draw_without_rendering()  # only then it is known where a point is
@@ -67,7 +67,8 @@ def _panel(ax: Axes, group: Group) -> None:
         edge = {"markeredgecolor": "black", "markersize": 9, "linewidth": 0, "zorder": 3}
         ax.plot(*means[name], marker, color=colour, label=label, **edge)
     ax.set_xscale("symlog", linthresh=1)
-    ax.set(title=group.title, xlabel="skipped of 1,000 steps", xlim=(-0.2, 1500), ylim=(0, 30))
+    ax.set(xlim=(-0.2, 1500), ylim=(0, 30), ylabel="unused bits, mean over applied steps")
+    ax.set_title(group.title, loc="left")
     ax.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(color="#e6e6e6")
@@ -79,7 +80,7 @@ def _steps(group: Group) -> np.ndarray:
 
 
 def _means(group: Group) -> dict[str, tuple[float, float]]:
-    """Where the large mark of each loss scale is: skipped of 1,000 steps, and unused bits."""
+    """Where the large marker of each loss scale is: skipped of 1,000 steps, and unused bits."""
     steps = _steps(group)
     return {
         name: (float((1000 * judged.skipped / steps).mean()), float(np.nanmean(judged.unused_bits)))
@@ -98,6 +99,8 @@ def _name_points(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
         height = min([y, *(other - _LABEL_HEIGHT for other in near if other - _LABEL_HEIGHT < y)])
         written.append((x, height))
         aside = {"xytext": (-7, height - y), "ha": "right"} if x > end else {"xytext": (7, height - y), "ha": "left"}
-        text = ax.annotate(name, points[name], textcoords="offset points", va="center", fontsize=7, zorder=2.5, **aside)
+        text = ax.annotate(
+            name, points[name], textcoords="offset points", va="center", fontsize=8.5, zorder=3.5, **aside
+        )
         text.set_in_layout(False)
-        text.set_bbox({"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8})
+        text.set_bbox({"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 0.8})

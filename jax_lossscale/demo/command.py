@@ -104,7 +104,7 @@ def _make_parser() -> _Parser:
         type=_integer_up_to(1, 1_000_000),
         default=job.STEPS,
         metavar="N",
-        help="training steps of each arm (default: %(default)s)",
+        help="steps of each training (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",

@@ -22,10 +22,19 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
+# What `job.arms` computes with, in words.
+_SETTINGS = {
+    "float32": "float32",
+    "float16": "float16, no loss scale",
+    "float16_fixed": "float16, fixed: $2^{15}$",
+    "float16_dynamic": "float16, dynamic: from $2^{32}$, doubled after 50 good steps",
+    "float16_auto": "float16, automatic",
+}
+_SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # the markers of skipped steps
 
 
 def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a line for each arm, then the conclusion.
+    """Print a line for each training, then the conclusion.
 
     Args:
       results: by name, as `command.run` gives them.
@@ -35,7 +44,7 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("arm", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("training", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("final\nloss", "PSNR", "zero\ngradients", "skipped\nsteps", "final\nscale", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, result in results.items():
@@ -131,44 +140,44 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     from matplotlib.ticker import PercentFormatter
 
     style: Any = {
-        "font.size": 11,
+        "font.size": 10,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.titlelocation": "left",
-        "axes.titlesize": 12,
+        "axes.titlesize": 11,
         "axes.titleweight": "bold",
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.color": "#e6e6e6",
         "legend.frameon": False,
-        "lines.markeredgewidth": 2.0,
-        "lines.markersize": 7.0,
+        "lines.markeredgewidth": 1.6,
+        "lines.markersize": 6.0,
         "svg.hashsalt": "jax_lossscale",
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 5), layout="constrained")
-        panels = figure.subplot_mosaic([["loss", "zeros"], ["loss", "scale"]], width_ratios=[1.25, 1])
+        figure = Figure(figsize=(7.2, 6.6), layout="constrained")  # a page's width: letters stay legible
+        panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
         loss_axes, zeros_axes, scale_axes = panels["loss"], panels["zeros"], panels["scale"]
 
         steps = np.arange(1, len(results["float32"].trace.loss) + 1)
         for name, result in results.items():
-            loss_axes.plot(steps, result.trace.loss, label=f"{name}: {psnr(result.final_loss):.1f} dB", **_LINES[name])
+            label = f"{_SETTINGS[name]} ({psnr(result.final_loss):.1f} dB)"
+            loss_axes.plot(steps, result.trace.loss, label=label, **_LINES[name])
             zeros_axes.plot(steps, result.trace.zero_fraction, **_LINES[name])
-        loss_axes.set(title="Training loss", ylabel="mean squared error (pixel values 0 to 1)", yscale="log")
-        loss_axes.legend(title="arm, and its PSNR at the end", alignment="left")
+        loss_axes.set(title="Training loss", ylabel="mean squared error", yscale="log")
+        loss_axes.legend(title="products computed in, and loss scale (PSNR at the end)", alignment="left")
         zeros_axes.set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
         zeros_axes.yaxis.set_major_formatter(PercentFormatter(1))
 
-        for name in ("float16_dynamic", "float16_auto"):
+        for name, marker in _SKIPPED.items():
             trace = results[name].trace
-            skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0))
-            scale_axes.step(steps, trace.loss_scale, where="mid", label=name, **_LINES[name] | {"linestyle": "-"})
-            label = "skipped step" if name == "float16_dynamic" else None
-            scale_axes.plot(steps[skipped], trace.loss_scale[skipped], "x", color="#d55e00", label=label)
-        scale_axes.set(title="Loss scale")
+            skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0)).tolist()
+            style = _LINES[name] | {"linestyle": "-", "marker": marker, "markerfacecolor": "none"}
+            label = f"{name.removeprefix('float16_')}: {len(skipped)} skipped"
+            scale_axes.plot(steps, trace.loss_scale, drawstyle="steps-mid", markevery=skipped, label=label, **style)
+        scale_axes.set(title="Loss scale, and skipped steps")
         scale_axes.set_yscale("log", base=2)
         scale_axes.legend(loc="lower right")
         for axes in panels.values():
             axes.set(xlabel="step", xlim=(-0.015 * len(steps), 1.015 * len(steps)))
-        zeros_axes.set(xlabel="")
         figure.savefig(path, dpi=150)

@@ -246,7 +246,9 @@ def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skippe
 
     powers = np.log2(loss_scale[drawable]) if drawable.any() else np.zeros(1)
     ax.set_yscale("log", base=2)
-    ax.set_ylim(2.0 ** (np.floor(powers.min()) - 0.5), 2.0 ** (np.ceil(powers.max()) + 0.5))
+    low, high = np.floor(powers.min()), np.ceil(powers.max())
+    margin = max(0.5, 0.08 * (high - low))  # in a low panel with many powers, too, no marker is cut
+    ax.set_ylim(2.0 ** (low - margin), 2.0 ** (high + margin))
     ax.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
     _finish(ax, steps)
 

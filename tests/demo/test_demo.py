@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -239,13 +240,26 @@ def test_seconds_are_those_of_the_steps_not_of_compiling(monkeypatch, compilatio
     assert sum(done) == len(result.trace.loss) == steps
 
 
-def test_the_figure_of_a_run_shows_the_scale_after_each_step():
-    source = {"__name__": "figures", "__file__": str(ROOT / "docs" / "figures.py")}
+@pytest.fixture
+def figures():
+    """What ``docs/figures.py`` defines."""
     pytest.importorskip("matplotlib")
+    source = {"__name__": "figures", "__file__": str(ROOT / "docs" / "figures.py")}
     exec((ROOT / "docs" / "figures.py").read_text(), source)
+    return source
+
+
+def test_the_gradients_that_are_drawn_are_those_of_a_trained_network(figures):
+    patches = job.load_patches()[:100]
+    figures["STEPS"] = 5
+    trained = figures["trained_params"](patches)
+    assert job.loss_fn(trained, patches) < job.loss_fn(job.init_params(jax.random.key(0), patches), patches)
+
+
+def test_the_figure_of_a_run_shows_the_scale_after_each_step(figures):
     loss_scale = jls.DynamicLossScale(2.0**32, increment_period=2)  # of which a step or two overflow
     result = job.train(job.load_patches()[:100], np.float16, loss_scale, steps=20, seed=0, advance=lambda steps: None)
-    history = source["history"](result)
+    history = figures["history"](result)
     expected = []
     for skipped in history["skipped"]:
         loss_scale = loss_scale.adjust(not skipped)
