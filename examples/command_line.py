@@ -13,6 +13,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Parser(argparse.ArgumentParser):
     """Of options; a wrong one ends the program with one line."""
 
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+
     def error(self, message: str) -> NoReturn:
         """That line, without the usage before it."""
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -20,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(doc: str, steps: int, figure: str) -> Parser:
     """The options of every example. ``doc`` is its docstring, ``figure`` what ``--figure`` draws."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(doc)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float16", help="what products are computed in (default: %(default)s)"
     )
