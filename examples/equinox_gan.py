@@ -2,14 +2,14 @@
 
 A generator learns to draw scikit-learn's handwritten digits, a critic to tell them from the true ones. The gradients
 of the two losses differ in size and change at their own pace, so each optimizer is wrapped for itself: one may skip a
-step while the other takes it. Parameters are float32, the arithmetic is ``--dtype``. What comes of it is measured by
-the sliced Wasserstein distance between drawn and true digits.
+step while the other takes it. All is written in float32; `jls.autocast` computes the products of the two losses in
+``--dtype``. What comes of it is measured by the sliced Wasserstein distance between drawn and true digits.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
+import command_line
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -34,27 +34,16 @@ def make_networks(key: jax.Array) -> tuple[eqx.nn.MLP, eqx.nn.MLP]:
     return generator, critic
 
 
-def draw(generator: eqx.nn.MLP, noise: jax.Array, dtype: Any) -> jax.Array:
-    """Digits ``[batch, pixels]`` from -1 to 1, in ``dtype``."""
-    return jax.vmap(jls.cast_floating(generator, dtype))(noise.astype(dtype))
-
-
-def logits(critic: eqx.nn.MLP, digits: jax.Array, dtype: Any) -> jax.Array:
-    """How much each of the digits looks like a true one: ``float32[batch]``, computed in ``dtype``."""
-    return jax.vmap(jls.cast_floating(critic, dtype))(digits.astype(dtype)).astype(jnp.float32)
-
-
-def generator_loss(generator: eqx.nn.MLP, critic: eqx.nn.MLP, noise: jax.Array, dtype: Any) -> jax.Array:
+def generator_loss(generator: eqx.nn.MLP, critic: eqx.nn.MLP, noise: jax.Array) -> jax.Array:
     """Low where the critic takes what is drawn for true."""
-    return jax.nn.softplus(-logits(critic, draw(generator, noise, dtype), dtype)).mean()
+    drawn = jax.vmap(generator)(noise)
+    return jax.nn.softplus(-jax.vmap(critic)(drawn)).mean()
 
 
-def critic_loss(
-    critic: eqx.nn.MLP, generator: eqx.nn.MLP, digits: jax.Array, noise: jax.Array, dtype: Any
-) -> jax.Array:
+def critic_loss(critic: eqx.nn.MLP, generator: eqx.nn.MLP, digits: jax.Array, noise: jax.Array) -> jax.Array:
     """Low where the critic tells them apart."""
-    drawn = logits(critic, draw(generator, noise, dtype), dtype)
-    return jnp.mean(jax.nn.softplus(drawn) + jax.nn.softplus(-logits(critic, digits, dtype)))
+    drawn = jax.vmap(generator)(noise)
+    return jnp.mean(jax.nn.softplus(jax.vmap(critic)(drawn)) + jax.nn.softplus(-jax.vmap(critic)(digits)))
 
 
 def sliced_wasserstein(one: jax.Array, other: jax.Array) -> jax.Array:
@@ -66,15 +55,11 @@ def sliced_wasserstein(one: jax.Array, other: jax.Array) -> jax.Array:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", type=Path, help="draw the loss scales, and some of the digits, into this file")
+    parser = command_line.make_parser(__doc__, steps=2000, figure="the loss scales, and some of the digits,")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
-    loss_scale = "auto" if dtype == jnp.float16 else None  # the others need no loss scale
+    loss_scale = jls.loss_scale_for(dtype)  # float16 needs one, the others none
     rate = optax.cosine_decay_schedule(1e-3, options.steps)
     generator_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
     critic_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
@@ -84,12 +69,12 @@ def main(arguments: list[str] | None = None) -> None:
         (generator, critic), (generator_state, critic_state) = networks, opt_states
         noise = jax.random.normal(key, (2, len(digits), NOISE_SIZE))
 
-        grad_fn = filter_value_and_scaled_grad(critic_loss, critic_state)
-        loss, grads = grad_fn(critic, generator, digits, noise[0], dtype)  # the true loss; gradients of S * loss
+        grad_fn = filter_value_and_scaled_grad(jls.autocast(critic_loss, dtype), critic_state)
+        loss, grads = grad_fn(critic, generator, digits, noise[0])  # the true loss; gradients of S * loss
         critic, critic_state = critic_tx.update_and_apply(grads, critic_state, critic, value=loss)
 
-        grad_fn = filter_value_and_scaled_grad(generator_loss, generator_state)
-        loss, grads = grad_fn(generator, critic, noise[1], dtype)
+        grad_fn = filter_value_and_scaled_grad(jls.autocast(generator_loss, dtype), generator_state)
+        loss, grads = grad_fn(generator, critic, noise[1])
         generator, generator_state = generator_tx.update_and_apply(grads, generator_state, generator, value=loss)
 
         metrics = {"generator": jls.metrics(generator_state), "critic": jls.metrics(critic_state)}
@@ -109,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
         networks, opt_states, metrics = train_step(networks, opt_states, batch, key)
         history.append(metrics)
 
-    drawn = draw(networks[0], jax.random.normal(jax.random.key(0), (len(digits), NOISE_SIZE)), jnp.float32)
+    drawn = jax.vmap(networks[0])(jax.random.normal(jax.random.key(0), (len(digits), NOISE_SIZE)))
     if options.figure:
         save_figure(options.figure, drawn, history)
     print(f"distance of drawn and true digits: {sliced_wasserstein(drawn, digits):.4f}")

@@ -1,15 +1,16 @@
 """A flax nnx transformer, trained in float16 on text: the sources of Python's own standard library.
 
-It predicts the next character. Parameters are float32, the arithmetic is ``--dtype``; the statistics of norms (nnx
-does that by itself), softmax and the loss are float32. The loss goes through `jls.scale_gradient` inside
-`nnx.value_and_grad`, and `jls.interop.flax.Optimizer` takes the step, or skips it.
+It predicts the next character. Model and loss are written in float32; `jls.autocast` computes their products in
+``--dtype``. The loss goes through `jls.scale_gradient` inside `nnx.value_and_grad`, and `jls.interop.flax.Optimizer`
+takes the step, or skips it.
 """
 
-import argparse
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,25 +35,15 @@ def load_text() -> np.ndarray:
     return text[text < CHARACTERS][: TRAIN_LENGTH + TEST_LENGTH].astype(np.int32)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, **_: Any) -> jax.Array:
-    """Attention of ``[batch, length, heads, features]``, softmax in float32.
-
-    Flax's own goes through `jax.nn.dot_product_attention`, which in float16 does not run on a CPU (jax 0.10.2).
-    """
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query / query.shape[-1] ** 0.5, key).astype(jnp.float32)
-    weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
-    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
-
-
 class Block(nnx.Module):
     """Attention and a network of two layers, each with a norm before it."""
 
-    def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, dtype=dtype, attention_fn=attend, decode=False, rngs=rngs)
-        self.norm = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
-        self.expand = nnx.Linear(WIDTH, 4 * WIDTH, dtype=dtype, rngs=rngs)
-        self.contract = nnx.Linear(4 * WIDTH, WIDTH, dtype=dtype, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.expand = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.contract = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """``[batch, length, width]`` to the same."""
@@ -61,14 +52,14 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Logits of the next character. ``dtype`` is what is computed in; the parameters are float32."""
+    """Logits of the next character."""
 
-    def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.characters = nnx.Embed(CHARACTERS, WIDTH, dtype=dtype, rngs=rngs)
-        self.positions = nnx.Embed(CONTEXT, WIDTH, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(dtype, rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
-        self.readout = nnx.Linear(WIDTH, CHARACTERS, dtype=dtype, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.characters = nnx.Embed(CHARACTERS, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.readout = nnx.Linear(WIDTH, CHARACTERS, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
         """``int32[batch, length]`` to ``[batch, length, characters]``."""
@@ -80,17 +71,17 @@ class Transformer(nnx.Module):
 
 
 def loss_fn(model: Transformer, text: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next characters, in float32; ``int32[batch, length + 1]``."""
-    logits = model(text[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+    """Mean cross-entropy of the next characters; ``int32[batch, length + 1]``."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), text[:, 1:]).mean()
 
 
-@nnx.jit
-def train_step(model: Transformer, opt: Optimizer, text: jax.Array) -> jax.Array:
+@functools.partial(nnx.jit, static_argnames="dtype")
+def train_step(model: Transformer, opt: Optimizer, text: jax.Array, dtype: Any) -> jax.Array:
     """Update model and optimizer in place, or skip; the loss before."""
 
     def scaled_loss(model: Transformer) -> jax.Array:
-        return jls.scale_gradient(loss_fn(model, text), opt.opt_state)  # the true loss; gradients of S * loss
+        loss = jls.autocast(loss_fn, dtype)(model, text)
+        return jls.scale_gradient(loss, opt.opt_state)  # the true loss; gradients of S * loss
 
     loss, grads = nnx.value_and_grad(scaled_loss)(model)
     opt.update(model, grads, value=loss)
@@ -99,27 +90,23 @@ def train_step(model: Transformer, opt: Optimizer, text: jax.Array) -> jax.Array
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", type=Path, help="draw loss and loss scale into this file")
+    parser = command_line.make_parser(__doc__, steps=400, figure="loss and loss scale")
     options = parser.parse_args(arguments)
 
     text = load_text()
     windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
     dtype = jnp.dtype(options.dtype)
-    model = Transformer(dtype, nnx.Rngs(options.seed))
+    model = Transformer(nnx.Rngs(options.seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, options.steps // 10, options.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    tx = jls.loss_scaled(optimizer, "auto" if dtype == jnp.float16 else None)  # the others need no loss scale
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
     opt = Optimizer(model, tx, wrt=nnx.Param)
 
     random = np.random.default_rng(options.seed)
     history = []
     for _ in track(range(options.steps), options.dtype, console=Console(stderr=True)):
         batch = windows[random.integers(TRAIN_LENGTH - CONTEXT, size=BATCH_SIZE)]
-        loss = train_step(model, opt, batch)
+        loss = train_step(model, opt, batch, dtype)
         history.append({"loss": loss, **jls.metrics(opt.opt_state)})
 
     if options.figure:

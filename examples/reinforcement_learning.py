@@ -3,23 +3,23 @@
 A small transformer is shown digits and is to write them sorted; its reward is the share of places that are right. As
 in the training of language models, two programs compute the same policy. The sampler writes one token at a time, with
 the keys and values of the earlier ones in a cache; its attention divides by the sum of the softmax at the end, as fast
-kernels do. The trainer sees whole sequences, and divides first. Rounding makes them two policies: the trainer improves
-one that is not quite the one which acted. Each sample is trained on once, so without rounding the probabilities of its
-tokens would agree. How far their logarithms are apart is measured at every step.
+kernels do. The trainer sees whole sequences, and divides first. Both are written in float32, and `jls.autocast`
+computes their products in ``--dtype``. Rounding makes them two policies: the trainer improves one that is not quite
+the one which acted. Each sample is trained on once, so without rounding the probabilities of its tokens would agree.
+How far their logarithms are apart is measured at every step.
 
 References:
   Shao et al., DeepSeekMath, 2024, arXiv 2402.03300 (GRPO).
   Qi et al., Defeating the Training-Inference Mismatch via FP16, 2025, arXiv 2510.26788.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
@@ -49,39 +49,34 @@ def init_params(key: jax.Array) -> Any:
     return jax.tree.unflatten(structure, draws)
 
 
-def empty_cache(batch: int, dtype: DTypeLike) -> list[tuple[jax.Array, jax.Array]]:
+def empty_cache(batch: int) -> list[tuple[jax.Array, jax.Array]]:
     """Of each layer keys and values, of no token yet."""
-    nothing = jnp.zeros((batch, LENGTH, HEADS, WIDTH // HEADS), dtype)
+    nothing = jnp.zeros((batch, LENGTH, HEADS, WIDTH // HEADS))
     return [(nothing, nothing)] * LAYERS
 
 
 def norm(x: jax.Array) -> jax.Array:
-    """Divide by the root of the mean square, in float32."""
-    exact = x.astype(jnp.float32)
-    return (exact * jax.lax.rsqrt(jnp.mean(exact**2, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    """Divide by the root of the mean square."""
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def attend_as_trainer(scores: jax.Array, values: jax.Array) -> jax.Array:
-    """The means of values with the softmax of scores as weights: weights are divided by their sum, then rounded."""
-    return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores).astype(values.dtype), values)
+    """The means of values with the softmax of scores as weights: weights are divided by their sum first."""
+    return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores), values)
 
 
 def attend_as_sampler(scores: jax.Array, values: jax.Array) -> jax.Array:
-    """The same: weights are rounded, and what they sum up is divided."""
+    """The same: what the weights sum up is divided."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
-    sums = jnp.einsum("bhnm,bmhd->bnhd", weights.astype(values.dtype), values)
-    return (sums / total).astype(values.dtype)
+    return jnp.einsum("bhnm,bmhd->bnhd", weights, values) / total
 
 
 def policy(params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Any) -> tuple[jax.Array, Any]:
-    """Log-probabilities ``float32[batch, n, digits]`` of what follows each token; and the cache, with these in it.
+    """Log-probabilities ``[batch, n, digits]`` of what follows each token; and the cache, with these in it.
 
-    ``tokens``: ``int32[batch, n]``, at the places from ``start`` on; ``cache`` holds those before, in the dtype to
-    compute in. Norms, softmax and log-probabilities are float32.
+    ``tokens``: ``int32[batch, n]``, at the places from ``start`` on; ``cache`` holds those before.
     """
-    dtype = cache[0][0].dtype
-    params = jls.cast_floating(params, dtype)  # float32 master weights, arithmetic in dtype
     places = start + jnp.arange(tokens.shape[1])
     is_visible = jnp.arange(LENGTH)[None, :] <= places[:, None]
     x = params["tokens"][tokens] + params["places"][places][None]
@@ -90,20 +85,20 @@ def policy(params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Any) 
         query, key, value = (jnp.einsum("bnw,whd->bnhd", norm(x), layer[name]) for name in ("query", "key", "value"))
         keys = jax.lax.dynamic_update_slice(keys, key, (0, start, 0, 0))
         values = jax.lax.dynamic_update_slice(values, value, (0, start, 0, 0))
-        scores = jnp.einsum("bnhd,bmhd->bhnm", query / query.shape[-1] ** 0.5, keys).astype(jnp.float32)
+        scores = jnp.einsum("bnhd,bmhd->bhnm", query / query.shape[-1] ** 0.5, keys)
         attended = attend(jnp.where(is_visible[None, None], scores, -jnp.inf), values)
         x = x + jnp.einsum("bnhd,hdw->bnw", attended, layer["output"])
         x = x + jax.nn.silu(norm(x) @ layer["expand"]) @ layer["contract"]
         new_cache.append((keys, values))
-    return jax.nn.log_softmax((norm(x) @ params["readout"]).astype(jnp.float32)), new_cache
+    return jax.nn.log_softmax(norm(x) @ params["readout"]), new_cache
 
 
 def of_tokens(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The log-probabilities of these tokens: ``float32[batch, n]``."""
+    """The log-probabilities of these tokens: ``[batch, n]``."""
     return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
 
-def sample(params: Any, prompts: jax.Array, key: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def sample(params: Any, prompts: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Answers ``int32[batch, PROMPT]``, written one token at a time, and their log-probabilities."""
 
     def write(carry: Any, key: jax.Array) -> tuple[Any, Any]:
@@ -112,16 +107,16 @@ def sample(params: Any, prompts: jax.Array, key: jax.Array, dtype: DTypeLike) ->
         next_log_probs, cache = policy(params, tokens[:, None], cache, place, attend_as_sampler)
         return (next_log_probs[:, -1], cache, place + 1), (tokens, of_tokens(log_probs, tokens))
 
-    log_probs, cache = policy(params, prompts, empty_cache(len(prompts), dtype), 0, attend_as_sampler)
+    log_probs, cache = policy(params, prompts, empty_cache(len(prompts)), 0, attend_as_sampler)
     _, written = jax.lax.scan(write, (log_probs[:, -1], cache, PROMPT), jax.random.split(key, PROMPT))
     return written[0].T, written[1].T
 
 
-def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array, dtype: DTypeLike) -> Any:
+def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array) -> Any:
     """PPO's clipped objective with GRPO's advantages, and the log-probabilities as the trainer has them."""
     answers, sampler_log_probs = sampled
     tokens = jnp.concatenate([prompts, answers], axis=1)
-    log_probs, _ = policy(params, tokens, empty_cache(len(tokens), dtype), 0, attend_as_trainer)
+    log_probs, _ = policy(params, tokens, empty_cache(len(tokens)), 0, attend_as_trainer)
     trainer_log_probs = of_tokens(log_probs[:, PROMPT - 1 : -1], answers)
     ratio = jnp.exp(trainer_log_probs - sampler_log_probs)
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
@@ -130,22 +125,18 @@ def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", type=Path, help="draw reward, mismatch and loss scale into this file")
+    parser = command_line.make_parser(__doc__, steps=300, figure="reward, mismatch and loss scale")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(2e-3, 0.0, options.steps)))
-    tx = jls.loss_scaled(optimizer, "auto" if dtype == jnp.float16 else None)  # the others need no loss scale
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
 
     @jax.jit
     def sample_step(params: Any, key: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
         prompt_key, answer_key = jax.random.split(key)
         prompts = jax.random.randint(prompt_key, (GROUPS, PROMPT), 0, DIGITS).repeat(GROUP_SIZE, axis=0)
-        sampled = sample(params, prompts, answer_key, dtype)
+        sampled = jls.autocast(sample, dtype)(params, prompts, answer_key)
         return prompts, sampled, jnp.mean(sampled[0] == jnp.sort(prompts), axis=1)
 
     @jax.jit
@@ -153,8 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
         grouped = rewards.reshape(GROUPS, GROUP_SIZE)
         advantages = grouped - grouped.mean(axis=1, keepdims=True)
         advantages = (advantages / (grouped.std(axis=1, keepdims=True) + 1e-3)).reshape(-1, 1)
-        grad_fn = jls.value_and_scaled_grad(loss_fn, opt_state, has_aux=True)
-        (loss, log_probs), grads = grad_fn(params, prompts, sampled, advantages, dtype)
+        grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state, has_aux=True)
+        (loss, log_probs), grads = grad_fn(params, prompts, sampled, advantages)  # the true loss; gradients of S * loss
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
         mismatch = jnp.mean(jnp.abs(log_probs - sampled[1]))
         return params, opt_state, {"reward": rewards.mean(), "mismatch": mismatch, **jls.metrics(opt_state)}

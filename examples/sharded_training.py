@@ -1,25 +1,25 @@
 """Float16 training on eight devices of two processes, parameters and batches sharded, by one command.
 
 It starts two processes, which find each other by `jax.distributed` and have four host devices each, as two machines
-with four accelerators would. A network learns a photograph of scikit-learn: the colour at each place. Each process
-loads its half of the batch; parameters and moments are split over all eight devices. Under `jax.jit` there is nothing
-to do for the loss scale: if gradients overflow on one device, all skip the step, and all have one scale.
+with four accelerators would. A network learns a photograph of scikit-learn: the colour at each place. It is written in
+float32; `jls.autocast` computes its products in ``--dtype``, all but one. Each process loads its half of the batch;
+parameters and moments are split over all eight devices. Under `jax.jit` there is nothing to do for the loss scale: if
+gradients overflow on one device, all skip the step, and all have one scale.
 """
 
 import argparse
 import multiprocessing
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
@@ -47,37 +47,35 @@ def init_params(key: jax.Array) -> dict[str, Any]:
     return {"hidden": hidden, "readout": jax.random.normal(keys[0], (WIDTH, 3)) / WIDTH**0.5}
 
 
-def predict(params: dict[str, Any], places: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The colours ``float32[batch, 3]`` at places ``[batch, 2]`` from 0 to 1, computed in ``dtype``."""
-    params = jls.cast_floating(params, dtype)  # float32 master weights; what devices send each other is in dtype
+def predict(params: dict[str, Any], places: jax.Array) -> jax.Array:
+    """The colours ``[batch, 3]`` at places ``[batch, 2]`` from 0 to 1."""
     waves = 60 * jax.random.normal(jax.random.key(0), (2, FREQUENCIES))
-    phases = places @ waves  # in float32, as large numbers have few decimals
-    x = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], axis=1).astype(dtype)
+    with jls.keep_float32():  # phases of some hundreds, whose decimals count
+        phases = places @ waves
+    x = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], axis=1)
     for layer in params["hidden"]:
         x = jax.nn.silu(x @ layer["kernel"] + layer["bias"][None])
-    return (x @ params["readout"]).astype(jnp.float32)
+    return x @ params["readout"]
 
 
-def loss_fn(params: dict[str, Any], batch: dict[str, jax.Array], dtype: DTypeLike) -> jax.Array:
+def loss_fn(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
     """Mean squared error."""
-    return jnp.mean(jnp.square(predict(params, batch["places"], dtype) - batch["colours"]))
+    return jnp.mean(jnp.square(predict(params, batch["places"]) - batch["colours"]))
 
 
 def train(options: argparse.Namespace) -> None:
     """What each process does."""
     mesh = jax.make_mesh((DEVICES,), ("devices",), axis_types=(AxisType.Auto,))
-    split = NamedSharding(
-        mesh, P("devices")
-    )  # of each array the first axis over all devices: of batches, of parameters
+    split = NamedSharding(mesh, P("devices"))  # the first axis of each array: of batches, of parameters
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, "auto" if dtype == jnp.float16 else None)  # the others need no loss scale
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
     params = jax.jit(init_params, out_shardings=split)(jax.random.key(options.seed))
     opt_state = tx.init(params)  # laid out like the parameters
 
     @jax.jit
     def train_step(params: Any, opt_state: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch, dtype)
+        loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)(params, batch)
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
         return params, opt_state, loss
 
@@ -98,7 +96,7 @@ def train(options: argparse.Namespace) -> None:
     everywhere = NamedSharding(mesh, P())
     params = jax.device_get(jax.jit(lambda tree: tree, out_shardings=everywhere)(params))
     all_pixels = np.moveaxis(np.indices(photograph.shape[:2]), 0, -1).reshape(-1, 2)
-    learned = predict(params, (all_pixels / size).astype(np.float32), jnp.float32).reshape(photograph.shape)
+    learned = predict(params, (all_pixels / size).astype(np.float32)).reshape(photograph.shape)
     if is_first:
         report(options, photograph, np.asarray(learned), jax.device_get(history))
 
@@ -131,14 +129,8 @@ def run_process(process: int, port: int, options: argparse.Namespace) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float16")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--figure", type=Path, help="draw the photograph, what was learned, and the run, into this file"
-    )
-    return parser.parse_args(arguments)
+    figure = "the photograph, what was learned, and the run,"
+    return command_line.make_parser(__doc__, steps=200, figure=figure).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

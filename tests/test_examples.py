@@ -4,6 +4,7 @@ The quick tests take two steps in this process; the slow ones run the commands o
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
@@ -11,17 +12,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "compare")
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("command_line", "compare"))
 PACKAGES = ["equinox", "flax", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]
+NOT_IN_THE_TESTS_EXTRA = {"diffrax_neural_ode": "diffrax", "numpyro_vae": "numpyro"}
 DTYPES = ["float32", "bfloat16", "float16"]
+sys.path.append(str(EXAMPLES))  # where a program that runs finds the modules beside it
 
 
+@functools.cache
 def load(name):
     """An example as a module."""
-    for package in PACKAGES:
+    for package in [*PACKAGES, NOT_IN_THE_TESTS_EXTRA.get(name, "jax")]:
         pytest.importorskip(package)
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -32,10 +37,11 @@ def load(name):
 def run_here(name, *arguments):
     """Run an example in this process; that of two processes does one's part, on the eight devices of this one."""
     module = load(name)
-    if name == "sharded_training":
-        module.train(module.parse(list(map(str, arguments))))
-    else:
-        module.main(list(map(str, arguments)))
+    with jax.numpy_rank_promotion("allow"):  # which numpyro relies on
+        if name == "sharded_training":
+            module.train(module.parse(list(map(str, arguments))))
+        else:
+            module.main(list(map(str, arguments)))
 
 
 def numbers(text):
@@ -78,6 +84,56 @@ def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
+WRONG = {  # options, and what the line says: the argument, what it must be, and what it was
+    "no steps": (["--steps", "0"], "--steps: must be an integer of at least 1, got '0'"),
+    "steps in words": (["--steps", "two"], "--steps: must be an integer of at least 1, got 'two'"),
+    "a negative seed": (["--seed", "-1"], "--seed: must be an integer of at least 0, got '-1'"),
+    "a dtype of another library": (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+    "a folder that is missing": (["--figure", "/missing/x.png"], "--figure: must be a file in a folder that exists"),
+    "a folder": (["--figure", str(EXAMPLES)], "--figure: must be a file in a folder that exists"),
+    "an unknown format": (["--figure", "x.txt"], "--figure: must end in .png, .svg or .pdf, got 'x.txt'"),
+    "part of an option": (["--step", "2"], "unrecognized arguments: --step 2"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_option_ends_an_example_before_it_trains(name, capsys):
+    module = load(name)
+    for options, line in WRONG.values():
+        with pytest.raises(SystemExit, match="2"):
+            module.main(options)
+        printed = capsys.readouterr()
+        assert line in printed.err
+        assert printed.err.count("\n") == 1
+        assert not printed.out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_says_defaults(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        load(name).main(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for option, default in ("dtype", "float16"), ("steps", r"\d+"), ("seed", "0"), ("figure", "none"):
+        assert re.search(rf"--{option} [^-]*\(default: {default}\)", printed), option
+
+
+WITHOUT_PACKAGES = """
+import runpy, sys
+sys.modules |= {"jax": None, "rich": None}
+sys.path.insert(0, "examples")
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", [*NAMES, "compare"])
+def test_a_missing_package_names_the_extra(name):
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, EXAMPLES / f"{name}.py"]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("pip install '.[examples]' in the checkout\n")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_readme_and_the_comparison_know_every_example():
     page = (EXAMPLES / "README.md").read_text()
     assert set(re.findall(r"^python examples/(\w+)\.py", page, re.MULTILINE)) == {*NAMES, "compare"}
@@ -100,6 +156,10 @@ def test_the_comparison_reads_what_examples_print(monkeypatch):
 REACHED = {
     "linen_classifier": ("test accuracy", 0.93, 1.0),
     "nnx_transformer": ("test loss", 1.5, 2.3),
+    "equinox_vit": ("test accuracy", 0.87, 1.0),
+    "diffrax_neural_ode": ("test error", 0.0, 0.02),
+    "numpyro_vae": ("held-out bound", -20.0, -15.0),
+    "pinn": ("relative error", 0.0, 0.01),
     "equinox_gan": ("distance of drawn and true digits", 0.0, 0.4),
     "reinforcement_learning": ("reward", 0.9, 1.0),
     "sharded_training": ("mean squared error", 0.0, 0.02),
@@ -109,6 +169,7 @@ REACHED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_learns(name, tmp_path):
+    load(name)
     printed = numbers(run_command(EXAMPLES / f"{name}.py", "--figure", tmp_path / "figure.png"))
     measure, lowest, highest = REACHED[name]
     assert lowest <= printed[measure] <= highest
