@@ -245,6 +245,7 @@ ROWS = {
                 "has_aux": FLAG,
                 "dtype": DTYPE,
                 "loss_scale": SCALE,
+                "progress": FLAG,
                 "args": PASSED_ON,
                 "kwargs": PASSED_ON,
             },
