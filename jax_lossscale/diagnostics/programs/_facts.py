@@ -154,8 +154,8 @@ def _described(place: Place, why: _Origin | None, dtype: str) -> str:
     where = _where(place)
     if why is None:
         return where
-    is_here = why.place is None or _where(why.place) == where
-    since = "" if is_here else f"its input is float32 since {_where(why.place)}, "
+    origin = where if why.place is None else _where(why.place)
+    since = "" if origin == where else f"its input is float32 since {origin}, "
     name = f"float32 `{why.name}`" if why.name else "a float32 constant"
     if why.kind == "met":
         return f"{where}; {since or 'it is '}where {dtype} met {name}"
