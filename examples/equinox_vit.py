@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     if options.figure:
         jls.plotting.plot_run(history)[0].figure.savefig(options.figure)
-    logits = eqx.filter_jit(jax.vmap(model))(images[TRAIN_EXAMPLES:])
+    logits = eqx.filter_jit(eqx.filter_vmap(model))(images[TRAIN_EXAMPLES:])
     held_out = labels[TRAIN_EXAMPLES:]
     metrics = jls.metrics(opt_state)
     print(f"test loss: {optax.softmax_cross_entropy_with_integer_labels(logits, held_out).mean():.4f}")
