@@ -39,7 +39,7 @@ _UNSCALED = (
     "That is far more than gradients need: most likely they are not scaled, and `jax.grad` stands where "
     "`jls.scaled_grad` or `jls.value_and_scaled_grad` should."
 )
-_WENT_AWAY = "It went away when the scale fell, so it was an overflow, NaN or not."
+_WENT_AWAY = "It went away when the scale fell, as an overflow does, NaN or not."
 
 _RIGHT_OR_WRONG = (
     "Whether the gradients are those of float32, the state does not tell: `compare_gradients(loss_fn, params, batch)` "
