@@ -216,7 +216,9 @@ class _Evaluation:
         """Numbers moved in the dtype that they have; float32 if they have not all the same."""
         eqn = step.eqn
         if eqn.primitive.name == "convert_element_type":
-            return [jax.lax.convert_element_type(value, value.dtype) for value in inputs]  # no longer weakly typed
+            # No longer weakly typed. (With the oldest JAX a literal is a Python number.)
+            dtypes = [getattr(value, "dtype", eqn.params["new_dtype"]) for value in inputs]
+            return list(map(jax.lax.convert_element_type, inputs, dtypes))
         if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
             return bind_here(eqn, inputs, eqn.params)
         is_narrow = all(name in self.goes_into_products for name in step.outputs) or all(
