@@ -55,7 +55,7 @@ EXPLAINED = {
         "dynamic",
         True,
         [NAN_GRADS, *[GOOD] * 80],
-        ["The last bad step was 80 steps ago", "It went away when the scale fell, so it was an overflow"],
+        ["The last bad step was 80 steps ago", "It went away when the scale fell, as an overflow does"],
         [],
     ),
     "a NaN that no falling scale can have mended": (
