@@ -125,7 +125,11 @@ def test_products_are_rounded_and_nothing_else():
 # --- Programs and ways ---
 
 
-@pytest.mark.parametrize("model", [*programs(), *MODELS], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model",
+    [*programs(), *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS)],
+    ids=lambda model: model.name,
+)
 def test_all_products_are_narrow_and_every_way_gives_about_the_same(model):
     params, batch = jax.jit(lambda: (model.params(), model.batch(0)))()
     jaxprs = {

@@ -11,10 +11,14 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 PROGRAMS = faults.FAULTS | faults.SOUND | {name: getattr(workloads, name)() for name in KNOWN}
+# One for each thing that a verdict can say.
+QUICK = ("a_bias_of_the_keys", "second_differences", *(name for name in KNOWN if "float16" not in name))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
+)
 def test_a_verdict_and_a_list_agree(name, monkeypatch):
     monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
     fun, *args = PROGRAMS[name]

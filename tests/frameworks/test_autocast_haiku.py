@@ -36,7 +36,7 @@ def recurrent(x):
 
 def test_batch_statistics_are_float32_and_those_of_float32():
     model = hk.transform_with_state(network)
-    params, model_state = model.init(jax.random.key(1), IMAGES)
+    params, model_state = jax.jit(model.init)(jax.random.key(1), IMAGES)
 
     def loss_fn(params, model_state, key, images):
         logits, model_state = model.apply(params, model_state, key, images)
@@ -54,7 +54,7 @@ def test_batch_statistics_are_float32_and_those_of_float32():
 def test_an_lstm_and_attention():
     model = hk.without_apply_rng(hk.transform(recurrent))
     x = jax.random.normal(jax.random.key(0), (6, 4, 3))
-    params = model.init(jax.random.key(1), x)
+    params = jax.jit(model.init)(jax.random.key(1), x)
     assert_like_float32(lambda params, x: jnp.mean(jnp.square(model.apply(params, x) - 1)), params, x)
 
 

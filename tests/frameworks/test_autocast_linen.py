@@ -62,12 +62,12 @@ def test_a_transformer_with_dropout_and_remat():
     def loss_fn(params, tokens, key):
         return cross_entropy(model.apply({"params": params}, tokens, rngs={"dropout": key})[:, :-1], tokens[:, 1:])
 
-    assert_like_float32(loss_fn, model.init(rngs, TOKENS)["params"], TOKENS, jax.random.key(4))
+    assert_like_float32(loss_fn, jax.jit(model.init)(rngs, TOKENS)["params"], TOKENS, jax.random.key(4))
 
 
 def test_batch_statistics_are_float32_and_those_of_float32():
     model = ResNet()
-    variables = model.init(jax.random.key(2), IMAGES)
+    variables = jax.jit(model.init)(jax.random.key(2), IMAGES)
 
     def loss_fn(params, batch_stats, images):
         variables = {"params": params, "batch_stats": batch_stats}
@@ -85,13 +85,13 @@ def test_batch_statistics_are_float32_and_those_of_float32():
 
 def test_an_lstm_by_scan():
     model, x = Recurrent(), jax.random.normal(jax.random.key(1), (4, 10, 3))
-    params = model.init(jax.random.key(2), x)
+    params = jax.jit(model.init)(jax.random.key(2), x)
     assert_like_float32(lambda params, x: jnp.mean(jnp.square(model.apply(params, x) - 1)), params, x)
 
 
 def test_it_trains_in_one_trace():
     model, traces = ResNet(), []
-    variables = model.init(jax.random.key(2), IMAGES)
+    variables = jax.jit(model.init)(jax.random.key(2), IMAGES)
 
     def loss_fn(params, batch_stats):
         traces.append(None)

@@ -48,7 +48,10 @@ def changeable(model):
     )
 
 
-@pytest.mark.parametrize("transform", [lambda fun: fun, nnx.jit], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(lambda fun: fun, id="eager", marks=pytest.mark.slow), pytest.param(nnx.jit, id="nnx.jit")],
+)
 def test_gradients_and_all_that_changed_are_those_of_float32(transform):
     models, results = (Network(), Network()), []
     for model, fun in zip(models, (loss_fn, jls.autocast(loss_fn)), strict=True):

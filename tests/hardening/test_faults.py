@@ -33,6 +33,7 @@ TRAINED = {
     "hysteresis": jls.DynamicLossScale(2.0**12, 50, hysteresis=2, max_loss_scale=2.0**20, min_loss_scale=2.0**4),
     "users_own": SinkingLossScale(2.0**12),
 }
+FIRST = ("fixed_skipping", "auto", "hysteresis")  # the others take as long
 
 
 def examples(seed, number):
@@ -205,7 +206,7 @@ def by_scan(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "dynamic" else name for name in TRAINED]
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in TRAINED]
 )
 def test_ten_thousand_steps_of_faults(name):
     (params, _), seen = by_scan(name)

@@ -126,7 +126,8 @@ def learn(log_rate, samples, skip):
     return loss_fn(slope, *samples[-1]), state
 
 
-@pytest.mark.parametrize("skip", ["cond", pytest.param("select", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("skip", ["cond", "select"])
 def test_meta_learning_through_twenty_steps_some_of_them_skipped(skip):
     x = jax.random.uniform(jax.random.key(0), (21,), maxval=10.0)
     samples = list(zip(x, 10 * x + jax.random.normal(jax.random.key(1), (21,)), strict=True))
