@@ -1,0 +1,164 @@
+"""PPO in flax linen, trained in float16: an actor and a critic learn to balance a pole on a cart.
+
+The environment is CartPole, written in JAX: each step that the pole stands is worth one point, for at most 500 steps.
+An update plays in many environments at once, estimates the advantages of what was done (GAE), and takes a few epochs
+of steps on the clipped objective, all in one program. It is written in float32; `jls.autocast` computes the products of
+the two networks in ``--dtype``, in playing as well as in training. The environment has no products, and stays float32.
+
+References:
+  Schulman et al., Proximal Policy Optimization Algorithms, 2017, arXiv 1707.06347.
+  Barto et al., Neuronlike Adaptive Elements That Can Solve Difficult Learning Control Problems, 1983 (CartPole).
+"""
+
+from typing import Any
+
+import command_line
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.progress import track
+
+import jax_lossscale as jls
+from jax_lossscale.interop.flax import TrainState
+
+ENVIRONMENTS, HORIZON, LONGEST = 32, 64, 500  # steps of an update, and of an episode
+EPOCHS, MINIBATCHES = 4, 4
+DISCOUNT, GAE_DECAY, CLIP = 0.99, 0.95, 0.2
+
+
+class ActorCritic(nn.Module):
+    """Two networks: of an observation, the logits of both actions, and the value."""
+
+    @nn.compact
+    def __call__(self, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[..., 4]`` to ``[..., 2]`` and ``[...]``."""
+
+        def mlp(outputs: int, gain: float) -> jax.Array:
+            hidden = observed
+            for _ in range(2):
+                hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
+            return nn.Dense(outputs, kernel_init=nn.initializers.orthogonal(gain))(hidden)
+
+        return mlp(2, 0.01), mlp(1, 1.0)[..., 0]
+
+
+def begin(key: jax.Array, environments: int) -> jax.Array:
+    """Nearly at rest, ``[environments, 5]``: place, speed, angle, its speed; and the number of steps."""
+    return jax.random.uniform(key, (environments, 5), minval=-0.05, maxval=0.05).at[:, 4].set(0)
+
+
+def push(state: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The state ``[environments, 5]`` after a push to the left (0) or to the right (1), and whether the episode ends."""
+    place, speed, angle, turning, steps = state.T
+    force = (jnp.where(action == 1, 10.0, -10.0) + 0.05 * turning**2 * jnp.sin(angle)) / 1.1
+    turn = (9.8 * jnp.sin(angle) - jnp.cos(angle) * force) / (2 / 3 - 0.05 * jnp.cos(angle) ** 2 / 1.1)
+    move = force - 0.05 * turn * jnp.cos(angle) / 1.1
+    state = state + jnp.stack([0.02 * speed, 0.02 * move, 0.02 * turning, 0.02 * turn, jnp.ones_like(steps)], axis=1)
+    fell = (jnp.abs(state[:, 0]) > 2.4) | (jnp.abs(state[:, 2]) > jnp.deg2rad(12))
+    return state, fell | (state[:, 4] >= LONGEST)
+
+
+def of_action(logits: jax.Array, action: jax.Array) -> jax.Array:
+    """The log-probabilities of these actions."""
+    return jnp.take_along_axis(nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
+
+
+def play(params: Any, state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+    """The state after some steps, and what happened: arrays ``[HORIZON * ENVIRONMENTS, ...]``."""
+
+    def act(state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        action_key, begin_key = jax.random.split(key)
+        logits, value = ActorCritic().apply(params, state[:, :4])
+        action = jax.random.categorical(action_key, logits)
+        after, done = push(state, action)
+        happened = state[:, :4], action, of_action(logits, action), value, done
+        return jnp.where(done[:, None], begin(begin_key, len(state)), after), happened
+
+    state, happened = jax.lax.scan(act, state, jax.random.split(key, HORIZON))
+    observed, action, log_prob, value, done = happened
+    _, last_value = ActorCritic().apply(params, state[:, :4])
+    next_value = jnp.where(done, 0, jnp.concatenate([value[1:], last_value[None]]))
+
+    def estimate(advantage: jax.Array, this: Any) -> tuple[jax.Array, jax.Array]:
+        surprise, done = this
+        advantage = surprise + DISCOUNT * GAE_DECAY * jnp.where(done, 0, advantage)
+        return advantage, advantage
+
+    surprises = 1 + DISCOUNT * next_value - value  # each step is worth one point
+    _, advantage = jax.lax.scan(estimate, jnp.zeros(len(state)), (surprises, done), reverse=True)
+    batch = observed, action, log_prob, advantage, advantage + value
+    return state, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """The clipped objective, half the squared error of the value, and a bonus for entropy."""
+    observed, action, log_prob, advantage, returns = batch
+    logits, value = ActorCritic().apply(params, observed)
+    ratio = jnp.exp(of_action(logits, action) - log_prob)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
+    entropy = -jnp.sum(nn.softmax(logits) * nn.log_softmax(logits), axis=-1)
+    return jnp.mean(-gain + 0.5 * (value - returns) ** 2 - 0.01 * entropy)
+
+
+def episode_return(params: Any, key: jax.Array) -> jax.Array:
+    """The mean of 64 episodes, the likelier action taken."""
+
+    def act(carry: Any, _: None) -> tuple[Any, jax.Array]:
+        state, ended = carry
+        logits, _ = ActorCritic().apply(params, state[:, :4])
+        state, done = push(state, logits.argmax(axis=1))
+        return (state, ended | done), 1 - ended.mean()
+
+    _, standing = jax.lax.scan(act, (begin(key, 64), jnp.zeros(64, bool)), length=LONGEST)
+    return standing.sum()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, and print what came of it."""
+    parser = command_line.make_parser(__doc__, steps=100, figure="loss and loss scale")
+    options = parser.parse_args(arguments)
+
+    dtype = jnp.dtype(options.dtype)
+    updates = EPOCHS * MINIBATCHES * options.steps
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(2.5e-3, 0.0, updates)))
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+
+    @jax.jit
+    def train_step(learner: TrainState, state: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+        keys = jax.random.split(key, 1 + EPOCHS)
+        state, batch = jls.autocast(play, dtype)(learner.params, state, keys[0])
+
+        def one(learner: TrainState, chosen: jax.Array) -> tuple[TrainState, Any]:
+            grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), learner)
+            minibatch = jax.tree.map(lambda leaf: leaf[chosen], batch)
+            loss, grads = grad_fn(learner.params, minibatch)  # the true loss; gradients of S * loss
+            learner = learner.apply_gradients(grads=grads, value=loss)
+            return learner, {"loss": loss, **jls.metrics(learner)}
+
+        order = jax.vmap(jax.random.permutation, (0, None))(keys[1:], HORIZON * ENVIRONMENTS)
+        learner, metrics = jax.lax.scan(one, learner, order.reshape(EPOCHS * MINIBATCHES, -1))
+        return learner, state, metrics
+
+    key = jax.random.key(options.seed)
+    state = begin(key, ENVIRONMENTS)
+    network = ActorCritic()
+    learner = TrainState.create(apply_fn=network.apply, params=network.init(key, state[:, :4]), tx=tx)
+    history = []
+    for key in track(jax.random.split(key, options.steps), options.dtype, console=Console(stderr=True)):
+        learner, state, metrics = train_step(learner, state, key)
+        history.append(metrics)
+
+    if options.figure:
+        steps = {name: jnp.concatenate([metrics[name] for metrics in history]) for name in history[0]}
+        jls.plotting.plot_run(steps)[0].figure.savefig(options.figure)
+    metrics = jls.metrics(learner)
+    print(f"return: {jax.jit(episode_return)(learner.params, jax.random.key(0)):.2f}")
+    print(f"loss scale: {metrics['loss_scale']:.0f}")
+    print(f"skipped steps: {metrics['skipped_steps']} of {updates}")
+
+
+if __name__ == "__main__":
+    main()
