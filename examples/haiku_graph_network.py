@@ -1,9 +1,9 @@
-"""A haiku graph network, trained in float16: where will masses be that springs connect?
+"""A haiku graph network, trained in float16: how far will masses move that are connected by springs?
 
-Each system is a graph of its own: its nodes are masses, its edges springs of some stiffness and length. The network
-sends messages along the edges, sums them up at the nodes, a few times over, and so finds how far each mass will have
-moved. The graphs of a batch are parts of one large graph, as in jraph. Network and loss are written in float32;
-`jls.autocast` computes their products in ``--dtype``, and the sums over edges stay float32.
+Each system is a graph: its nodes are masses, its edges are springs, each of its own stiffness and length. The network
+sends messages along the edges and sums them up at the nodes, a few times, and then predicts how far each mass moves in
+one second. The graphs of a batch are made one large graph, as in jraph. Network and loss are written in float32;
+`jls.autocast` computes their products in ``--dtype``. The sums over edges stay float32.
 
 References:
   Battaglia et al., Interaction Networks, NeurIPS 2016, arXiv 1612.00222.
@@ -33,7 +33,7 @@ Graph = dict[str, jax.Array]
 
 
 def accelerations(graph: Graph, positions: jax.Array) -> jax.Array:
-    """What the springs do to the masses at ``positions [masses, 2]``."""
+    """Of the masses, when they are at ``positions [masses, 2]``."""
     apart = positions[graph["senders"]] - positions[graph["receivers"]]
     length = jnp.sqrt(jnp.sum(apart**2, axis=1, keepdims=True) + 0.01)  # never 0
     pulls = graph["stiffnesses"] * (length - graph["lengths"]) * apart / length
@@ -41,7 +41,7 @@ def accelerations(graph: Graph, positions: jax.Array) -> jax.Array:
 
 
 def make_system(key: jax.Array) -> Graph:
-    """Masses at random places, random pairs of them connected, and how far they move in a second."""
+    """Masses at random places, random pairs of them connected, and how far each moves in one second."""
     keys = jax.random.split(key, 6)
     pairs = jnp.stack(jnp.triu_indices(MASSES, 1))[:, jax.random.permutation(keys[0], MASSES * (MASSES - 1) // 2)]
     ends = jnp.concatenate([pairs[:, :SPRINGS], pairs[::-1, :SPRINGS]], axis=1)  # a spring is an edge in each direction
@@ -72,7 +72,7 @@ def as_one(graphs: Graph) -> Graph:
 
 
 def network(graph: Graph) -> jax.Array:
-    """How far each mass will move: ``[masses, 2]``."""
+    """How far each mass moves: ``[masses, 2]``."""
 
     def mlp(*inputs: jax.Array) -> jax.Array:
         hidden = hk.nets.MLP([WIDTH, WIDTH])(jnp.concatenate(inputs, axis=1))
@@ -127,18 +127,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.figure:
         figure = Figure(figsize=(8, 7), layout="constrained")
         pictures, curves = figure.subfigures(2)
-        for number, ax in enumerate(pictures.subplots(1, 4)):
-            here = slice(number * MASSES, (number + 1) * MASSES)
-            for moved, style in (held_out["moved"], "o"), (found, "x"):
-                before = held_out["positions"][here]
-                ax.plot(*np.stack([before, before + moved[here]]), "C0:", lw=0.5)
-                ax.plot(*(before + moved[here]).T, style)
-            ax.set(title="true (o), found (x)" if number == 0 else "", aspect="equal")
+        for system, ax in enumerate(pictures.subplots(1, 3)):
+            here = slice(MASSES * system, MASSES * (system + 1))
+            for moved, style in (held_out["moved"], "C0-o"), (found, "C1-x"):
+                ways = np.stack([held_out["positions"][here], (held_out["positions"] + moved)[here]])
+                ax.plot(*ways.transpose(2, 0, 1), style, markevery=[1])
+            ax.set(title="true (o), found (x)" if system == 0 else None, aspect="equal")
         jls.plotting.plot_run(history, axes=curves.subplots(3, sharex=True))
         figure.savefig(options.figure)
     error = jnp.linalg.norm(found - held_out["moved"]) / jnp.linalg.norm(held_out["moved"])
-    straight = jnp.linalg.norm(held_out["velocities"] - held_out["moved"]) / jnp.linalg.norm(held_out["moved"])
-    print("straight", straight)
     print(f"relative error: {error:.4f}")
     print(f"loss scale: {history[-1]['loss_scale']:.0f}")
     print(f"skipped steps: {history[-1]['skipped_steps']} of {options.steps}")
