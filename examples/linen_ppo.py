@@ -3,7 +3,7 @@
 The environment is CartPole, written in JAX: each step that the pole stands is worth one point, for at most 500 steps.
 An update plays in many environments at once, estimates the advantages of what was done (GAE), and takes a few epochs of
 steps on the clipped objective. All is written in float32; `jls.autocast` computes the products of the two networks in
-``--dtype``, in playing as well as in training. The environment has no products, and stays float32.
+``--dtype``, in playing as well as in training. The environment has no matrix products, and stays float32.
 
 References:
   Schulman et al., Proximal Policy Optimization Algorithms, 2017, arXiv 1707.06347.
@@ -75,19 +75,19 @@ def play(params: Any, state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any,
         action = jax.random.categorical(action_key, logits)
         after, lost = push(state, action)
         ends = lost | (after[:, 4] >= LONGEST)
-        _, next_value = ActorCritic().apply(params, after[:, :4])
-        surprise = 1 + DISCOUNT * jnp.where(lost, 0, next_value) - value
-        happened = state[:, :4], action, of_action(logits, action), value, surprise, ends, after[:, 4]
+        _, next_value = ActorCritic().apply(params, after[:, :4])  # where time is over, the value goes on
+        td_error = 1 + DISCOUNT * jnp.where(lost, 0, next_value) - value
+        happened = state[:, :4], action, of_action(logits, action), value, td_error, ends, after[:, 4]
         return jnp.where(ends[:, None], begin(begin_key), after), happened
 
     def estimate(later: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:
-        surprise, ends = now
-        advantage = surprise + DISCOUNT * GAE_DECAY * jnp.where(ends, 0, later)
+        td_error, ends = now
+        advantage = td_error + DISCOUNT * GAE_DECAY * jnp.where(ends, 0, later)
         return advantage, advantage
 
     state, happened = jax.lax.scan(act, state, jax.random.split(key, HORIZON))
-    observed, action, log_prob, value, surprise, ends, points = happened
-    _, advantage = jax.lax.scan(estimate, jnp.zeros(ENVIRONMENTS), (surprise, ends), reverse=True)
+    observed, action, log_prob, value, td_error, ends, points = happened
+    _, advantage = jax.lax.scan(estimate, jnp.zeros(ENVIRONMENTS), (td_error, ends), reverse=True)
     batch = observed, action, log_prob, advantage, advantage + value
     batch = jax.tree.map(lambda leaf: leaf.reshape(HORIZON * ENVIRONMENTS, *leaf.shape[2:]), batch)
     return state, batch, {"points": jnp.sum(points * ends), "episodes": jnp.sum(ends)}
