@@ -54,7 +54,7 @@ class Block(eqx.Module):
         inner, gate = jnp.split(jax.vmap(self.expand)(jax.vmap(self.norm)(x)), 2, axis=1)
         inner = jax.nn.silu(self.convolution(inner.T).T)
         time, write, read = jnp.split(jax.vmap(self.select)(inner), [INNER, INNER + STATES], axis=1)
-        time = jax.nn.softplus(time - 2)  # a short time at first
+        time = jax.nn.softplus(time - 2)  # how long a step lasts; short at first
         decay = jnp.exp(-time[:, :, None] * jnp.exp(self.log_rates))  # [length, inner, states]
         added = (time * inner)[:, :, None] * write[:, None, :]
         _, states = jax.lax.associative_scan(compose, (decay, added))
