@@ -1,7 +1,7 @@
 """PPO in flax linen, trained in float16: an actor and a critic learn to balance a pole on a cart.
 
 The environment is CartPole, written in JAX: each step that the pole stands is worth one point, for at most 500 steps.
-An update, of which ``--steps`` says the number, plays in many environments at once, estimates the advantages of what was
+An update, of which ``--steps`` is the number, plays in many environments at once, estimates the advantages of what was
 done (GAE), and takes a few epochs of steps on the clipped objective. All is written in float32; `jls.autocast` computes
 the products of the two networks in ``--dtype``, in playing as well as in training. The environment has no matrix
 products, and stays float32.
