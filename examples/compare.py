@@ -19,10 +19,13 @@ FOLDER = Path(__file__).parent
 # What each example prints of its result: first what it was trained for, then what else there is to compare.
 MEASURES = {
     "linen_classifier": ["test loss", "test accuracy"],
+    "linen_ppo": ["points of an episode"],
     "nnx_transformer": ["test loss"],
     "equinox_vit": ["test loss", "test accuracy"],
+    "equinox_mamba": ["test accuracy"],
     "equinox_gan": ["distance of drawn and true digits"],
     "diffrax_neural_ode": ["test error"],
+    "haiku_graph_network": ["relative error"],
     "numpyro_vae": ["held-out bound"],
     "pinn": ["relative error"],
     "reinforcement_learning": ["reward", "mismatch of log-probabilities"],

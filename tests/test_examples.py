@@ -17,7 +17,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("command_line", "compare"))
-PACKAGES = ["equinox", "flax", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]
+PACKAGES = ["equinox", "flax", "haiku", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]
 NOT_IN_THE_TESTS_EXTRA = {"diffrax_neural_ode": "diffrax", "numpyro_vae": "numpyro"}
 DTYPES = ["float32", "bfloat16", "float16"]
 sys.path.append(str(EXAMPLES))  # where a program that runs finds the modules beside it
@@ -155,9 +155,12 @@ def test_the_comparison_reads_what_examples_print(monkeypatch):
 # What each must reach in float16, by its own number of steps. All are far from what an untrained network gives.
 REACHED = {
     "linen_classifier": ("test accuracy", 0.93, 1.0),
+    "linen_ppo": ("points of an episode", 400, 500),
     "nnx_transformer": ("test loss", 1.5, 2.3),
     "equinox_vit": ("test accuracy", 0.87, 1.0),
+    "equinox_mamba": ("test accuracy", 0.95, 1.0),
     "diffrax_neural_ode": ("test error", 0.0, 0.02),
+    "haiku_graph_network": ("relative error", 0.0, 0.3),
     "numpyro_vae": ("held-out bound", -20.0, -15.0),
     "pinn": ("relative error", 0.0, 0.01),
     "equinox_gan": ("distance of drawn and true digits", 0.0, 0.4),
