@@ -33,7 +33,8 @@ class Place(NamedTuple):
       layer: those written by scopes; or else the classes whose ``__call__`` was running; "" if there is neither.
       source: file and line of the innermost frame that belongs to no installed library; for a file, the cell of a
         notebook.
-      column: the same of the innermost frame outside of JAX, to the column: what tells operations apart.
+      column: the same of the innermost frame outside of JAX, to the column: what tells operations apart; "" of what
+        this library adds.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether it belongs to the backward pass.
       lines: the texts of the lines that were running, but for those of installed libraries, the innermost first. They
@@ -58,13 +59,15 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     own = [frame for frame in frames if _is_of_user(frame.file_name)]
+    column = summarize(eqn.source_info)
+    column = "" if column.startswith(_OURS) else column
     texts = (linecache.getline(frame.file_name, frame.line_num).strip() for frame in own)
     return Place(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
         # What is compiled apart, and perhaps called from elsewhere, does not know from where.
-        source=_source(own) or outer.source or summarize(eqn.source_info),
-        column=summarize(eqn.source_info),
+        source=_source(own) or outer.source or column,
+        column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
         lines=(*filter(None, texts), *outer.lines),
@@ -94,11 +97,11 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """The frames outside of JAX, the innermost first, up to where the function was traced."""
+    """The frames outside of JAX and of this library, the innermost first, up to where the function was traced."""
     traceback = eqn.source_info.traceback
     # Needed before jax 0.9.1: a traceback goes on to whoever called, whose classes are no layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
-    return [frame for frame in frames if not frame.file_name.startswith(_JAX)]
+    return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
 
 def _instructions(traceback: Any) -> tuple[int, ...]:

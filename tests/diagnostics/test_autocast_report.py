@@ -38,6 +38,10 @@ def test_the_first_sentence_is_the_fact():
     assert in_bfloat16.facts == "Matrix products and convolutions: 5 of 5 in bfloat16."
 
 
+def test_a_program_without_layers_gets_none_of_this_library():
+    assert {operation.layer for operation in autocast_report(plain, W, X).operations} == {""}
+
+
 def test_then_where_the_first_is_that_is_not_narrow_and_why():
     report = autocast_report(network, W, X)
     assert report.facts.startswith(

@@ -112,3 +112,18 @@ def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
 def test_arguments_without_names():
     report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
     assert "float32 `args" in report.facts.first_wide
+
+
+def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():
+    """Without a sum an einsum is a multiplication, which `autocast` leaves in float32; one of its derivatives sums."""
+
+    def decay(rates, weights, x):
+        rates = jnp.exp(rates)
+        return jnp.mean(jnp.exp(-jnp.einsum("li,is->lis", jax.nn.softplus(x @ weights), rates)) ** 2)
+
+    line = decay.__code__.co_firstlineno + 2
+    report = compare_gradients(jls.autocast(decay), jnp.ones((8, 4)), jnp.ones((8, 8)) / 8, X, loss_scales=[1.0])
+    assert str(report.facts) == (
+        "Matrix products and convolutions: 1 of 2 in float16. "
+        f"The first that is not: tests/diagnostics/test_facts.py:{line}; its input is computed in float32."
+    )

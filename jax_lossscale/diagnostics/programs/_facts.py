@@ -125,9 +125,9 @@ class _Origins(Flow[_Origin | None]):
 def _why(origins: Sequence[_Origin | None], place: Place, *, takes_narrow: bool) -> _Origin | None:
     """Why a result is float32 whose operands are."""
     known = [origin for origin in origins if origin is not None]
-    promoted = [each for each in known if each.kind == "cast" and each.place and each.place.column == place.column]
+    casts = [each.place.column for each in known if each.kind == "cast" and each.place]
     others = [each for each in known if each.kind in ("argument", "constant")]
-    if others and (promoted or takes_narrow):
+    if others and (takes_narrow or (place.column and place.column in casts)):
         return _Origin("met", others[0].name, place)
     return min(known, key=_from_narrow, default=None)
 
@@ -157,6 +157,8 @@ def _described(place: Place, why: _Origin | None, dtype: str) -> str:
     origin = where if why.place is None else _where(why.place)
     since = "" if origin == where else f"its input is float32 since {origin}, "
     name = f"float32 `{why.name}`" if why.name else "a float32 constant"
+    if not origin:  # a cast of `autocast`
+        return f"{where}; its input is computed in float32"
     if why.kind == "met":
         return f"{where}; {since or 'it is '}where {dtype} met {name}"
     if why.kind == "cast":
