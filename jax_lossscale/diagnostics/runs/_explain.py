@@ -6,9 +6,11 @@ import math
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
+from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
@@ -30,7 +32,6 @@ from jax_lossscale.diagnostics.runs._bad_step import (
 _LARGE_SHARE_OF_SKIPS = 0.05
 _FEW_STEPS = 100
 
-_LARGEST_FLOAT16 = 65504
 # Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
 _MUCH_ROOM = 6
 # No true gradients are so small; ones that were never scaled seem to be, however high the scale.
@@ -180,7 +181,7 @@ def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> l
     skipped = int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     record = state.last_bad_step
-    cause = Cause(*[None] * 4)
+    cause = Cause()
     lines = []
     if not state.loss_scale.checks_gradients:
         cause = cause_of_last_step(state)
@@ -206,7 +207,7 @@ def _the_gradients(state: LossScaledState, params: chex.ArrayTree | None) -> lis
     if not largest:
         return [_ALL_ZERO]
     said = f"The largest gradient of the last step was {largest:.3g}."
-    room = math.floor(math.log2(_LARGEST_FLOAT16 / largest) - math.log2(float(state.loss_scale())))
+    room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(float(state.loss_scale())))
     if room >= _MUCH_ROOM:
         said += f" The scale is 2^{room} below what that would allow in float16."
     return [said, _RIGHT_OR_WRONG]
