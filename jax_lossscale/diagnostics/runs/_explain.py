@@ -91,7 +91,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients bear: there is nothing to do.
     """
-    _, state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
+    state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
     check_is_concrete(state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
