@@ -201,7 +201,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     check_bool_scalar(pred, "select_tree(pred=...)")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
     others, other_structure = jax.tree.flatten(on_false)
-    if structure != other_structure:
+    if structure != other_structure:  # type: ignore[operator]
         raise ValueError(
             f"`select_tree` needs two trees of the same structure, got on_true: {structure} and on_false: "
             f"{other_structure}."

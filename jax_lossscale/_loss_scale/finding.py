@@ -44,7 +44,7 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
       >>> jls.get_loss_scale(states, "critic")()
       Array(1024., dtype=float32)
     """
-    return find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)
+    return find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)  # type: ignore[type-abstract]
 
 
 def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
@@ -62,7 +62,7 @@ def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
             f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
             "`jls.get`, and carry it along."
         )
-    return find_one(loss_scale, LossScale, name)
+    return find_one(loss_scale, LossScale, name)  # type: ignore[type-abstract]
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, below: str | None = None) -> _Found:
