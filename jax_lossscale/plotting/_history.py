@@ -153,13 +153,12 @@ def _by_name(history: Any) -> dict[str, Any]:
     """Sequences by name, also of one dictionary for each step."""
     if isinstance(history, Mapping):
         return dict(history)
-    rows: list[Any] = list(history) if isinstance(history, Sequence) else [None]
-    if not all(isinstance(row, Mapping) for row in rows):
+    if not (isinstance(history, Sequence) and all(isinstance(row, Mapping) for row in history)):
         raise ValueError(
             f"`plot_run(history=...)` must be a dictionary of sequences, or dictionaries, one a step, got {history!r}."
         )
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row[name] for row in rows if name in row] for name in names}
+    names = dict.fromkeys(name for row in history for name in row)
+    return {name: [row[name] for row in history if name in row] for name in names}
 
 
 def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
