@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _compat, _tree
-from jax_lossscale._check import as_argnums, check_axis_name, check_flag, check_function
+from jax_lossscale._check import as_argnums, check_axis_name, check_flag, check_function, positive_integer
 from jax_lossscale._gradients.microbatches import as_tuple, check_argnums, left_whole, split
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
-from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import AxisName, agree, all_finite, vary
 from jax_lossscale._warn import warn_user

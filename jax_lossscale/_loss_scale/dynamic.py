@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._check import check_bool_scalar
-from jax_lossscale._loss_scale._arguments import (
-    bounded_scale,
+from jax_lossscale._check import (
+    check_bool_scalar,
     count,
-    fill_in_state,
     finite_number,
-    leaf,
     positive_integer,
     positive_normal_number,
 )
+from jax_lossscale._loss_scale._arguments import bounded_scale, fill_in_state, leaf
 from jax_lossscale._loss_scale.base import (
     LossScale,
     config_of,

@@ -9,7 +9,7 @@ import chex
 import jax
 import numpy as np
 
-from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._check import is_number
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import checked_dtype
-from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale

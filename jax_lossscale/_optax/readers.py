@@ -6,8 +6,8 @@ import chex
 import jax
 import numpy as np
 
+from jax_lossscale._check import positive_integer
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._optax.state import LossScaledState
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_lossscale._check import positive_normal_number
 from jax_lossscale._loss_scale import DynamicLossScale
-from jax_lossscale._loss_scale._arguments import positive_normal_number
 from jax_lossscale._warn import warn_user
 
 # What stands for "no floor" and for "no ceiling": the smallest normal float32 and the largest.

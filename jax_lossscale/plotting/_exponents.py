@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import checked_floating_dtype
+from jax_lossscale._check import checked_floating_dtype, is_number
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._tree import widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
 from jax_lossscale.plotting._axes import (
