@@ -135,12 +135,6 @@ def count(value: Any, name: str) -> int:
     return result
 
 
-def check_real_scalar(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``value`` is a real scalar."""
-    if not is_number(value):
-        raise ValueError(f"`{name}` must be a real scalar, got {value!r}.")
-
-
 def is_number(value: Any) -> bool:
     """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
     if isinstance(value, (bool, np.bool_)):

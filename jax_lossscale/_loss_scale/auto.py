@@ -159,7 +159,8 @@ class AutoLossScale(LossScale):
         """
         _check.check_bool_scalar(grads_finite, "AutoLossScale.adjust(grads_finite=...)")
         largest = -1.0 if largest is None else largest  # a negative one was not measured
-        _check.check_real_scalar(largest, "AutoLossScale.adjust(largest=...)")
+        if not _check.is_number(largest):
+            raise ValueError(f"`AutoLossScale.adjust(largest=...)` must be a real scalar, got {largest!r}.")
         after_finite = self._after_finite(jnp.asarray(largest, jnp.float32))
         after_overflow = self._after_overflow()
         leaves = {name: jnp.where(grads_finite, leaf, after_overflow[name]) for name, leaf in after_finite.items()}
