@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale.interop import _carry
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -87,7 +88,7 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
     return {
         "scale": scale,
         "growth_factor": loss_scale.multiplier,
-        "backoff_factor": _carry.backoff_factor(loss_scale),
+        "backoff_factor": applied_backoff_factor(loss_scale),
         "growth_interval": loss_scale.increment_period,
         "_growth_tracker": num_good_steps,
     }
