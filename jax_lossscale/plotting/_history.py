@@ -14,6 +14,7 @@ from jax_lossscale.plotting._axes import (
     GREEN,
     VERMILLION,
     check_axes,
+    draw_grid,
     given_or_new_axes,
     remove_box,
     require_matplotlib,
@@ -135,7 +136,7 @@ def plot_run(
         check_axes(ax, "plot_run(axes=...)")
     for ax, (name, draw) in zip(axes, panels.items(), strict=True):
         draw(ax)
-        ax.set_title(name, loc="left", fontsize="medium")  # beside a low panel a label would not have room
+        ax.set_title(name, loc="left", fontsize="medium")  # a label beside a panel as low as this would not fit
         ax.tick_params(labelsize="small")
     axes[-1].set_xlabel("step")
     return axes
@@ -287,8 +288,7 @@ def _finish(ax: Axes, steps: np.ndarray) -> None:
     margin = 0.015 * (steps[-1] - steps[0] + 1)
     ax.set_xlim(steps[0] - margin, steps[-1] + margin)
     ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
-    ax.grid(color="#e6e6e6")
-    ax.set_axisbelow(True)
+    draw_grid(ax)
     if ax.get_legend_handles_labels()[0]:  # above the Axes, where it hides nothing
         place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
         ax.legend(ncols=2, fontsize="small", frameon=False, handletextpad=0.2, columnspacing=1.2, **place)
