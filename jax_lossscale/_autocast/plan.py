@@ -89,7 +89,7 @@ class Planner:
         self.policy = policy
         self.matched: set[PrecisionRule] = set()
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
-        # What everybody's products are marked with is no mark of the author's.
+        # It marks every product of the program, and so tells nothing about one of them.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def plan(

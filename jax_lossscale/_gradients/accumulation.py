@@ -147,7 +147,7 @@ def accumulate_gradients(
                 arguments[argnum] = argument
             result, scaled_grads = value_and_grads(*arguments, **kwargs)
             value, aux = result if has_aux else (result, None)
-            # No loss scale unscales nothing, and leaves the dtype, too.
+            # Widened, since `NoOpLossScale.unscale` leaves narrow gradients narrow.
             value, grads = _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads))))
             sums, keep = _judge(value, grads, drop, axis_name)
             return sums, (keep, aux)

@@ -36,7 +36,7 @@ class Wrapped:
         return f"loss_scaled({self.initial_loss_scale!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapped:
-        """Itself, as a function's copy is: what was compiled with it, in a train state, say, serves its copy too."""
+        """Itself, as for a function: the copy of a train state steps with what was compiled for the original."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
