@@ -28,6 +28,11 @@ def check_function(value: Any, name: str) -> None:
         raise ValueError(f"`{name}` must be a function, got {value!r}.")
 
 
+def is_transformation(value: Any) -> bool:
+    """Whether ``value`` looks like an optax transformation."""
+    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
+
+
 def check_axis_name(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` is the name of mesh axes, or ``None``."""
     names = value if isinstance(value, tuple) else (value,)

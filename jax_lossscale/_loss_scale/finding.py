@@ -9,7 +9,7 @@ import chex
 import jax
 import numpy as np
 
-from jax_lossscale._check import is_number
+from jax_lossscale._check import is_number, is_transformation
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale
 
@@ -87,7 +87,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, below: str | N
     if everywhere and not found:
         paths = ", ".join(jax.tree_util.keystr(path) for path, _ in everywhere)
         raise ValueError(f"`{name}` holds no `{kind.__name__}` below the path {below!r}. There are: {paths}.")
-    if not found and _is_transformation(tree):
+    if not found and is_transformation(tree):
         raise ValueError(
             f"`{name}` got an optimizer itself, which holds no state: {tree!r}. Pass the state, `tx.init(params)`, as "
             "the last step has left it."
@@ -115,11 +115,6 @@ def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
     if not any(map(is_wrapped, jax.tree.leaves(tree, is_leaf=is_wrapped))):
         return tree
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
-
-
-def _is_transformation(value: Any) -> bool:
-    """Whether it looks like an optax transformation, of which nothing is known here."""
-    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:
