@@ -159,7 +159,7 @@ class Planner:
         if rule is not None:
             has_wide_result = rule.precision == "wide_result"
             reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
-            return Decision(Kind.PRODUCT, False, not wide_by_rule, has_wide_result, reason)
+            return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
