@@ -106,14 +106,12 @@ def as_declared(value: Any, aval: Any) -> Any:
 
 def _types(body: Body, inputs: Sequence[Any]) -> list[Any]:
     """The types of the arguments of a body, in the dtypes in which they come."""
+    return [_with_dtype(aval, value) for aval, value in zip(body.closed.in_avals, inputs, strict=True)]
 
-    def with_dtype(aval: Any, dtype: Any) -> Any:
-        return aval if dtype is None or not hasattr(aval, "update") or aval.dtype == dtype else aval.update(dtype=dtype)
 
-    return [
-        with_dtype(aval, getattr(value, "dtype", None))
-        for aval, value in zip(body.closed.in_avals, inputs, strict=True)
-    ]
+def _with_dtype(aval: Any, value: Any) -> Any:
+    dtype = getattr(value, "dtype", None)
+    return aval if dtype is None or not hasattr(aval, "update") or aval.dtype == dtype else aval.update(dtype=dtype)
 
 
 def _closed(*names: str) -> Callable[[Any], list[ClosedJaxpr]]:
