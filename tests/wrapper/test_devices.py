@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale._measure import axes_varied_over
 
 SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
@@ -115,6 +116,42 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
     params, skipped = jax.jit(step)(grads, tx.init(jnp.ones(3)), jnp.ones(3))
     assert skipped.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
     assert (params == 1).all(axis=1).tolist() == [False] * 5 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_under_shard_map_all_that_follows_from_a_local_verdict_is_local(skip):
+    """Schedules' counts, too. JAX does not say so of the results of a conditional, and would take one for all."""
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+
+    def local_step(grads, state, params):
+        stepped = tx.update_and_apply(grads, state, params)
+        assert {axes_varied_over(leaf) for leaf in jax.tree.leaves(stepped)} == {frozenset({"shard"})}
+        return stepped[0]
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), P(), P()), out_specs=P("shard"))
+    jax.eval_shape(step, jnp.ones(8), tx.init(jnp.ones(1)), jnp.ones(1))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_under_shard_map_a_state_may_be_local_before_a_step_and_not_after_it(skip):
+    def forget(updates, state, params=None):  # of zeros that are the same everywhere
+        return updates, jnp.zeros([])
+
+    chain = optax.GradientTransformation(lambda params: jnp.zeros([]), forget)
+    tx = jls.loss_scaled(chain, SCALE, axis_name="shard", skip=skip)
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+
+    def local_step(grads, noted):
+        state = tx.init(jnp.ones(3))._replace(inner_state=noted[0])
+        _, state = tx.update(grads[0], state)
+        return state.inner_state[None]
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=P("shard"), out_specs=P("shard"))
+    grads, noted = np.ones((8, 3), np.float32), np.arange(8, dtype=np.float32)
+    assert jax.jit(step)(grads, noted).tolist() == [0.0] * 8
+    grads[5, 1] = np.inf
+    assert jax.jit(step)(grads, noted).tolist() == noted.tolist()
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
