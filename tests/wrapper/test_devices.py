@@ -133,25 +133,29 @@ def test_under_shard_map_all_that_follows_from_a_local_verdict_is_local(skip):
     jax.eval_shape(step, jnp.ones(8), tx.init(jnp.ones(1)), jnp.ones(1))
 
 
-@pytest.mark.parametrize("skip", SKIPS)
-def test_under_shard_map_a_state_may_be_local_before_a_step_and_not_after_it(skip):
-    def forget(updates, state, params=None):  # of zeros that are the same everywhere
-        return updates, jnp.zeros([])
+STATES = {  # before a step on eight devices, and the step that makes the next one
+    "only before": (np.arange(8.0, dtype=np.float32), P("shard"), lambda grads: jnp.zeros([])),
+    "only after": (np.zeros(1, np.float32), P(), jnp.sum),
+}
 
-    chain = optax.GradientTransformation(lambda params: jnp.zeros([]), forget)
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize(("before", "spec", "next_state"), STATES.values(), ids=STATES)
+def test_under_shard_map_a_state_may_be_local_before_a_step_or_after_it(before, spec, next_state, skip):
+    chain = optax.GradientTransformation(lambda params: jnp.zeros([]), lambda grads, *_: (grads, next_state(grads)))
     tx = jls.loss_scaled(chain, SCALE, axis_name="shard", skip=skip)
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
 
-    def local_step(grads, noted):
-        state = tx.init(jnp.ones(3))._replace(inner_state=noted[0])
+    def local_step(grads, inner_state):
+        state = tx.init(jnp.ones(3))._replace(inner_state=inner_state[0])
         _, state = tx.update(grads[0], state)
         return state.inner_state[None]
 
-    step = jax.shard_map(local_step, mesh=mesh, in_specs=P("shard"), out_specs=P("shard"))
-    grads, noted = np.ones((8, 3), np.float32), np.arange(8, dtype=np.float32)
-    assert jax.jit(step)(grads, noted).tolist() == [0.0] * 8
+    step = jax.jit(jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), spec), out_specs=P("shard")))
+    grads = np.arange(24, dtype=np.float32).reshape(8, 3)
+    assert step(grads, before).tolist() == [next_state(of_device) for of_device in grads / 8]
     grads[5, 1] = np.inf
-    assert jax.jit(step)(grads, noted).tolist() == noted.tolist()
+    assert step(grads, before).tolist() == np.broadcast_to(before, 8).tolist()
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
