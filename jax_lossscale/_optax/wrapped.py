@@ -39,10 +39,6 @@ class Wrapped:
         """Itself, as for a function: the copy of a train state steps with what was compiled for the original."""
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
     def init(self, params: optax.Params) -> LossScaledState:
         """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
         if self.initial_loss_scale.checks_gradients:
@@ -129,7 +125,7 @@ class Wrapped:
 
 def _is_concrete_array(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and _tree.is_array(leaf))
-    return is_array and leaf.dtype != jax.dtypes.float0 and not isinstance(leaf, jax.core.Tracer)
+    return is_array and not isinstance(leaf, jax.core.Tracer)
 
 
 def _is_array_or_number(leaf: Any) -> bool:
