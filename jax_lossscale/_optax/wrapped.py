@@ -9,6 +9,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
@@ -47,13 +48,9 @@ class Wrapped:
         inner_state = self.step.inner.init(_inner.widened(_tree.inexact_only(params), self.initial_loss_scale))
         _inner.check_holds_no_loss_scale(inner_state)
         inner_state = _inner.with_own_buffers(inner_state)
-        # A copy: a state may be donated, and `initial_loss_scale` must serve again.
-        loss_scale = jax.tree.map(jax.numpy.array, self.initial_loss_scale)
-        return initial_state(
-            _inner.with_dtypes_of(self.initial_loss_scale, loss_scale),
-            _inner.with_dtypes_of(inner_state, inner_state),
-            self.record_bad_steps,
-        )
+        # A copy: a state may be donated, and `initial_loss_scale` must serve again. With a dtype, it is not weak.
+        loss_scale = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), self.initial_loss_scale)
+        return initial_state(loss_scale, _inner.with_dtypes_of(inner_state, inner_state), self.record_bad_steps)
 
     def update(
         self,
