@@ -59,6 +59,12 @@ def test_a_step_compiles_once_whatever_it_is_given(extra, is_compiled, loss_scal
     assert not is_compiled or counts[0] == 1
 
 
+def test_a_step_of_a_traced_program_is_no_call_of_its_own():
+    tx = jls.loss_scaled(chain(), 8.0)
+    program = jax.make_jaxpr(tx.update_and_apply)(GRADS, tx.init(PARAMS), PARAMS)
+    assert "take" not in [eqn.params.get("name") for eqn in program.eqns]
+
+
 @pytest.mark.parametrize("apply_together", [False, True])
 @pytest.mark.parametrize("skip", ["cond", "select"])
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES.values(), ids=LOSS_SCALES)
