@@ -29,6 +29,7 @@ EXTRAS = {
     "scalar of NumPy": (lambda step: {"factor": np.float32(step)}, False),
     "function": (lambda step: {"function": lambda leaf: leaf * step}, False),
     "string": (lambda step: {"label": f"step {step}"}, False),
+    "array of strings": (lambda step: {"label": np.array([f"step {step}"])}, False),
 }
 
 
