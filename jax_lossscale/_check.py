@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Argnums = int | tuple[int, ...]
+
+_FLOAT32 = np.finfo(np.float32)
 
 
 def check_flag(value: Any, name: str) -> None:
@@ -23,6 +26,11 @@ def check_function(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` can be called."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {value!r}.")
+
+
+def is_transformation(value: Any) -> bool:
+    """Whether ``value`` looks like an optax transformation."""
+    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
 
 
 def check_axis_name(value: Any, name: str) -> None:
@@ -60,10 +68,104 @@ def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
 
 def check_bool_scalar(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
-    is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
+    is_array = is_array_or_scalar(value)
     if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
         return
     raise ValueError(
         f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else repr(value)}. Reduce it with "
         "`jnp.all` or `jnp.any`."
     )
+
+
+def finite_number(value: Any, name: str) -> float:
+    """``value`` as a Python float that float32 can hold.
+
+    Args:
+      value: a Python, NumPy or JAX real scalar.
+      name: what to call it in the error, such as ``"FixedLossScale(loss_scale_value=...)"``.
+
+    Raises:
+      ValueError: if it is a bool, not a real scalar, NaN, infinite, or beyond the range of float32.
+    """
+    number = value
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
+            "`jax.jit` or `jax.vmap`, replace its state with `dataclasses.replace`."
+        )
+    if is_array_or_scalar(value) and value.shape == ():
+        number = value.item()
+    if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
+        raise ValueError(f"`{name}` must be a number, got {value!r}.")
+    try:
+        number = float(number)
+    except OverflowError:
+        number = float("inf")
+    if not abs(number) <= float(_FLOAT32.max):
+        raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
+    return number
+
+
+def positive_normal_number(value: Any, name: str) -> float:
+    """`finite_number`, and one that XLA does not flush to zero."""
+    number = finite_number(value, name)
+    if number < _FLOAT32.tiny:
+        raise ValueError(f"`{name}` must be a positive normal float32 (at least {_FLOAT32.tiny:.3g}), got {value!r}.")
+    return number
+
+
+def nonnegative_number(value: Any, name: str) -> float:
+    """`finite_number`, and one that is at least 0."""
+    number = finite_number(value, name)
+    if number < 0:
+        raise ValueError(f"`{name}` must be at least 0, got {value!r}.")
+    return number
+
+
+def positive_integer(value: Any, name: str, cure: str) -> int:
+    """``value`` as an int from 1 to the largest int32, which is what the counters hold; 2.0 is welcome, 2.5 is not."""
+    integer = _integer(value, name)
+    if integer < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value!r}. {cure}")
+    if integer > np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must fit int32, got {value!r}. {cure}")
+    return integer
+
+
+def count(value: Any, name: str) -> int:
+    """``value`` as an int from 0 to the largest int32."""
+    result = _integer(value, name)
+    if not 0 <= result <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be a count that fits int32, got {value!r}.")
+    return result
+
+
+def is_number(value: Any) -> bool:
+    """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    if is_array_or_scalar(value):
+        return value.shape == () and is_real(value)
+    return isinstance(value, numbers.Real)
+
+
+def is_array_or_scalar(value: Any) -> bool:
+    """Whether ``value`` is an array or a scalar of NumPy or JAX; those of bfloat16 are no `numbers.Real`."""
+    return isinstance(value, (np.ndarray, np.generic, jax.Array))
+
+
+def is_real(array: Any) -> bool:
+    """Whether an array is of floating or integer numbers."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer))
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be an integer, got the bool {value!r}.")
+    try:
+        number = finite_number(value, name)
+    except ValueError as error:
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.") from error
+    if not number.is_integer():
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    return int(number)

@@ -29,29 +29,28 @@ def compiled(
       static_argnums: as in `jax.jit`; never 0.
       combine: makes one answer of those for each mesh, which it gets as NumPy arrays.
     """
-    return functools.partial(_compiled, static_argnums=static_argnums, combine=combine)
 
+    def decorate(function: _Function) -> _Function:
+        at_once = jax.jit(function, static_argnums=static_argnums, inline=True)
 
-def _compiled(
-    function: _Function, static_argnums: int | tuple[int, ...], combine: Callable[[list[Any]], Any] | None
-) -> _Function:
-    at_once = jax.jit(function, static_argnums=static_argnums, inline=True)
+        @functools.wraps(function)
+        def call(leaves: Sequence[Any], *others: Any) -> Any:
+            groups = _positions_by_mesh(leaves)
+            if len(groups) < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((leaves, others))):
+                return at_once(leaves, *others)
+            others = tuple(np.asarray(other) if isinstance(other, jax.Array) else other for other in others)
+            answers = [at_once([leaves[position] for position in group], *others) for group in groups]
+            if combine is not None:
+                return jnp.asarray(combine([np.asarray(answer) for answer in answers]))
+            results = list(leaves)
+            for group, answer in zip(groups, answers, strict=True):
+                for position, result in zip(group, answer, strict=True):
+                    results[position] = result
+            return results
 
-    @functools.wraps(function)
-    def call(leaves: Sequence[Any], *others: Any) -> Any:
-        groups = _positions_by_mesh(leaves)
-        if len(groups) < 2 or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((leaves, others))):
-            return at_once(leaves, *others)
-        others = tuple(np.asarray(other) if isinstance(other, jax.Array) else other for other in others)
-        results = [at_once([leaves[position] for position in group], *others) for group in groups]
-        if combine is not None:
-            return jnp.asarray(combine([np.asarray(answer) for answer in results]))
-        pairs = (
-            pair for group, result in zip(groups, results, strict=True) for pair in zip(group, result, strict=True)
-        )
-        return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
+        return cast(_Function, call)
 
-    return cast(_Function, call)
+    return decorate
 
 
 def lie_together(leaves: Sequence[Any]) -> bool:

@@ -199,34 +199,33 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
       {'mean': Array(1., dtype=float32)}
     """
     check_bool_scalar(pred, "select_tree(pred=...)")
-    chosen_leaves: list[Any] = []
-    positions, pairs = [], []
     with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
-    other = jax.tree.structure(on_false)
-    if structure != other:  # type: ignore[operator]
+    others, other_structure = jax.tree.flatten(on_false)
+    if structure != other_structure:  # type: ignore[operator]
         raise ValueError(
-            f"`select_tree` needs two trees of the same structure, got on_true: {structure} and on_false: {other}."
+            f"`select_tree` needs two trees of the same structure, got on_true: {structure} and on_false: "
+            f"{other_structure}."
         )
-    for position, ((path, a), b) in enumerate(zip(with_paths, jax.tree.leaves(on_false), strict=True)):
-        chosen_leaves.append(a)
-        if not (_is_selectable(a) and _is_selectable(b)):
-            if _is_selectable(a) or _is_selectable(b) or (a is not b and not np.array_equal(a, b)):
-                raise ValueError(
-                    f"`select_tree` cannot choose between {a!r} in on_true and {b!r} in on_false at "
-                    f"{jax.tree_util.keystr(path)!r}: "
-                    "leaves that are not arrays must be equal in both trees."
-                )
-        elif jnp.shape(a) != jnp.shape(b) or jax.typeof(a).dtype != jax.typeof(b).dtype:
+    chosen = [_is_chosen_between(path, a, b) for (path, a), b in zip(with_paths, others, strict=True)]
+    others = [leaf for leaf, is_chosen in zip(others, chosen, strict=True) if is_chosen]
+    return _replace(lambda leaves: _select(list(zip(leaves, others, strict=True)), pred), on_true, chosen)
+
+
+def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
+    """Whether two leaves hold something to choose; a `ValueError` if they do not go together."""
+    if not (_is_selectable(a) and _is_selectable(b)):
+        if _is_selectable(a) or _is_selectable(b) or (a is not b and not np.array_equal(a, b)):
             raise ValueError(
-                f"`select_tree` needs equal shapes and dtypes, got {jax.typeof(a)} in on_true and "
-                f"{jax.typeof(b)} in on_false at {jax.tree_util.keystr(path)}."
+                f"`select_tree` cannot choose between {a!r} in on_true and {b!r} in on_false at "
+                f"{jax.tree_util.keystr(path)!r}: leaves that are not arrays must be equal in both trees."
             )
-        elif jax.typeof(a).dtype != jax.dtypes.float0:  # a float0 holds nothing to choose
-            positions.append(position)
-            pairs.append((a, b))
-    for position, leaf in zip(positions, _select(pairs, pred), strict=True):
-        chosen_leaves[position] = leaf
-    return jax.tree.unflatten(structure, chosen_leaves)
+        return False
+    if jnp.shape(a) != jnp.shape(b) or jax.typeof(a).dtype != jax.typeof(b).dtype:
+        raise ValueError(
+            f"`select_tree` needs equal shapes and dtypes, got {jax.typeof(a)} in on_true and {jax.typeof(b)} in "
+            f"on_false at {jax.tree_util.keystr(path)}."
+        )
+    return bool(jax.typeof(a).dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
 
 
 def _answer(where: Callable[[tuple[Any, ...], Any], bool], path: tuple[Any, ...], leaf: Any) -> bool:

@@ -9,6 +9,16 @@ import pytest
 
 NO_EXPORT = "what is inside a `shard_map` cannot be exported for several platforms"
 MORE_COLLECTIVES = "XLA does not join the all-reduces of the verdict, and may lay gradients out anew to read them"
+FLOAT8S = (
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
 
 
 def as_numbers(version):

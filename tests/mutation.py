@@ -39,7 +39,7 @@ MEASURE, GRADIENTS, SIGNATURES = "tests/measure/", "tests/gradients/", "tests/te
 RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"]
 TESTS = {  # the quickest to notice first
     "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
-    "_check.py": [HARD + "test_bad_input.py"],
+    "_check.py": [HARD + "test_bad_input.py", SCALES + "test_constructors.py"],
     "_dispatch.py": ["tests/test_dispatch.py", "tests/test_tree.py"],
     "_measure/devices.py": [
         MEASURE + "test_finite.py",
@@ -104,7 +104,8 @@ TESTS = {  # the quickest to notice first
     "_gradients/scaled.py": [GRADIENTS + "test_gradients.py", HARD + "test_bad_input.py", SIGNATURES],
     "_gradients/warn.py": [GRADIENTS + "test_gradients.py", GRADIENTS + "test_accumulation.py"],
     "_optax/branch.py": [
-        WRAPPER + name for name in ("test_transform.py", "test_lowering.py", "test_derivatives.py", "test_devices.py")
+        *(WRAPPER + name for name in ("test_transform.py", "test_eager.py", "test_lowering.py")),
+        *(WRAPPER + name for name in ("test_derivatives.py", "test_devices.py")),
     ],
     "_optax/inner.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_derivatives.py")),

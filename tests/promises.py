@@ -51,8 +51,8 @@ BREAKS = {
     "Accumulated gradients are added up in float32": [
         (
             "_gradients/accumulation.py",
-            "value, grads = _tree.widen((value, self.loss_scale.unscale(_tree.inexact_only(scaled_grads))))",
-            "grads = _tree.cast_floating(self.loss_scale.unscale(_tree.inexact_only(scaled_grads)), jnp.float16)",
+            "value, grads = _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads))))",
+            "grads = _tree.cast_floating(loss_scale.unscale(_tree.inexact_only(scaled_grads)), jnp.float16)",
         )
     ],
     "A part with a scale of its own has its true derivatives": [
@@ -105,7 +105,11 @@ BREAKS = {
     ],
     "The scale stays a positive finite number": [
         (DYNAMIC, "grown = jnp.where(jnp.isfinite(grown), grown, scale)", "pass"),
-        (DYNAMIC, "lowered = jnp.maximum(scale * self._backoff(), floor)", "lowered = scale * self._backoff()"),
+        (
+            DYNAMIC,
+            "lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)",
+            "lowered = scale * applied_backoff_factor(self)",
+        ),
     ],
     "The automatic scale is a power of two within its bounds": [
         (
@@ -180,9 +184,7 @@ BREAKS = {
         ),
         ("_optax/inner.py", "return jnp.copy(leaf)", "return leaf"),
     ],
-    "A bad argument raises an error immediately": [
-        ("_loss_scale/_arguments.py", "if integer < 1:", "if integer < -1000:")
-    ],
+    "A bad argument raises an error immediately": [("_check.py", "if integer < 1:", "if integer < -1000:")],
     "A configuration builds loss scales and nothing else": [
         (
             "_loss_scale/registry.py",

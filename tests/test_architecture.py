@@ -178,8 +178,9 @@ def test_the_package_is_typed():
 
 
 def public_modules():
+    """All but the files of the demo: it is a program, which is run and read, and nobody imports it."""
     for info in pkgutil.walk_packages([str(PACKAGE)], "jax_lossscale."):
-        if not any(part.startswith("_") for part in info.name.split(".")[1:]):
+        if not any(part.startswith("_") for part in info.name.split(".")[1:]) and ".demo." not in info.name:
             yield info.name
 
 

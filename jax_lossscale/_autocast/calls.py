@@ -36,19 +36,18 @@ def _scan(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     num_fixed = eqn.params["num_consts"] + eqn.params["num_carry"]
     num_carry = eqn.params["num_carry"]
     inputs = [*declared(inputs[:num_fixed], eqn.invars), *inputs[num_fixed:]]
-    types = [_with_dtype(variable.aval, value) for variable, value in zip(body.invars, inputs, strict=True)]
-    jaxpr = body.traced(types, [True] * num_carry + [False] * (len(eqn.outvars) - num_carry))
+    jaxpr = body.traced(_types(body, inputs), [True] * num_carry + [False] * (len(eqn.outvars) - num_carry))
     return bind_here(eqn, inputs, {**eqn.params, "jaxpr": jaxpr})
 
 
 def _while(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    condition, body = (each.traced([variable.aval for variable in each.invars], [True] * 10**6) for each in bodies)
+    condition, body = (each.traced(each.closed.in_avals, [True] * len(each.closed.out_avals)) for each in bodies)
     return bind_here(eqn, declared(inputs, eqn.invars), {**eqn.params, "cond_jaxpr": condition, "body_jaxpr": body})
 
 
 def _cond(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     index, *operands = inputs
-    types = [_with_dtype(variable.aval, value) for variable, value in zip(bodies[0].invars, operands, strict=True)]
+    types = _types(bodies[0], operands)
     as_they_come = [body.traced(types, [False] * len(eqn.outvars)) for body in bodies]
     dtypes = [
         {aval.dtype for aval in avals} for avals in zip(*(jaxpr.out_avals for jaxpr in as_they_come), strict=True)
@@ -60,8 +59,7 @@ def _cond(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _remat(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     (body,) = bodies
-    types = [_with_dtype(variable.aval, value) for variable, value in zip(body.invars, inputs, strict=True)]
-    closed = body.traced(types, [False] * len(eqn.outvars))
+    closed = body.traced(_types(body, inputs), [False] * len(eqn.outvars))
     jaxpr, consts = closed.jaxpr, list(closed.consts)
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):
@@ -73,7 +71,7 @@ def _remat(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]
 def _jit(bodies: Sequence[Body], eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """A call that says where its results lie, or what it may destroy: of the types that it had."""
     (body,) = bodies
-    jaxpr = body.traced([variable.aval for variable in body.invars], [True] * len(eqn.outvars))
+    jaxpr = body.traced(body.closed.in_avals, [True] * len(eqn.outvars))
     return bind_here(eqn, declared(inputs, eqn.invars), {**eqn.params, "jaxpr": jaxpr})
 
 
@@ -104,6 +102,11 @@ def as_declared(value: Any, aval: Any) -> Any:
     is_float = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
     is_reference = hasattr(aval, "inner_aval")
     return as_dtype(value, aval.dtype) if is_float and not is_reference and hasattr(value, "dtype") else value
+
+
+def _types(body: Body, inputs: Sequence[Any]) -> list[Any]:
+    """The types of the arguments of a body, in the dtypes in which they come."""
+    return [_with_dtype(aval, value) for aval, value in zip(body.closed.in_avals, inputs, strict=True)]
 
 
 def _with_dtype(aval: Any, value: Any) -> Any:

@@ -89,7 +89,7 @@ class Planner:
         self.policy = policy
         self.matched: set[PrecisionRule] = set()
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
-        # What everybody's products are marked with is no mark of the author's.
+        # It marks every product of the program, and so tells nothing about one of them.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def plan(
@@ -159,7 +159,7 @@ class Planner:
         if rule is not None:
             has_wide_result = rule.precision == "wide_result"
             reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
-            return Decision(Kind.PRODUCT, False, not wide_by_rule, has_wide_result, reason)
+            return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 

@@ -7,14 +7,13 @@ import dataclasses
 import fnmatch
 import functools
 import math
-import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar, overload
 
 import jax
 
-from jax_lossscale._check import check_flag, check_function
+from jax_lossscale._check import check_flag, check_function, positive_normal_number
 from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -133,13 +132,8 @@ class PrecisionPolicy:
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
         object.__setattr__(self, "recompute", bool(self.recompute))
         if self.loss_scale is not None:
-            is_number = isinstance(self.loss_scale, numbers.Real) and not isinstance(self.loss_scale, bool)
-            if not is_number or not 0 < self.loss_scale < math.inf:
-                raise ValueError(
-                    f"`PrecisionPolicy(loss_scale=...)` must be a positive finite number or None, got "
-                    f"{self.loss_scale!r}."
-                )
-            object.__setattr__(self, "loss_scale", float(self.loss_scale))
+            loss_scale = positive_normal_number(self.loss_scale, "PrecisionPolicy(loss_scale=...)")
+            object.__setattr__(self, "loss_scale", loss_scale)
 
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]

@@ -46,11 +46,6 @@ class Body:
     is_iterated: bool = False
     measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
 
-    @property
-    def invars(self) -> Sequence[Any]:
-        """The variables of its arguments."""
-        return self.closed.jaxpr.invars
-
     def like(self, closed: ClosedJaxpr) -> Body:
         """Another jaxpr in the same place."""
         if closed is self.closed:
@@ -64,7 +59,7 @@ class Body:
             outputs = self(inputs)
             return [
                 as_declared(value, aval) if is_declared else value
-                for value, aval, is_declared in zip(outputs, self.closed.out_avals, are_declared, strict=False)
+                for value, aval, is_declared in zip(outputs, self.closed.out_avals, are_declared, strict=True)
             ]
 
         return jax.make_jaxpr(function)(*types)

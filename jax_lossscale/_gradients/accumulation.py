@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import chex
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _compat, _tree
-from jax_lossscale._check import Argnums, as_argnums, check_axis_name, check_flag, check_function
+from jax_lossscale._check import as_argnums, check_axis_name, check_flag, check_function, positive_integer
 from jax_lossscale._gradients.microbatches import as_tuple, check_argnums, left_whole, split
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
-from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import AxisName, agree, all_finite, vary
 from jax_lossscale._warn import warn_user
@@ -133,22 +130,42 @@ def accumulate_gradients(
     )
     if drop not in ("window", "microbatch"):
         raise ValueError(f"`accumulate_gradients(drop=...)` must be 'window' or 'microbatch', got {drop!r}.")
-    window = _Window(
-        fun,
-        loss_scale,
-        num_microbatches,
-        as_argnums(argnums, "accumulate_gradients(argnums=...)"),
-        as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"),
-        has_aux,
-        allow_int,
-        drop,
-        axis_name,
-    )
+    differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
+    of_batch = as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)")
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
-        check_argnums(window.argnums, window.batch_argnums, len(args))
+        check_argnums(differentiated, of_batch, len(args))
         warn_if_frozen(loss_scale)
-        return window.accumulate(args, kwargs)
+        microbatches = split(args, of_batch, num_microbatches)
+        value_and_grads = jax.value_and_grad(
+            with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True), differentiated, has_aux, allow_int=allow_int
+        )
+
+        def summands_of(microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
+            arguments = list(args)
+            for argnum, argument in zip(as_tuple(of_batch), microbatch, strict=True):
+                arguments[argnum] = argument
+            result, scaled_grads = value_and_grads(*arguments, **kwargs)
+            value, aux = result if has_aux else (result, None)
+            # Widened, since `NoOpLossScale.unscale` leaves narrow gradients narrow.
+            value, grads = _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads))))
+            sums, keep = _judge(value, grads, drop, axis_name)
+            return sums, (keep, aux)
+
+        def add(sums: _Sums, microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
+            summands, kept_and_aux = summands_of(microbatch)
+            return jax.tree.map(jnp.add, sums, summands), kept_and_aux
+
+        doubt = left_whole(args, kwargs, differentiated, of_batch, microbatches)
+        sums, (kept, aux) = jax.lax.scan(add, _no_sums(summands_of, microbatches, doubt), microbatches)
+
+        grads = jax.tree.map(lambda leaf: _divide(leaf, sums.num_kept), sums.grads)
+        in_all = all_finite(grads, axis_name=axis_name) if drop == "window" else sums.num_overflowed == 0
+        value = _divide(sums.value, sums.num_values)
+        scaled_grads = loss_scale.scale(grads)
+        if allow_int:
+            scaled_grads = _with_float0(scaled_grads, jax.tree.map(lambda argnum: args[argnum], differentiated))
+        return AccumulatedGradients(value, scaled_grads, parts_finite=in_all, kept=kept, aux=aux)
 
     return accumulate
 
@@ -161,97 +178,38 @@ class _Sums(NamedTuple):
     num_overflowed: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """What `accumulate_gradients` is told before it sees the batch."""
+def _judge(value: jax.Array, grads: chex.ArrayTree, drop: str, axis_name: AxisName) -> tuple[_Sums, jax.Array]:
+    """What a micro-batch adds to the sums, and whether it is kept: ``bool[]``."""
+    if drop == "window":
+        return _Sums(value, grads, jnp.int32(1), jnp.int32(1), jnp.int32(0)), jnp.array(True)
+    finite = agree(jnp.stack([all_finite(grads), all_finite(value)]), axis_name)
+    keep = finite.all()
+    overflowed = finite[1] & ~finite[0]
+    counts = (flag.astype(jnp.int32) for flag in (finite[1], keep, overflowed))
+    return _Sums(_zero_unless(finite[1], value), _zero_unless(keep, grads), *counts), keep
 
-    fun: Callable[..., Any]
-    loss_scale: LossScale
-    num_microbatches: int
-    argnums: Argnums
-    batch_argnums: Argnums
-    has_aux: bool
-    allow_int: bool
-    drop: Literal["window", "microbatch"]
-    axis_name: AxisName
 
-    def accumulate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AccumulatedGradients:
-        microbatches = split(args, self.batch_argnums, self.num_microbatches)
-        value_and_grads = jax.value_and_grad(
-            with_scaled_gradient(self.fun, self.loss_scale, self.has_aux, in_a_loop=True),
-            self.argnums,
-            self.has_aux,
-            allow_int=self.allow_int,
-        )
+def _no_sums(
+    summands_of: Callable[[tuple[Any, ...]], tuple[_Sums, Any]], microbatches: tuple[Any, ...], doubt: str | None
+) -> _Sums:
+    """Zeros of the types of the sums; the first time that the user's function is traced."""
+    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    if doubt is not None and jnp.shape(jax.tree.leaves(first)[0])[0] == 1:
+        warn_user(f"{doubt} A micro-batch of one example broadcasts with it, without an error.")
+    try:
+        types, _ = jax.eval_shape(summands_of, first)
+    except (TypeError, ValueError) as error:
+        if doubt is None:
+            raise
+        raise ValueError(f"{doubt} The function failed: {error}") from error
+    return jax.tree.map(_zeros, types)
 
-        def summands_of(microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
-            arguments = list(args)
-            for argnum, argument in zip(as_tuple(self.batch_argnums), microbatch, strict=True):
-                arguments[argnum] = argument
-            result, scaled_grads = value_and_grads(*arguments, **kwargs)
-            value, aux = result if self.has_aux else (result, None)
-            # No loss scale unscales nothing, and leaves the dtype, too.
-            value, grads = _tree.widen((value, self.loss_scale.unscale(_tree.inexact_only(scaled_grads))))
-            sums, keep = self._judge(value, grads)
-            return sums, (keep, aux)
 
-        def add(sums: _Sums, microbatch: tuple[Any, ...]) -> tuple[_Sums, Any]:
-            summands, kept_and_aux = summands_of(microbatch)
-            return jax.tree.map(jnp.add, sums, summands), kept_and_aux
-
-        summands = self._shapes(summands_of, args, kwargs, microbatches)
-        sums, (kept, aux) = jax.lax.scan(add, jax.tree.map(_zeros, summands), microbatches)
-
-        grads = jax.tree.map(lambda leaf: _divide(leaf, sums.num_kept), sums.grads)
-        in_all = all_finite(grads, axis_name=self.axis_name) if self.drop == "window" else sums.num_overflowed == 0
-        return AccumulatedGradients(
-            value=_divide(sums.value, sums.num_values),
-            grads=self._with_float0(self.loss_scale.scale(grads), args),
-            parts_finite=in_all,
-            kept=kept,
-            aux=aux,
-        )
-
-    def _judge(self, value: jax.Array, grads: chex.ArrayTree) -> tuple[_Sums, jax.Array]:
-        """What a micro-batch adds to the sums, and whether it is kept: ``bool[]``."""
-        if self.drop == "window":
-            return _Sums(value, grads, jnp.int32(1), jnp.int32(1), jnp.int32(0)), jnp.array(True)
-        finite = agree(jnp.stack([all_finite(grads), all_finite(value)]), self.axis_name)
-        keep = finite.all()
-        overflowed = finite[1] & ~finite[0]
-        counts = (flag.astype(jnp.int32) for flag in (finite[1], keep, overflowed))
-        return _Sums(_zero_unless(finite[1], value), _zero_unless(keep, grads), *counts), keep
-
-    def _shapes(
-        self,
-        summands_of: Callable[[tuple[Any, ...]], tuple[_Sums, Any]],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        microbatches: tuple[Any, ...],
-    ) -> _Sums:
-        """The types of the sums; the first time that the user's function is traced."""
-        doubt = left_whole(args, kwargs, self.argnums, self.batch_argnums, microbatches)
-        first = jax.tree.map(lambda leaf: leaf[0], microbatches)
-        if doubt is not None and jnp.shape(jax.tree.leaves(first)[0])[0] == 1:
-            warn_user(f"{doubt} A micro-batch of one example broadcasts with it, without an error.")
-        try:
-            return jax.eval_shape(summands_of, first)[0]
-        except (TypeError, ValueError) as error:
-            if doubt is None:
-                raise
-            raise ValueError(f"{doubt} The function failed: {error}") from error
-
-    def _with_float0(self, grads: chex.ArrayTree, args: tuple[Any, ...]) -> chex.ArrayTree:
-        """The gradients, with those of integers, of which there is no sum, back in their places."""
-        if not self.allow_int:
-            return grads
-        is_tuple = isinstance(self.argnums, tuple)
-        differentiated = tuple(args[argnum] for argnum in as_tuple(self.argnums))
-        return jax.tree.map(
-            lambda leaf, grad: np.zeros(jnp.shape(leaf), jax.dtypes.float0) if grad is None else grad,
-            differentiated if is_tuple else differentiated[0],
-            grads,
-        )
+def _with_float0(grads: chex.ArrayTree, arguments: chex.ArrayTree) -> chex.ArrayTree:
+    """The gradients, with those of integers, of which there is no sum, back in their places."""
+    return jax.tree.map(
+        lambda leaf, grad: np.zeros(jnp.shape(leaf), jax.dtypes.float0) if grad is None else grad, arguments, grads
+    )
 
 
 def _divide(leaf: jax.Array, number: jax.Array) -> jax.Array:

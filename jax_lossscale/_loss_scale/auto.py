@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_lossscale._check import check_bool_scalar
+from jax_lossscale import _check
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import _arguments
 from jax_lossscale._loss_scale.base import LossScale, config_of, register, static_field, with_state
@@ -118,17 +118,17 @@ class AutoLossScale(LossScale):
     num_finite_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
 
     def __post_init__(self) -> None:
-        headroom = _arguments.nonnegative_number(self.log2_headroom, "AutoLossScale(log2_headroom=...)")
+        headroom = _check.nonnegative_number(self.log2_headroom, "AutoLossScale(log2_headroom=...)")
         scales = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
         bounds = _arguments.bounded_scale(*scales, "AutoLossScale")
         for name, value in {**bounds, "log2_headroom": headroom}.items():
             object.__setattr__(self, name, value)
         _arguments.fill_in_state(
             self,
-            current_loss_scale=(self.initial_loss_scale, _arguments.positive_normal_number),
-            log2_peak=(_LOG2_NOTHING, _arguments.finite_number),
-            log2_margin=(_LOG2_LEAST_MARGIN, _arguments.nonnegative_number),
-            num_finite_steps=(_PATIENCE, _arguments.count),  # no overflow for long
+            current_loss_scale=(self.initial_loss_scale, _check.positive_normal_number),
+            log2_peak=(_LOG2_NOTHING, _check.finite_number),
+            log2_margin=(_LOG2_LEAST_MARGIN, _check.nonnegative_number),
+            num_finite_steps=(_PATIENCE, _check.count),  # no overflow for long
         )
 
     @property
@@ -157,9 +157,10 @@ class AutoLossScale(LossScale):
         Returns:
           The new loss scale, of the same tree structure, shapes and dtypes.
         """
-        check_bool_scalar(grads_finite, "AutoLossScale.adjust(grads_finite=...)")
+        _check.check_bool_scalar(grads_finite, "AutoLossScale.adjust(grads_finite=...)")
         largest = -1.0 if largest is None else largest  # a negative one was not measured
-        _arguments.check_real_scalar(largest, "AutoLossScale.adjust(largest=...)")
+        if not _check.is_number(largest):
+            raise ValueError(f"`AutoLossScale.adjust(largest=...)` must be a real scalar, got {largest!r}.")
         after_finite = self._after_finite(jnp.asarray(largest, jnp.float32))
         after_overflow = self._after_overflow()
         leaves = {name: jnp.where(grads_finite, leaf, after_overflow[name]) for name, leaf in after_finite.items()}

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._check import check_bool_scalar
-from jax_lossscale._loss_scale._arguments import (
-    bounded_scale,
+from jax_lossscale._check import (
+    check_bool_scalar,
     count,
-    fill_in_state,
     finite_number,
-    leaf,
     positive_integer,
     positive_normal_number,
 )
+from jax_lossscale._loss_scale._arguments import bounded_scale, fill_in_state, leaf
 from jax_lossscale._loss_scale.base import (
     LossScale,
     config_of,
@@ -147,7 +145,7 @@ class DynamicLossScale(LossScale):
             grown = jnp.minimum(grown, self.max_loss_scale)
         # A scale that was set below the floor by hand does not rise on an overflow.
         floor = jnp.minimum(scale, self.min_loss_scale)
-        lowered = jnp.maximum(scale * self._backoff(), floor)
+        lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)
 
         hysteresis_left = self.hysteresis_left
         if hysteresis_left is not None:
@@ -167,9 +165,6 @@ class DynamicLossScale(LossScale):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, without the state."""
         return config_of(self)
-
-    def _backoff(self) -> float:
-        return 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
 
     def _validated_config(self) -> dict[str, Any]:
         def name(argument: str) -> str:
@@ -208,5 +203,9 @@ class DynamicLossScale(LossScale):
                 name("hysteresis"),
                 "With 1, every bad step lowers the scale.",
             ),
-            "hysteresis_refill": self.hysteresis_refill,
         }
+
+
+def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:
+    """The backoff factor, also where it was left to be ``1 / multiplier``."""
+    return 1 / loss_scale.multiplier if loss_scale.backoff_factor is None else loss_scale.backoff_factor

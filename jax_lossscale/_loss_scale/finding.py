@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
 import numpy as np
 
-from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._check import is_number, is_transformation
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale
+
+_Found = TypeVar("_Found")
 
 
 def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
@@ -42,17 +44,11 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
       >>> jls.get_loss_scale(states, "critic")()
       Array(1024., dtype=float32)
     """
-    _, loss_scale = find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)
-    return loss_scale
+    return find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)  # type: ignore[type-abstract]
 
 
 def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
-    """A loss scale, that of a number, or the one that an optimizer state holds.
-
-    Args:
-      loss_scale: what the user passed.
-      name: what to call that argument in the error.
-    """
+    """A loss scale, that of a number, or the one in an optimizer state; ``name`` names the argument in the error."""
     if isinstance(loss_scale, LossScale):
         return loss_scale
     if is_number(loss_scale):
@@ -66,12 +62,11 @@ def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
             f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
             "`jls.get`, and carry it along."
         )
-    _, found = find_one(loss_scale, LossScale, name)
-    return found
+    return find_one(loss_scale, LossScale, name)  # type: ignore[type-abstract]
 
 
-def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = None) -> tuple[str, Any]:
-    """The path and value of the one instance of ``kind`` in a tree.
+def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, below: str | None = None) -> _Found:
+    """The one instance of ``kind`` in a tree.
 
     Leaves of it that are wrapped (as a state inside an `nnx.Optimizer`, each leaf an `nnx.Variable`) are unwrapped.
 
@@ -92,7 +87,7 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
     if everywhere and not found:
         paths = ", ".join(jax.tree_util.keystr(path) for path, _ in everywhere)
         raise ValueError(f"`{name}` holds no `{kind.__name__}` below the path {below!r}. There are: {paths}.")
-    if not found and _is_transformation(tree):
+    if not found and is_transformation(tree):
         raise ValueError(
             f"`{name}` got an optimizer itself, which holds no state: {tree!r}. Pass the state, `tx.init(params)`, as "
             "the last step has left it."
@@ -107,8 +102,8 @@ def find_one(tree: chex.ArrayTree, kind: type, name: str, below: str | None = No
             f"`{name}` holds {len(found)} of `{kind.__name__}`, at {', '.join(path for path, _ in found)}. "
             "Pass the part of the state that holds the one you mean, or to `get_loss_scale` its path."
         )
-    ((path, node),) = found
-    return path, _unwrapped(node)
+    ((_, node),) = found
+    return _unwrapped(node)
 
 
 def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
@@ -120,11 +115,6 @@ def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
     if not any(map(is_wrapped, jax.tree.leaves(tree, is_leaf=is_wrapped))):
         return tree
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
-
-
-def _is_transformation(value: Any) -> bool:
-    """Whether it looks like an optax transformation, of which nothing is known here."""
-    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:

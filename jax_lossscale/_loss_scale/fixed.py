@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._loss_scale._arguments import finite_number, leaf, positive_normal_number
+from jax_lossscale._check import finite_number, positive_normal_number
+from jax_lossscale._loss_scale._arguments import leaf
 from jax_lossscale._loss_scale.base import LossScale, register, static_field
 
 

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import checked_dtype
-from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 
 # A user's class of the same name does not take over what was saved of one of these.
-_OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
+OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
 
 _ACCEPTED = (
     "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), 'auto' (`AutoLossScale()`), None "
@@ -88,7 +87,7 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     if not isinstance(loss_scale, LossScale):
         raise ValueError(f"`serialize(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}.")
     kind = type(loss_scale)
-    if kind.__name__ in {own.__name__ for own in _OWN_KINDS} and kind not in _OWN_KINDS:
+    if kind.__name__ in {own.__name__ for own in OWN_KINDS} and kind not in OWN_KINDS:
         raise ValueError(
             f"`serialize(loss_scale=...)` got a {kind.__name__} of {kind.__module__}, which `get` would take for that "
             "of this library. Give the class a name of its own."
@@ -147,7 +146,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 def _kinds() -> dict[str, type[LossScale]]:
     """The classes that can be made, by name. Of a user's, the one defined last: a notebook cell may be run again."""
-    kinds: list[type[LossScale]] = [*_concrete_kinds(LossScale), *_OWN_KINDS]  # type: ignore[type-abstract]
+    kinds: list[type[LossScale]] = [*_concrete_kinds(LossScale), *OWN_KINDS]  # type: ignore[type-abstract]
     return {kind.__name__: kind for kind in kinds}
 
 

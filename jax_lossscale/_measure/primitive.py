@@ -44,7 +44,7 @@ def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
     return of_local(*leaves) if len(mesh.manual_axes) == len(mesh.axis_names) else of_each(*leaves)
 
 
-_largest_magnitude = Primitive("ask_of_gradients")
+_largest_magnitude = Primitive("largest_magnitude")
 
 
 def _type_of_answer(*types: Any) -> jax.core.ShapedArray:

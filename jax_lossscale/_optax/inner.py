@@ -13,6 +13,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import is_transformation
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._warn import warn_user
 
@@ -21,7 +22,7 @@ def checked(inner: Any) -> optax.GradientTransformationExtraArgs:
     """``inner`` as a transformation that takes extra arguments, or a `ValueError`."""
     if isinstance(inner, optax.MultiSteps):
         inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)  # its own view drops extra arguments
-    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+    if not is_transformation(inner):
         raise ValueError(
             f"`loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
         )

@@ -6,8 +6,8 @@ import chex
 import jax
 import numpy as np
 
+from jax_lossscale._check import positive_integer
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._arguments import positive_integer
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._optax.state import LossScaledState
 
@@ -37,7 +37,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       >>> {name: value.item() for name, value in jls.metrics(state).items()}["loss_scale"]
       256.0
     """
-    _, state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
+    state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
     measured = {} if state.largest is None else {"largest": state.largest}
     return {
@@ -78,7 +78,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       fairseq and DeepSpeed raise as soon as the scale is at its floor; MindSpore after 1,000 skipped steps in a row.
     """
     patience = positive_integer(patience, "raise_if_stuck(patience=...)", "It counts skipped steps in a row.")
-    _, state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
+    state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())

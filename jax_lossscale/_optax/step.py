@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -15,6 +15,16 @@ from jax_lossscale._optax import inner as _inner
 from jax_lossscale._optax.branch import Skip, is_known, run_or_leave
 from jax_lossscale._optax.state import LossScaledState, next_state
 from jax_lossscale._optax.verdict import Reported, decide
+
+
+class StepArguments(NamedTuple):
+    """What a step is taken with."""
+
+    scaled_grads: optax.Updates
+    state: LossScaledState
+    params: optax.Params | None
+    reported: Reported
+    extra_args: dict[str, Any]  # which the chain takes by name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,16 +39,9 @@ class Step:
     axis_name: AxisName
     skip: Skip
 
-    def take(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        reported: Reported,
-        extra_args: dict[str, Any],
-        applies: bool,
-    ) -> tuple[chex.ArrayTree, LossScaledState]:
+    def take(self, given: StepArguments, applies: bool) -> tuple[chex.ArrayTree, LossScaledState]:
         """The state after the step, beside the parameters if it ``applies`` the updates, and the updates if not."""
+        scaled_grads, state, params, reported, extra_args = given
         verdict = decide(scaled_grads, state.loss_scale, reported, self.axis_name)
         should_apply = verdict.should_apply
         if reported.value is not None:

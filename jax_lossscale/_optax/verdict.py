@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_bool_scalar
+from jax_lossscale._check import check_bool_scalar, is_number
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._measure import AxisName, agree, agree_on_largest, all_finite, finite_and_largest
 

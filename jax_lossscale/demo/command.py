@@ -58,12 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
     """Train the five arms, one after the other, under one progress bar on stderr, if that is a terminal.
 
-    Args:
-      steps: how many to train each arm.
-      seed: of the initial parameters, which are the same for all arms.
-
-    Returns:
-      The outcome of each arm, by name.
+    The initial parameters are the same for all arms, and so is the number of steps.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -80,7 +75,6 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
         for name, (dtype, loss_scale) in arms.items():
             progress.update(task, description=name)
             results[name] = job.train(patches, dtype, loss_scale, steps=steps, seed=seed, advance=advance)
-        progress.update(task, description="done")
     return results
 
 

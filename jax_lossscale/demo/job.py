@@ -82,11 +82,7 @@ class Result:
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """The five trainings.
-
-    Returns:
-      For each name, the dtype to compute products in, and the loss scale, as `jax_lossscale.get` accepts it.
-    """
+    """The five trainings: by name, the dtype to compute products in, and the loss scale, as `jls.get` accepts it."""
     return {
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
@@ -99,11 +95,7 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
 
 
 def load_patches() -> jax.Array:
-    """The photograph, cut into patches.
-
-    Returns:
-      ``float32[patches, values]``, from -0.5 for black to 0.5 for white.
-    """
+    """The photograph, cut into patches: ``float32[patches, values]``, from -0.5 for black to 0.5 for white."""
     from sklearn.datasets import load_sample_image
 
     photograph = load_sample_image("china.jpg")
@@ -115,15 +107,7 @@ def load_patches() -> jax.Array:
 
 
 def init_params(key: jax.Array, patches: jax.Array) -> Params:
-    """Small random codes, and a decoder of two hidden layers.
-
-    Args:
-      key: a random key.
-      patches: as `load_patches` gives them; only their shape matters.
-
-    Returns:
-      The float32 parameters.
-    """
+    """Small random codes, and a decoder of two hidden layers, in float32; of the patches, only the shape matters."""
     count, patch_values = patches.shape
     sizes = [CODE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, patch_values]
     codes_key, *keys = jax.random.split(key, len(sizes))
@@ -135,15 +119,7 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
 
 
 def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
-    """Mean squared error of the decoded patches, written for float32.
-
-    Args:
-      params: as `init_params` gives them.
-      patches: as `load_patches` gives them.
-
-    Returns:
-      The loss: ``float32[]``.
-    """
+    """Mean squared error of the decoded patches, written for float32."""
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
     for layer in hidden_layers:
@@ -155,11 +131,7 @@ def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
 def make_optimizer(steps: int) -> optax.GradientTransformation:
     """Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder.
 
-    Args:
-      steps: after how many the learning rates reach zero, along a cosine.
-
-    Returns:
-      An optax transformation that knows nothing of loss scaling.
+    After so many steps the learning rates reach zero, along a cosine.
     """
 
     def adam(learning_rate: float) -> optax.GradientTransformation:
@@ -172,18 +144,15 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 def train(
     patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, advance: Callable[[int], None]
 ) -> Result:
-    """Train one arm.
+    """Train one arm, as `arms` describes it.
 
     Args:
-      patches: as `load_patches` gives them.
-      dtype: what `jax_lossscale.autocast` computes the products in, forward and backward.
-      loss_scale: whatever `jax_lossscale.get` accepts.
+      patches: what is learned.
+      dtype: what `jls.autocast` computes the products in, forward and backward.
+      loss_scale: whatever `jls.get` accepts.
       steps: how many steps to train, at least 1.
       seed: of the initial parameters.
       advance: called with the number of steps done since the last call.
-
-    Returns:
-      The outcome.
     """
     tx = jls.loss_scaled(make_optimizer(steps), loss_scale)
 
@@ -214,9 +183,8 @@ def train(
     seconds = _clock() - start
 
     params, opt_state = carry
-    final = jax.device_get((loss_fn(params, patches), jls.metrics(opt_state)))
+    final_loss, metrics = jax.device_get((loss_fn(params, patches), jls.metrics(opt_state)))
     trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
-    final_loss, metrics = final
     return Result(
         final_loss=float(final_loss),
         zero_gradient_fraction=float(np.mean(trace.zero_fraction, dtype=np.float64)),
@@ -228,13 +196,6 @@ def train(
 
 
 def zero_fraction(grads: Any) -> jax.Array:
-    """The share of values in a tree that are exactly zero.
-
-    Args:
-      grads: any tree of arrays.
-
-    Returns:
-      ``float32[]``, from 0 to 1.
-    """
+    """The share of values in a tree that are exactly zero: ``float32[]``, from 0 to 1."""
     leaves = jax.tree.leaves(grads)
     return jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum() / sum(leaf.size for leaf in leaves)

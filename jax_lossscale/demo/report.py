@@ -34,12 +34,7 @@ _SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # the markers of skipp
 
 
 def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a line for each training, then the conclusion.
-
-    Args:
-      results: by name, as `command.run` gives them.
-      file: where to; by default, standard output.
-    """
+    """Print a line for each training, then the conclusion; by default, to standard output."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -63,26 +58,12 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
 
 
 def psnr(loss: float) -> float:
-    """The peak signal-to-noise ratio.
-
-    Args:
-      loss: the mean squared error of a signal between 0 and 1.
-
-    Returns:
-      The ratio in dB.
-    """
+    """The peak signal-to-noise ratio in dB, of a signal between 0 and 1 that has this mean squared error."""
     return -10 * float(np.log10(loss))
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """What the numbers say.
-
-    Args:
-      results: by name, as `command.run` gives them.
-
-    Returns:
-      One sentence.
-    """
+    """What the numbers say, in one sentence."""
     alone, dynamic, auto = (results[name] for name in ("float16", "float16_dynamic", "float16_auto"))
     return (
         f"Without loss scaling {_percent(alone.zero_gradient_fraction)} of the float16 gradient values were zero, and "
@@ -107,16 +88,7 @@ def _percent(share: float) -> str:
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """The results as strict JSON, where a loss that is not finite is null.
-
-    Args:
-      results: by name, as `command.run` gives them.
-      steps: how many each arm was trained.
-      seed: of the initial parameters.
-
-    Returns:
-      The text of the file, versions of the packages included.
-    """
+    """The results, and the versions of the packages, as strict JSON, where a loss that is not finite is null."""
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():
@@ -131,9 +103,7 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     """Draw the losses, the gradients that vanished, and the loss scales that move, with the steps they skipped.
 
-    Args:
-      results: by name, as `command.run` gives them.
-      path: the file to write; its suffix gives the format.
+    The suffix of ``path`` gives the format of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure

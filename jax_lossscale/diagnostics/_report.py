@@ -84,9 +84,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
-def listed(paths: Sequence[str], most: int = 3) -> str:
-    """The first few paths, and how many more there are, as a part of a sentence."""
-    shown = [path or "the only leaf" for path in paths[:most]]
-    if len(paths) > most:
-        shown.append(f"{len(paths) - most} more")
+def listed(paths: Sequence[str]) -> str:
+    """The first three paths, and how many more there are, as a part of a sentence."""
+    shown = [path or "the only leaf" for path in paths[:3]]
+    if len(paths) > 3:
+        shown.append(f"{len(paths) - 3} more")
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jax_lossscale._check import positive_normal_number
 from jax_lossscale._loss_scale import DynamicLossScale
-from jax_lossscale._loss_scale._arguments import positive_normal_number
+from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
 # What stands for "no floor" and for "no ceiling": the smallest normal float32 and the largest.
@@ -63,11 +64,6 @@ def with_state(fresh: DynamicLossScale, scale: Any, num_good_steps: Any) -> Dyna
 def scale_and_counter(loss_scale: DynamicLossScale) -> tuple[float, int]:
     """The state as Python numbers."""
     return float(loss_scale.current_loss_scale), int(loss_scale.num_good_steps)
-
-
-def backoff_factor(loss_scale: DynamicLossScale) -> float:
-    """The backoff factor, also where it was left to be ``1 / multiplier``."""
-    return 1 / loss_scale.multiplier if loss_scale.backoff_factor is None else loss_scale.backoff_factor
 
 
 # What is lost, in words: each gives the sentences that apply.
@@ -137,9 +133,9 @@ def outgoing(
     found = []
     if multiplier is not None and loss_scale.multiplier != multiplier:
         found.append(f"`multiplier` is {loss_scale.multiplier:g}, the peer's is {multiplier:g}")
-    peers_backoff = 1 / (multiplier or loss_scale.multiplier)
-    if not takes_backoff and not math.isclose(backoff_factor(loss_scale), peers_backoff, rel_tol=1e-6):
-        found.append(f"`backoff_factor` is {backoff_factor(loss_scale):g}, the peer's is {peers_backoff:g}")
+    backoff, peers_backoff = applied_backoff_factor(loss_scale), 1 / (multiplier or loss_scale.multiplier)
+    if not takes_backoff and not math.isclose(backoff, peers_backoff, rel_tol=1e-6):
+        found.append(f"`backoff_factor` is {backoff:g}, the peer's is {peers_backoff:g}")
     if floor is not None and loss_scale.min_loss_scale != floor:
         found.append(f"`min_loss_scale` is {loss_scale.min_loss_scale:g}, the peer's floor is {floor:g}")
     if loss_scale.max_loss_scale is not None and loss_scale.max_loss_scale < LARGEST_SCALE:

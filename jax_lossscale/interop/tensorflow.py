@@ -58,7 +58,7 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
         _carry.number(multiplier, f"{name}['multiplier']"),
         min_loss_scale=min(initial, _FLOOR),
     )
-    scale, num_good_steps = initial, 0
+    scale = initial
     if state is not None:
         scale, num_good_steps = _carry.entries(state, _STATE, "from_tensorflow(state=...)")
         scale = _carry.number(scale, "from_tensorflow(state=...)['current_loss_scale']")

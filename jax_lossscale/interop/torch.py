@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale.interop import _carry
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -51,16 +52,16 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
     if isinstance(state_dict, Mapping) and not state_dict:
         return NoOpLossScale()
     name = "from_torch(state_dict=...)"
-    values = dict(zip(_KEYS, _carry.entries(state_dict, _KEYS, name), strict=True))
-    scale = _carry.number(values["scale"], f"{name}['scale']")
-    period = _carry.count(values["growth_interval"], f"{name}['growth_interval']")
-    num_good_steps = _carry.count(values["_growth_tracker"], f"{name}['_growth_tracker']")
+    scale, growth, backoff, period, num_good_steps = _carry.entries(state_dict, _KEYS, name)
+    scale = _carry.number(scale, f"{name}['scale']")
+    period = _carry.count(period, f"{name}['growth_interval']")
+    num_good_steps = _carry.count(num_good_steps, f"{name}['_growth_tracker']")
     floor, lost = _carry.floor_of(min_loss_scale, "from_torch(min_loss_scale=...)")
     loss_scale = DynamicLossScale(
         max(scale, floor),
         period,
-        _carry.number(values["growth_factor"], f"{name}['growth_factor']"),
-        backoff_factor=_carry.number(values["backoff_factor"], f"{name}['backoff_factor']"),
+        _carry.number(growth, f"{name}['growth_factor']"),
+        backoff_factor=_carry.number(backoff, f"{name}['backoff_factor']"),
         min_loss_scale=floor,
     )
     _carry.warn("from_torch", lost + _carry.past_period(num_good_steps, period))
@@ -84,11 +85,10 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
         return {}
     loss_scale = _carry.outgoing("to_torch", loss_scale, floor=_carry.SMALLEST_FLOOR, takes_backoff=True)
     scale, num_good_steps = _carry.scale_and_counter(loss_scale)
-    values = (
-        scale,
-        loss_scale.multiplier,
-        _carry.backoff_factor(loss_scale),
-        loss_scale.increment_period,
-        num_good_steps,
-    )
-    return dict(zip(_KEYS, values, strict=True))
+    return {
+        "scale": scale,
+        "growth_factor": loss_scale.multiplier,
+        "backoff_factor": applied_backoff_factor(loss_scale),
+        "growth_interval": loss_scale.increment_period,
+        "_growth_tracker": num_good_steps,
+    }

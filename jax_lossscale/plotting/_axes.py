@@ -42,6 +42,12 @@ def check_axes(ax: Any, name: str) -> None:
         raise ValueError(f"`{name}` must be Axes of matplotlib, got {ax!r}. Make some with `pyplot.subplots()`.")
 
 
+def draw_grid(ax: Axes) -> None:
+    """Draw a pale grid behind everything else."""
+    ax.grid(color="#e6e6e6")
+    ax.set_axisbelow(True)
+
+
 def remove_box(ax: Axes) -> None:
     """Leave the axes at the left and at the bottom, and nothing else of the box around them."""
     ax.spines[["top", "right"]].set_visible(False)

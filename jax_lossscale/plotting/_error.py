@@ -12,6 +12,7 @@ from jax_lossscale.plotting._axes import (
     GRAY,
     GREEN,
     VERMILLION,
+    draw_grid,
     given_or_new_axes,
     remove_box,
     require_matplotlib,
@@ -79,7 +80,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     if comparison.loss_scale is not None:
         label = "start here" if comparison.will_train else "best for the others"
         ax.axvline(comparison.loss_scale, color=GREEN, linestyle=":", linewidth=1.8, zorder=1, label=label)
-    _finish(ax, scales, comparison)
+    _finish(ax, scales, [comparison.total, *drawn], comparison.dtype)
     return ax
 
 
@@ -98,12 +99,11 @@ def _mark_overflow(ax: Axes, scales: np.ndarray, total: LeafGradientError) -> No
         ax.plot(over, height, color=VERMILLION, transform=ax.get_xaxis_transform(), label="overflow", **style)
 
 
-def _finish(ax: Axes, scales: np.ndarray, comparison: GradientComparison) -> None:
+def _finish(ax: Axes, scales: np.ndarray, drawn: list[LeafGradientError], dtype: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    drawn = [comparison.total, *(leaf for leaf in comparison if not leaf.is_rounding)]
     errors = [error for leaf in drawn for error in leaf.relative_error if np.isfinite(error)]
     ax.set_ylim(max(min([0.01, *errors]), _SMALLEST_ERROR) / 2, max([2.0, *(2 * error for error in errors)]))
     ax.set_xlim(scales[0] / 1.5, scales[-1] * 1.5)
@@ -111,7 +111,6 @@ def _finish(ax: Axes, scales: np.ndarray, comparison: GradientComparison) -> Non
     ax.xaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
-    ax.grid(color="#e6e6e6")
-    ax.set_axisbelow(True)
-    ax.set(xlabel="loss scale", ylabel=f"relative error of {comparison.dtype} gradients")
+    draw_grid(ax)
+    ax.set(xlabel="loss scale", ylabel=f"relative error of {dtype} gradients")
     ax.legend(fontsize="small", frameon=False)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import checked_floating_dtype
+from jax_lossscale._check import checked_floating_dtype, is_number
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._tree import widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
 from jax_lossscale.plotting._axes import (
@@ -169,9 +168,8 @@ def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any
 
 def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The bars and their edges without the empty ones at both ends; at least one bar."""
-    drawn = np.flatnonzero(heights)
-    first, last = (drawn[0], drawn[-1]) if len(drawn) else (np.searchsorted(edges, 0), np.searchsorted(edges, 0))
-    return heights[first : last + 1], edges[first : last + 2]
+    drawn = np.flatnonzero(heights) if heights.any() else [np.searchsorted(edges, 0)]
+    return heights[drawn[0] : drawn[-1] + 1], edges[drawn[0] : drawn[-1] + 2]
 
 
 def _hatch(ax: Axes, heights: np.ndarray, edges: np.ndarray) -> None:
@@ -190,7 +188,7 @@ def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
     if yscale == "log":
         lowest = heights[heights > 0].min(initial=tallest) / 2
         ax.set_ylim(lowest, tallest * (tallest / lowest) ** 0.7)
-        ax.set_yscale("log")  # after the limits, which else it would look for, in vain if there is no bar
+        ax.set_yscale("log")  # after the limits: matplotlib would look for some, and find none if there is no bar
         ticks = LogLocator(numticks=8).tick_values(lowest, tallest)
         ax.yaxis.set_minor_locator(NullLocator())
         ax.yaxis.set_major_formatter("{x:g}")

@@ -14,6 +14,7 @@ from jax_lossscale.plotting._axes import (
     GREEN,
     VERMILLION,
     check_axes,
+    draw_grid,
     given_or_new_axes,
     remove_box,
     require_matplotlib,
@@ -135,7 +136,7 @@ def plot_run(
         check_axes(ax, "plot_run(axes=...)")
     for ax, (name, draw) in zip(axes, panels.items(), strict=True):
         draw(ax)
-        ax.set_title(name, loc="left", fontsize="medium")  # beside a low panel a label would not have room
+        ax.set_title(name, loc="left", fontsize="medium")  # a label beside a panel as low as this would not fit
         ax.tick_params(labelsize="small")
     axes[-1].set_xlabel("step")
     return axes
@@ -153,13 +154,12 @@ def _by_name(history: Any) -> dict[str, Any]:
     """Sequences by name, also of one dictionary for each step."""
     if isinstance(history, Mapping):
         return dict(history)
-    rows: list[Any] = list(history) if isinstance(history, Sequence) else [None]
-    if not all(isinstance(row, Mapping) for row in rows):
+    if not (isinstance(history, Sequence) and all(isinstance(row, Mapping) for row in history)):
         raise ValueError(
             f"`plot_run(history=...)` must be a dictionary of sequences, or dictionaries, one a step, got {history!r}."
         )
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row[name] for row in rows if name in row] for name in names}
+    names = dict.fromkeys(name for row in history for name in row)
+    return {name: [row[name] for row in history if name in row] for name in names}
 
 
 def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
@@ -288,8 +288,7 @@ def _finish(ax: Axes, steps: np.ndarray) -> None:
     margin = 0.015 * (steps[-1] - steps[0] + 1)
     ax.set_xlim(steps[0] - margin, steps[-1] + margin)
     ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
-    ax.grid(color="#e6e6e6")
-    ax.set_axisbelow(True)
+    draw_grid(ax)
     if ax.get_legend_handles_labels()[0]:  # above the Axes, where it hides nothing
         place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
         ax.legend(ncols=2, fontsize="small", frameon=False, handletextpad=0.2, columnspacing=1.2, **place)

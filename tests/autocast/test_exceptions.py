@@ -173,6 +173,15 @@ def test_bfloat16_holds_the_constants_of_float32():
     assert product_dtypes(jls.autocast(SITUATIONS["constant too large"][0], jnp.bfloat16), W, X) == ["bfloat16"]
 
 
+def test_what_differs_between_the_members_of_a_batch_is_no_constant():
+    def loss_fn(x):
+        return jnp.sum(x @ (SMALL + 1 + jax.lax.axis_index("member")))
+
+    members = jnp.stack([X, X])
+    narrow, float32 = (jax.vmap(each, axis_name="member")(members) for each in (jls.autocast(loss_fn), loss_fn))
+    assert np.allclose(narrow, float32, rtol=1e-2)
+
+
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, lambda g: jnp.linalg.eigh(g)[0], jnp.linalg.inv])
 def test_a_nearly_singular_matrix_is_factored_as_in_float32(function):
     def loss(a):

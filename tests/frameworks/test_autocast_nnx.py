@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flax")
 
 from flax import nnx
-from float32_programs import assert_narrow, distance
+from float32_programs import assert_narrow, distance_of_all
 
 import jax_lossscale as jls
 from jax_lossscale.interop.flax import Optimizer
@@ -59,8 +59,8 @@ def test_gradients_and_all_that_changed_are_those_of_float32(transform):
         gradient(model)
         results.append(gradient(model))
     (value, grads), (narrow_value, narrow_grads) = results
-    assert distance(narrow_value, value) < 2e-3
-    assert distance(nnx.to_pure_dict(narrow_grads), nnx.to_pure_dict(grads)) < 5e-3
+    assert distance_of_all(narrow_value, value) < 2e-3
+    assert distance_of_all(nnx.to_pure_dict(narrow_grads), nnx.to_pure_dict(grads)) < 5e-3
     expected, found = map(changeable, models)
     assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
@@ -90,7 +90,7 @@ def test_every_product_is_narrow():
 )
 def test_a_module_is_found_wherever_it_is_an_argument(call):
     model, expected = Network(), Network()
-    assert distance(call(model), expected(X)) < 5e-3
+    assert distance_of_all(call(model), expected(X)) < 5e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), changeable(model), changeable(expected))
 
 
@@ -110,7 +110,7 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
     with pytest.raises(ValueError, match="Make the module an argument of the function"):
         jls.autocast(lambda x: model(x))(X)
     frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # which changes nothing
-    assert distance(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
+    assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 
 def test_it_trains():

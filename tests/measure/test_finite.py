@@ -5,7 +5,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import enable_x64
+from any_jax import FLOAT8S, enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import sparse
@@ -15,22 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_lossscale as jls
 from jax_lossscale._measure import finite_and_largest, largest
 
-DTYPES = (
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
+DTYPES = (*FLOAT8S, "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 SHAPES = ((), (3, 43))
 BAD = (np.nan, np.inf, -np.inf)
 

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale._measure import axes_varied_over
 
 SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
@@ -115,6 +116,46 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
     params, skipped = jax.jit(step)(grads, tx.init(jnp.ones(3)), jnp.ones(3))
     assert skipped.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
     assert (params == 1).all(axis=1).tolist() == [False] * 5 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_under_shard_map_all_that_follows_from_a_local_verdict_is_local(skip):
+    """Schedules' counts, too. JAX does not say so of the results of a conditional, and would take one for all."""
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+
+    def local_step(grads, state, params):
+        stepped = tx.update_and_apply(grads, state, params)
+        assert {axes_varied_over(leaf) for leaf in jax.tree.leaves(stepped)} == {frozenset({"shard"})}
+        return stepped[0]
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), P(), P()), out_specs=P("shard"))
+    jax.eval_shape(step, jnp.ones(8), tx.init(jnp.ones(1)), jnp.ones(1))
+
+
+STATES = {  # before a step on eight devices, and the step that makes the next one
+    "only before": (np.arange(8.0, dtype=np.float32), P("shard"), lambda grads: jnp.zeros([])),
+    "only after": (np.zeros(1, np.float32), P(), jnp.sum),
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize(("before", "spec", "next_state"), STATES.values(), ids=STATES)
+def test_under_shard_map_a_state_may_be_local_before_a_step_or_after_it(before, spec, next_state, skip):
+    chain = optax.GradientTransformation(lambda params: jnp.zeros([]), lambda grads, *_: (grads, next_state(grads)))
+    tx = jls.loss_scaled(chain, SCALE, axis_name="shard", skip=skip)
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+
+    def local_step(grads, inner_state):
+        state = tx.init(jnp.ones(3))._replace(inner_state=inner_state[0])
+        _, state = tx.update(grads[0], state)
+        return state.inner_state[None]
+
+    step = jax.jit(jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), spec), out_specs=P("shard")))
+    grads = np.arange(24, dtype=np.float32).reshape(8, 3)
+    assert step(grads, before).tolist() == [next_state(of_device) for of_device in grads / 8]
+    grads[5, 1] = np.inf
+    assert step(grads, before).tolist() == np.broadcast_to(before, 8).tolist()
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])

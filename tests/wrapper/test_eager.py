@@ -29,6 +29,7 @@ EXTRAS = {
     "scalar of NumPy": (lambda step: {"factor": np.float32(step)}, False),
     "function": (lambda step: {"function": lambda leaf: leaf * step}, False),
     "string": (lambda step: {"label": f"step {step}"}, False),
+    "array of strings": (lambda step: {"label": np.array([f"step {step}"])}, False),
 }
 
 
@@ -57,6 +58,12 @@ def test_a_step_compiles_once_whatever_it_is_given(extra, is_compiled, loss_scal
     # What is not compiled as a whole has an operation or two more on the first bad step.
     assert counts[1 if is_compiled else 2 :] == [0] * (4 if is_compiled else 3)
     assert not is_compiled or counts[0] == 1
+
+
+def test_a_step_of_a_traced_program_is_no_call_of_its_own():
+    tx = jls.loss_scaled(chain(), 8.0)
+    program = jax.make_jaxpr(tx.update_and_apply)(GRADS, tx.init(PARAMS), PARAMS)
+    assert "take" not in [eqn.params.get("name") for eqn in program.eqns]
 
 
 @pytest.mark.parametrize("apply_together", [False, True])

@@ -358,6 +358,21 @@ def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale
     chex.assert_trees_all_equal(donating(GRADS, tx.init(params), params), expected)
 
 
+def test_a_donated_state_does_not_take_the_loss_scale_of_the_transformation_with_it():
+    loss_scale = SCALE.adjust(True)  # whose leaves are arrays; those of a fresh one are NumPy scalars
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    for _ in range(2):
+        _, state = jax.jit(tx.update_and_apply, donate_argnums=1)(GRADS, tx.init(PARAMS), PARAMS)
+        assert (state.loss_scale(), state.loss_scale.num_good_steps) == (8.0, 2)
+
+
+def test_no_leaf_of_a_fresh_state_is_weak():
+    """One that is would be strong after a step that meets a strong one, and the next step be traced anew."""
+    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)  # as a kind of the user's may have them
+    state = jls.loss_scaled(optax.sgd(0.1), weak).init(PARAMS)
+    assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 6
+
+
 def test_parameters_are_optional_where_the_chain_does_not_need_them():
     tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))

@@ -12,9 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import checked_floating_dtype
+from jax_lossscale._check import checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale._arguments import finite_number
 from jax_lossscale.diagnostics.gradients._bits import (
     DOUBLE,
     SINGLE,

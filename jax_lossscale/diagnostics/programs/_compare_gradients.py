@@ -14,8 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_function
-from jax_lossscale._loss_scale._arguments import is_number
+from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics._report import power_of_two, tell

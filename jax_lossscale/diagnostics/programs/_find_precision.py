@@ -13,9 +13,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
-from jax_lossscale._check import check_flag, check_function, checked_dtype
+from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import percent, power_of_two
 from jax_lossscale.diagnostics.programs._compare_gradients import value_and_leaves

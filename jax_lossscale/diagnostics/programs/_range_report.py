@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_flag, check_function
+from jax_lossscale._check import check_flag, check_function, is_number
 from jax_lossscale._limits import Limits, limits_of
-from jax_lossscale._loss_scale._arguments import is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics._report import tell

@@ -47,10 +47,10 @@ _OFTEN = "That is often. If these are overflows, a longer `increment_period` mak
 class Cause(NamedTuple):
     """What is known of a bad step: true, false, or ``None`` where nobody can tell."""
 
-    loss: bool | None  # whether it was not finite
-    grads: bool | None  # whether they were not finite
-    part: bool | None  # whether a micro-batch that was left out was not finite
-    condition: bool | None  # whether `skip_if` was true
+    loss: bool | None = None  # whether it was not finite
+    grads: bool | None = None  # whether they were not finite
+    part: bool | None = None  # whether a micro-batch that was left out was not finite
+    condition: bool | None = None  # whether `skip_if` was true
     record: BadStep | None = None
 
 
@@ -63,11 +63,11 @@ def cause_of_last_step(state: LossScaledState) -> Cause:
     if record is not None and record.step == min(number, np.iinfo(np.int32).max):
         return recorded_cause(record)
     if state.grads_finite:
-        return Cause(loss=None, grads=False, part=False, condition=None)
+        return Cause(grads=False, part=False)
     is_applied = state.consecutive_skips == 0
     if record is not None and is_applied:  # a step whose own gradients were bad would have been recorded
         return Cause(loss=False, grads=False, part=True, condition=False)
-    return Cause(loss=None, grads=None, part=None, condition=None)
+    return Cause()
 
 
 def recorded_cause(record: BadStep) -> Cause:

@@ -6,9 +6,11 @@ import math
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
+from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
@@ -30,7 +32,6 @@ from jax_lossscale.diagnostics.runs._bad_step import (
 _LARGE_SHARE_OF_SKIPS = 0.05
 _FEW_STEPS = 100
 
-_LARGEST_FLOAT16 = 65504
 # Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
 _MUCH_ROOM = 6
 # No true gradients are so small; ones that were never scaled seem to be, however high the scale.
@@ -90,15 +91,16 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients bear: there is nothing to do.
     """
-    _, state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
+    state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
     check_is_concrete(state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    lines = [_the_scale(state), _the_steps(state), *_the_last_step(state, params)]
-    if _are_finite(params) is False:
+    are_finite = _are_finite(params)
+    lines = [_the_scale(state), _the_steps(state), *_the_last_step(state, names_of_leaves(state, params), are_finite)]
+    if are_finite is False:
         lines.append(_the_parameters(state.loss_scale, params))
     return "\n".join(lines)
 
@@ -142,24 +144,25 @@ def _the_parameters(loss_scale: LossScale, params: chex.ArrayTree) -> str:
     return f"The parameters themselves are not finite, first in {where}, and so no loss can be. {cure}"
 
 
-def _the_last_step(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+def _the_last_step(state: LossScaledState, names: chex.ArrayTree | None, are_finite: bool | None) -> list[str]:
+    """``are_finite``: whether the parameters are."""
     skips = int(state.consecutive_skips)
     cause = cause_of_last_step(state)
-    names = names_of_leaves(state, params)
     if not skips and state.grads_finite:
-        return [*_the_steps_before(state, names), *_the_gradients(state, params)]
+        before = _the_steps_before(state, names)
+        return before if are_finite is False else [*before, *_the_gradients(state)]
     if not skips:
-        return _applied_all_the_same(state.loss_scale, cause, params, names)
+        return _applied_all_the_same(state.loss_scale, cause, names, are_finite)
     reason = why(cause, state.loss_scale, names)
     said = f"The last step was skipped: {reason}."
     if skips > 1:
         said = f"The last {skips} steps were skipped, the last one because {reason}."
     # Where the parameters are the cause, no other is to be looked for.
-    return [said] if _are_finite(params) is False else [said, what_to_do(cause, state)]
+    return [said] if are_finite is False else [said, what_to_do(cause, state)]
 
 
 def _applied_all_the_same(
-    loss_scale: LossScale, cause: Cause, params: chex.ArrayTree | None, names: chex.ArrayTree | None
+    loss_scale: LossScale, cause: Cause, names: chex.ArrayTree | None, are_finite: bool | None
 ) -> list[str]:
     """Of a last step that was applied though something was not finite."""
     if loss_scale.skip_nonfinite or (cause.part and not cause.grads):
@@ -168,9 +171,9 @@ def _applied_all_the_same(
         said = "There was a NaN or an infinity in the gradients of the last step, or in a micro-batch left out of them"
     else:
         said = f"In the last step {fault(cause.record, names)}"
-    if _are_finite(params):
+    if are_finite:
         return [f"{said}; the step was applied, and the parameters are finite all the same."]
-    if _are_finite(params) is False:
+    if are_finite is False:
         return [f"{said}, and the step was applied all the same."]
     unless = "Unless it was in such a micro-batch, the" if cause.record is None else "The"
     return [f"{said}, and the step was applied all the same.", f"{unless} parameters are lost. {_RESTART} {_SKIPPING}"]
@@ -180,7 +183,7 @@ def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> l
     skipped = int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     record = state.last_bad_step
-    cause = Cause(*[None] * 4)
+    cause = Cause()
     lines = []
     if not state.loss_scale.checks_gradients:
         cause = cause_of_last_step(state)
@@ -196,9 +199,9 @@ def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> l
     return lines
 
 
-def _the_gradients(state: LossScaledState, params: chex.ArrayTree | None) -> list[str]:
+def _the_gradients(state: LossScaledState) -> list[str]:
     """Of the gradients of a last step that was good."""
-    if not int(state.applied_steps) or _are_finite(params) is False:
+    if not int(state.applied_steps):
         return []
     if state.largest is None or not state.loss_scale.needs_largest:
         return [_RIGHT_OR_WRONG]
@@ -206,7 +209,7 @@ def _the_gradients(state: LossScaledState, params: chex.ArrayTree | None) -> lis
     if not largest:
         return [_ALL_ZERO]
     said = f"The largest gradient of the last step was {largest:.3g}."
-    room = math.floor(math.log2(_LARGEST_FLOAT16 / largest) - math.log2(float(state.loss_scale())))
+    room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(float(state.loss_scale())))
     if room >= _MUCH_ROOM:
         said += f" The scale is 2^{room} below what that would allow in float16."
     return [said, _RIGHT_OR_WRONG]

@@ -12,14 +12,8 @@ Examples:
 
 from __future__ import annotations
 
-from jax_lossscale._loss_scale import (
-    AutoLossScale,
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    NoOpLossScale,
-    _flax_serialization,
-)
+from jax_lossscale._loss_scale import LossScale, _flax_serialization
+from jax_lossscale._loss_scale.registry import OWN_KINDS
 
 try:
     from flax import serialization
@@ -51,5 +45,5 @@ def register(kind: type[LossScale]) -> type[LossScale]:
     return kind
 
 
-for _kind in (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale):
+for _kind in OWN_KINDS:
     register(_kind)

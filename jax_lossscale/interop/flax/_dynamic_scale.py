@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
 
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale
+from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale.interop import _carry
 
 
@@ -80,7 +81,7 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
     loss_scale = _carry.outgoing("to_flax", loss_scale, takes_backoff=True)
     return DynamicScale(
         growth_factor=loss_scale.multiplier,
-        backoff_factor=_carry.backoff_factor(loss_scale),
+        backoff_factor=applied_backoff_factor(loss_scale),
         growth_interval=loss_scale.increment_period - _steps_late(),
         fin_steps=jnp.int32(loss_scale.num_good_steps),
         scale=jnp.float32(loss_scale.current_loss_scale),
