@@ -508,17 +508,16 @@ def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma,
     )
     step = jax.jit(step)
 
-    with set_mesh(mesh):
-        put = functools.partial(jax.tree.map, lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)))
-        specs = dict.fromkeys(PARAMS, lies)
-        batch_specs = dict.fromkeys(BATCH, P(names))
-        params, state, loss = step(put(PARAMS, specs), put(state, state_specs), put(BATCH, batch_specs))
-        assert_is_the_first_step_on_one_device(state.inner_state, loss)
-        for batch, scale in SPOILED_BATCHES.values():
-            after, after_state, _ = step(params, state, put(batch, batch_specs))
-            assert on_each_device(after_state.loss_scale()) == [scale if WAYS[way]["looks_at_loss"] else 2.0**9] * 8
-            assert on_each_device(after_state.grads_finite) == [False] * 8
-            assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
+    put = functools.partial(jax.tree.map, lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)))
+    specs = dict.fromkeys(PARAMS, lies)
+    batch_specs = dict.fromkeys(BATCH, P(names))
+    params, state, loss = step(put(PARAMS, specs), put(state, state_specs), put(BATCH, batch_specs))
+    assert_is_the_first_step_on_one_device(state.inner_state, loss)
+    for batch, scale in SPOILED_BATCHES.values():
+        after, after_state, _ = step(params, state, put(batch, batch_specs))
+        assert on_each_device(after_state.loss_scale()) == [scale if WAYS[way]["looks_at_loss"] else 2.0**9] * 8
+        assert on_each_device(after_state.grads_finite) == [False] * 8
+        assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
 
 
 @pytest.mark.ci
