@@ -34,7 +34,7 @@ NUMBER_OF_ROLES = 3
 
 
 class Statistics(NamedTuple):
-    """Of the numbers at a probe: the largest magnitude, and the sum of the errors that rounding makes, over their sum."""
+    """Of the numbers at a probe: the largest magnitude, and the sum of the errors of rounding, relative to theirs."""
 
     largest: Any
     error: Any
