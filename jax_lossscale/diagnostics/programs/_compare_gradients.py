@@ -236,7 +236,7 @@ def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bo
     leaves, structure = jax.tree.flatten(chosen)
     inexact = {n: leaf for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)}
     most = max(map(np.size, inexact.values()), default=0)
-    signs = jnp.asarray(np.random.default_rng(0).choice(np.int8([-1, 1]), most + len(leaves)))
+    signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
     for n, leaf in inexact.items():
         leaves[n] = _nudge(leaf, signs, n, keep_dtypes)
     for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):

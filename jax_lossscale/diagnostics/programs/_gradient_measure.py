@@ -27,13 +27,13 @@ class Measurement(NamedTuple):
     nonfinite: Any
 
 
-def measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: jax.Array) -> list[Measurement]:
+def measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: ArrayLike) -> list[Measurement]:
     """Of each leaf; it is compiled once for all leaves of one shape."""
     return [_measure_leaf(leaf, reference, scale) for leaf, reference in zip(leaves, exact, strict=True)]
 
 
 @jax.jit
-def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: jax.Array) -> Measurement:
+def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
     (unscaled,), (reference,) = _tree.unscale([leaf], scale), _tree.widen([exact])
     magnitudes = jnp.abs(reference)
     largest = jnp.max(magnitudes, initial=0)
