@@ -2,12 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import workloads
 
 import jax_lossscale as jls
+from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import compare_gradients, range_report
-from jax_lossscale.diagnostics.programs import _compare_gradients, _shadow
+from jax_lossscale.diagnostics.programs import _compare_gradients, _gradient_measure, _probes, _shadow
+from jax_lossscale.diagnostics.programs._reduced import reduced
 
 
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
@@ -71,6 +74,52 @@ def test_the_range_report_holds_at_most_four_times_what_a_gradient_does(fun, par
     monkeypatch.setattr(_shadow.ShadowEvaluator, "_equation", observed)
     range_report(fun, params, x)
     assert bytes_of_one / 4 < max(held) <= 4 * bytes_of_one
+
+
+X = jnp.linspace(-2, 2, 12).reshape(3, 4)
+
+
+def reductions(jaxpr):
+    inner = [each for eqn in jaxpr.eqns for each in eqn.params.values() if hasattr(each, "jaxpr")]
+    here = sum(eqn.primitive.name.startswith("reduce") for eqn in jaxpr.eqns)
+    return here + sum(reductions(each.jaxpr) for each in inner)
+
+
+@pytest.mark.parametrize(
+    ("measured", "number"),
+    [
+        (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 2),
+        (lambda x: _gradient_measure.measure([x], [x], jnp.float32(1)), 3),
+        (lambda x: _probes._statistics(x, x), 1),
+    ],
+)
+def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
+    """Each is compiled by itself, for every operation or every shape: that is most of what a report costs."""
+    assert reductions(jax.make_jaxpr(measured)(X).jaxpr) == number
+
+
+def test_leaves_of_one_shape_are_measured_by_one_program(monkeypatch):
+    traced = []
+    unscale = _gradient_measure._tree.unscale
+    monkeypatch.setattr(
+        _gradient_measure._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
+    )
+    leaves = [jnp.ones(shape) for shape in [(7, 11)] * 4 + [(13,)] * 2]  # which no other test has
+    _gradient_measure.measure(leaves, leaves, jnp.float32(1))
+    assert traced == [(7, 11), (13,)]
+
+
+def test_reductions_in_one_pass_are_those_of_numpy():
+    x = np.asarray(X)
+    assert [float(each) for each in reduced(largest=[X, -jnp.abs(X)], sums=[X > 0, jnp.square(X)])] == pytest.approx(
+        [x.max(), 0, (x > 0).sum(), np.square(x).sum()]
+    )
+    assert [float(each) for each in reduced(largest=[jnp.zeros((0, 2))], sums=[jnp.zeros((0, 2)) > 0])] == [0, 0]
+    assert all(map(jnp.isnan, reduced(largest=[X.at[0, 0].set(jnp.nan)], sums=[X.at[0, 0].set(jnp.nan)])))
+
+
+def test_flags_are_counted_exactly():
+    assert int(reduced(sums=[jnp.ones(2**24 + 3, bool)])[0]) == 2**24 + 3  # float32 counts to 2**24
 
 
 def test_progress_is_told_on_standard_error(capsys):

@@ -233,25 +233,22 @@ def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bo
     moved = list(args)
     chosen = [moved[position] for position in positions]
     leaves, structure = jax.tree.flatten(chosen)
-    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
-    for n, leaf in zip(inexact, _nudge([leaves[n] for n in inexact], keep_dtypes), strict=True):
-        leaves[n] = leaf
+    inexact = {n: leaf for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)}
+    most = max(map(np.size, inexact.values()), default=0)
+    signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
+    for n, leaf in inexact.items():
+        leaves[n] = _nudge(leaf, signs, n, keep_dtypes)
     for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
         moved[position] = argument
     return moved
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _nudge(leaves: list[Any], keep_dtypes: bool) -> list[jax.Array]:
-    wide = _tree.widen(leaves)
-    bits = jax.random.bits(jax.random.key(0), (sum(leaf.size for leaf in wide),), jnp.uint8)
-    moved, start = [], 0
-    for leaf, original in zip(wide, leaves, strict=True):
-        signs = 2.0 * (bits[start : start + leaf.size].reshape(leaf.shape) & 1).astype(leaf.real.dtype) - 1
-        nudged = leaf * (1 + _NUDGE * signs)
-        moved.append(nudged.astype(original.dtype) if keep_dtypes else nudged)
-        start += leaf.size
-    return moved
+@functools.partial(jax.jit, static_argnums=3)
+def _nudge(leaf: Any, signs: jax.Array, start: int, keep_dtype: bool) -> jax.Array:
+    (wide,) = _tree.widen([leaf])
+    sign = jax.lax.dynamic_slice_in_dim(signs, start, wide.size).reshape(wide.shape).astype(wide.real.dtype)
+    nudged = wide * (1 + _NUDGE * sign)
+    return nudged.astype(leaf.dtype) if keep_dtype else nudged
 
 
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:

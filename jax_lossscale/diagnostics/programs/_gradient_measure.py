@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._reduced import reduced
 
 
 class Measurement(NamedTuple):
@@ -26,26 +27,24 @@ class Measurement(NamedTuple):
     nonfinite: Any
 
 
+def measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: ArrayLike) -> list[Measurement]:
+    """Of each leaf; it is compiled once for all leaves of one shape."""
+    return [_measure_leaf(leaf, reference, scale) for leaf, reference in zip(leaves, exact, strict=True)]
+
+
 @jax.jit
-def measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: jax.Array) -> list[Measurement]:
-    pairs = zip(_tree.unscale(leaves, scale), _tree.widen(exact), strict=True)
-    return [_measure_leaf(leaf, reference) for leaf, reference in pairs]
-
-
-def _measure_leaf(leaf: jax.Array, reference: jax.Array) -> Measurement:
+def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
+    (unscaled,), (reference,) = _tree.unscale([leaf], scale), _tree.widen([exact])
     magnitudes = jnp.abs(reference)
     largest = jnp.max(magnitudes, initial=0)
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     is_nonzero = magnitudes > 0
-    return Measurement(
-        largest=largest,
-        smallest=jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero),
-        squares=jnp.sum((magnitudes / unit) ** 2),
-        squared_errors=jnp.sum((jnp.abs(leaf - reference) / unit) ** 2),
-        nonzero=jnp.sum(is_nonzero, dtype=jnp.float32),
-        lost=jnp.sum(is_nonzero & (leaf == 0), dtype=jnp.float32),
-        nonfinite=jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32),
-    )
+    of = [jnp.square(magnitudes / unit), jnp.square(jnp.abs(unscaled - reference) / unit)]
+    of += [is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)]
+    squares, squared_errors, *counts = reduced(sums=of)
+    nonzero, lost, nonfinite = (count.astype(jnp.float32) for count in counts)
+    smallest = jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero)
+    return Measurement(largest, smallest, squares, squared_errors, nonzero, lost, nonfinite)
 
 
 def reports_of_leaves(

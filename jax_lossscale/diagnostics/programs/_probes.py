@@ -26,6 +26,7 @@ from jax_lossscale._program import custom_rules
 from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS, closed
 from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of, last_uses
 from jax_lossscale._program.place import Place, place_within
+from jax_lossscale.diagnostics.programs._reduced import reduced
 
 # What is probed of a product; and of each, its cotangent.
 LEFT, RIGHT, RESULT = range(3)
@@ -33,7 +34,7 @@ NUMBER_OF_ROLES = 3
 
 
 class Statistics(NamedTuple):
-    """Of the numbers at a probe: the largest magnitude, and the relative error that rounding makes, in the norm."""
+    """Of the numbers at a probe: the largest magnitude, and the sum of the errors of rounding, relative to theirs."""
 
     largest: Any
     error: Any
@@ -186,12 +187,9 @@ class RoundingEvaluator:
 
 def _statistics(value: jax.Array, error: jax.Array) -> jax.Array:
     magnitude = jnp.where(jnp.isfinite(value), jnp.abs(value), 0)
-    largest = jnp.max(magnitude, initial=0)
-    unit = jnp.where(largest > 0, largest, 1)
-    error = jnp.where(jnp.isfinite(error), error, value)
-    error = jnp.where(jnp.isfinite(error), error, 0)
-    norms = [jnp.sqrt(jnp.sum(jnp.square(part / unit))) for part in (error, magnitude)]
-    return jnp.stack([largest, norms[0] / jnp.maximum(norms[1], 1e-30)])
+    errors = jnp.where(jnp.isfinite(error), jnp.abs(error), magnitude)
+    largest, off, norm = reduced(largest=[magnitude], sums=[errors, magnitude])
+    return jnp.stack([largest, off / jnp.where(norm > 0, norm, 1)])
 
 
 def _worst(measured: Measured, found: Measured) -> Measured:

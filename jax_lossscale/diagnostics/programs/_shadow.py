@@ -18,6 +18,7 @@ from jax_lossscale._limits import Limits
 from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS, closed
 from jax_lossscale._program.jaxpr import bind, in_context, is_equation_narrow, is_narrow, last_uses
 from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics.programs._reduced import reduced
 from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured, sites
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
@@ -149,6 +150,9 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: boo
     narrow, wide = (jnp.asarray(value).astype(jnp.float32).ravel() for value in (narrow, wide))
     is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
     magnitude = jnp.where(is_nan, 0, jnp.abs(wide))
+    largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
+    unit = jnp.where(unit > 0, unit, 1)
+    difference = jnp.where((narrow == wide) | (jnp.isnan(narrow) & is_nan), 0, (narrow - wide) / unit)
     flags = (
         is_finite & (magnitude >= limits.overflow) & is_narrow,
         is_nan,
@@ -156,15 +160,11 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: boo
         (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_narrow,
         magnitude > 0,
     )
-    overflow, nan, zero, subnormal, nonzero = (flag.sum(dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
+    squares = jnp.square(difference), jnp.square(jnp.where(is_finite, wide / unit, 0))
+    *counts, off, norm = reduced(sums=[*flags, *squares])
+    overflow, nan, zero, subnormal, nonzero = (count.astype(jnp.float32) for count in counts)
     size, nonzero = max(wide.size, 1), jnp.maximum(nonzero, 1)
-    unit = jnp.max(jnp.where(is_finite, magnitude, 0), initial=0)
-    unit = jnp.where(unit > 0, unit, 1)
-    difference = jnp.where((narrow == wide) | (jnp.isnan(narrow) & is_nan), 0, (narrow - wide) / unit)
-    norm = jnp.linalg.norm(jnp.where(is_finite, wide / unit, 0))
-    off = jnp.linalg.norm(difference)
-    error = jnp.where(off == 0, 0, jnp.where(jnp.isfinite(off), off / norm, jnp.inf))
-    largest = jnp.max(magnitude, initial=0)
+    error = jnp.where(off == 0, 0, jnp.where(jnp.isfinite(off), jnp.sqrt(off / norm), jnp.inf))
     shares = [overflow / size, nan / size, zero / nonzero, subnormal / nonzero]
     return jnp.stack([largest, *shares, error, jnp.zeros(()), jnp.zeros(())])
 
