@@ -88,9 +88,8 @@ def reductions(jaxpr):
 @pytest.mark.parametrize(
     ("measured", "number"),
     [
-        (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 2),
-        (lambda x: _gradient_measure.measure([x], [x], jnp.float32(1)), 3),
-        (lambda x: _probes._statistics(x, x), 1),
+        (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 4),
+        (lambda x: _probes._statistics(x, x), 2),
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
@@ -118,8 +117,12 @@ def test_reductions_in_one_pass_are_those_of_numpy():
     assert all(map(jnp.isnan, reduced(largest=[X.at[0, 0].set(jnp.nan)], sums=[X.at[0, 0].set(jnp.nan)])))
 
 
-def test_flags_are_counted_exactly():
-    assert int(reduced(sums=[jnp.ones(2**24 + 3, bool)])[0]) == 2**24 + 3  # float32 counts to 2**24
+def test_of_more_numbers_than_float32_counts_none_is_lost():
+    flags, twos = jnp.ones((2, 2**23 + 3), bool), jnp.full((2**12, 2**13), 2.0)
+    assert int(reduced(sums=[flags])[0]) == 2**24 + 6
+    assert int(reduced(sums=[twos])[0]) == 2**26
+    (measured,) = _gradient_measure.measure([twos.ravel()], [twos.ravel()], jnp.float32(1))
+    assert (measured.squares, measured.nonzero) == (2**25, 2**25)
 
 
 def test_progress_is_told_on_standard_error(capsys):

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._reduced import reduced
 
 
 class Measurement(NamedTuple):
@@ -39,12 +38,17 @@ def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measur
     largest = jnp.max(magnitudes, initial=0)
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     is_nonzero = magnitudes > 0
-    of = [jnp.square(magnitudes / unit), jnp.square(jnp.abs(unscaled - reference) / unit)]
-    of += [is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)]
-    squares, squared_errors, *counts = reduced(sums=of)
-    nonzero, lost, nonfinite = (count.astype(jnp.float32) for count in counts)
-    smallest = jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero)
-    return Measurement(largest, smallest, squares, squared_errors, nonzero, lost, nonfinite)
+    flags = is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)
+    nonzero, lost, nonfinite = (jnp.sum(flag, dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
+    return Measurement(
+        largest=largest,
+        smallest=jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero),
+        squares=jnp.sum(jnp.square(magnitudes / unit)),
+        squared_errors=jnp.sum(jnp.square(jnp.abs(unscaled - reference) / unit)),
+        nonzero=nonzero,
+        lost=lost,
+        nonfinite=nonfinite,
+    )
 
 
 def reports_of_leaves(

@@ -12,15 +12,17 @@ from jax import lax
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:
     """The largest number of each of some arrays, at least 0, and the sums of others; all are of one shape.
 
-    Where an array holds NaN, so is its result. Flags are counted, in ``uint32``.
+    Where an array holds NaN, so is its result. Flags are counted, in ``uint32``. Floats are added up one by one, first
+    along the last axis, then over the others: a sum of more than 2**24 along one of them may be too small.
     """
     counted = [each.astype(jnp.uint32) if each.dtype == bool else each for each in sums]
-    of = (*largest, *counted)
-    start = tuple(each.dtype.type(0) for each in of)
+    found = tuple(map(jnp.atleast_1d, (*largest, *counted)))
+    start = tuple(each.dtype.type(0) for each in found)
     combine = [lax.max] * len(largest) + [lax.add] * len(sums)
 
     def combined(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(both(*pair) for both, *pair in zip(combine, left, right, strict=True))
 
-    found: Sequence[jax.Array] = lax.reduce(of, start, combined, tuple(range(of[0].ndim)))
-    return found
+    last = found[0].ndim - 1
+    found = lax.reduce(found, start, combined, (last,))
+    return lax.reduce(found, start, combined, range(last)) if last else found

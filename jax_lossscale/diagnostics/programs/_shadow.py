@@ -147,7 +147,7 @@ class ShadowEvaluator:
 @partial(jax.jit, static_argnums=(2, 3))
 def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: bool) -> jax.Array:
     """``float32[fields]``, the statistics of an array, as far as it tells them itself."""
-    narrow, wide = (jnp.asarray(value).astype(jnp.float32).ravel() for value in (narrow, wide))
+    narrow, wide = (jnp.asarray(value).astype(jnp.float32) for value in (narrow, wide))
     is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
     magnitude = jnp.where(is_nan, 0, jnp.abs(wide))
     largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
