@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
 
 # Matrix products and convolutions: what tensor cores compute.
@@ -48,3 +50,11 @@ COMPUTED_ONCE = frozenset(
         *LINEAR_ALGEBRA,
     }
 )
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix product or a convolution: what sums nothing up is a multiplication."""
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name in PRODUCTS
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return len(contracted) > 0

@@ -21,6 +21,7 @@ from jax_lossscale._autocast.operations import (
     MOVES_EACH_BY_ITSELF,
     PRODUCTS,
     REPEATING_MOVES,
+    is_product,
 )
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Program, Step, inlined
@@ -152,7 +153,7 @@ class Planner:
         wide_by_rule = rule is not None and rule.precision == "wide"
         if (name in _ALL_MOVES or _changes_nothing(eqn)) and not wide_by_rule:
             return Decision(Kind.MOVE, is_alone=name in MOVES_BETWEEN_DEVICES)
-        if name not in PRODUCTS or not _contracts(eqn):
+        if not is_product(eqn):
             return Decision(Kind.OTHER, is_narrow=rule is not None and rule.precision == "narrow")
         if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
@@ -212,14 +213,6 @@ def _changes_nothing(eqn: Any) -> bool:
         eqn.invars[0].aval.dtype,
         eqn.params["new_dtype"],
     } == {np.dtype(np.float32)}
-
-
-def _contracts(eqn: Any) -> bool:
-    """Whether a product sums anything up: without that it is a multiplication."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return len(contracted) > 0
 
 
 def _arguments(eqn: Any, inputs: Sequence[Constant | None]) -> list[Sequence[Constant | None]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.operations import PRODUCTS
+from jax_lossscale._autocast.operations import PRODUCTS, is_product
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
@@ -113,7 +113,7 @@ class _Origins(Flow[_Origin | None]):
         why = _why([origin for _, origin in pairs], place, takes_narrow=takes_narrow)
         name = eqn.primitive.name
         gives = any(_is_wide_float(variable.aval) for variable in eqn.outvars)
-        if name in PRODUCTS and contracts(eqn):
+        if is_product(eqn):
             self.number += 1
             if any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
                 self.wide.append((place, why))
@@ -140,14 +140,6 @@ def _from_narrow(origin: _Origin | None) -> int:
 def _is_wide_float(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and not is_narrow(aval)
-
-
-def contracts(eqn: Any) -> bool:
-    """Whether a product sums anything up: without that it is a multiplication."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return len(contracted) > 0
 
 
 def _described(place: Place, why: _Origin | None, dtype: str) -> str:
