@@ -87,7 +87,7 @@ TESTS = {  # the quickest to notice first
         *(AUTOCAST + name for name in ("test_stretches.py", "test_exceptions.py", "test_policy.py")),
         AUTOCAST + "test_structures.py",
     ],
-    "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
+    "_autocast/policy.py": [AUTOCAST + "test_rules.py", AUTOCAST + "test_policy.py"],
     "_autocast/rewrite.py": [
         *(AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_structures.py")),
         *(AUTOCAST + name for name in ("test_acceptance.py", "test_exceptions.py")),

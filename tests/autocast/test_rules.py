@@ -48,7 +48,16 @@ def test_the_loss_scale_is_shown_and_kept_and_changes_nothing():
     assert str(policy).endswith("Found to be right at a loss scale of 2^15.")
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan"), "2"])
-def test_a_loss_scale_that_is_none(scale):
-    with pytest.raises(ValueError, match=r"PrecisionPolicy\(loss_scale=...\)` must be a positive finite number"):
+@pytest.mark.parametrize(
+    ("scale", "must_be"),
+    [
+        (0, "a positive normal float32"),
+        (-1.0, "a positive normal float32"),
+        (float("inf"), "finite"),
+        (float("nan"), "finite"),
+        ("2", "a number"),
+    ],
+)
+def test_a_loss_scale_that_is_none(scale, must_be):
+    with pytest.raises(ValueError, match=rf"`PrecisionPolicy\(loss_scale=...\)` must be {must_be}.*got {scale!r}"):
         jls.PrecisionPolicy(loss_scale=scale)
