@@ -31,6 +31,9 @@ MODELS = [
 ]
 
 
+QUICK = ("LSTM by scan", "PINN, second derivatives", "`jax.checkpoint`")
+
+
 @pytest.fixture(autouse=True)
 def ranks_may_differ():
     with jax.numpy_rank_promotion("allow"):  # as flax's layers need
@@ -127,8 +130,10 @@ def test_products_are_rounded_and_nothing_else():
 
 @pytest.mark.parametrize(
     "model",
-    [*programs(), *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS)],
-    ids=lambda model: model.name,
+    [
+        pytest.param(model, id=model.name, marks=() if model.name in QUICK else pytest.mark.slow)
+        for model in (*programs(), *MODELS)
+    ],
 )
 def test_all_products_are_narrow_and_every_way_gives_about_the_same(model):
     params, batch = jax.jit(lambda: (model.params(), model.batch(0)))()

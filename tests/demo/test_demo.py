@@ -59,6 +59,19 @@ def must_not_train(monkeypatch):
 # The claims.
 
 
+def test_float16_loses_gradients_and_scaled_follows_float32_from_the_first_steps(tmp_path):
+    assert main(["--steps", "60", "--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
+    arms = json.loads((tmp_path / "results.json").read_text())["arms"]
+    loss = {name: arm["final_loss"] for name, arm in arms.items()}
+    zeros = {name: arm["zero_gradient_fraction"] for name, arm in arms.items()}
+    assert loss["float16"] > 1.01 * loss["float32"]
+    assert loss["float16_fixed"] == pytest.approx(loss["float32"], rel=2e-3)
+    assert loss["float16_auto"] == pytest.approx(loss["float32"], rel=2e-3)
+    assert zeros["float16"] > 0.1
+    assert max(zeros[name] for name in ARMS if name != "float16") < 1e-3
+
+
+@pytest.mark.slow  # the whole main job
 def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_path, capsys):
     assert main(["--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
     arms = json.loads((tmp_path / "results.json").read_text())["arms"]

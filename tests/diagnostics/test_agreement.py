@@ -11,8 +11,7 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 PROGRAMS = faults.FAULTS | faults.SOUND | {name: getattr(workloads, name)() for name in KNOWN}
-# One for each thing that a verdict can say.
-QUICK = ("a_bias_of_the_keys", "second_differences", *(name for name in KNOWN if "float16" not in name))
+QUICK = ("healthy", "tiny_loss", "square_too_large", "rounded_away", "layer_norm", "cosines_of_small_vectors")
 
 
 @pytest.mark.ci

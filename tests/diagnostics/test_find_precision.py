@@ -68,7 +68,13 @@ def error(loss, args, policy, dtype=jnp.float16):
     return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# One for each way of finding it; the others take as long.
+QUICK = ("squares", "small_epsilon", "distances", "small_unit", "two_branches", "a_loop", "a_shard")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
+)
 def test_each_fault_is_found_and_cured(name, capsys):
     loss, args = FAULTS[name]
     num_wide, num_wide_result, reason = FOUND[name]

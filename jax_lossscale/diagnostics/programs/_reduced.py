@@ -13,7 +13,7 @@ def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -
     """The largest number of each of some arrays, at least 0, and the sums of others; all are of one shape.
 
     Where an array holds NaN, so is its result. Flags are counted, in ``uint32``. Floats are added up one by one, first
-    along the last axis, then over the others: a sum of more than 2**24 along one of them may be too small.
+    along the last axis, then over the others: a sum of more than ``2**24`` along one of them may be too small.
     """
     counted = [each.astype(jnp.uint32) if each.dtype == bool else each for each in sums]
     found = tuple(map(jnp.atleast_1d, (*largest, *counted)))
