@@ -67,7 +67,7 @@ def run_command(*command, code=0):
     return done.stdout
 
 
-QUICK = ("pinn", "sharded_training")  # the others take as long to compile, and say no more of the harness
+QUICK = ("sharded_training",)  # the others take as long to compile, and say no more of the harness
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ CORE = [
 QUICK = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales"),
     *("tests/measure/test_primitive.py", "tests/gradients/test_gradients.py", "tests/gradients/test_parts.py"),
-    *("tests/autocast/test_structures.py", "tests/wrapper/test_transform.py", "tests/wrapper/test_lowering.py"),
+    *("tests/autocast/test_structures.py", "tests/wrapper/test_told.py", "tests/wrapper/test_lowering.py"),
 ]
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from any_program import PROGRAMS, loss_of, number_of_products
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -66,6 +67,7 @@ def test_products_are_of_one_dtype_and_twice_is_once(program):
     assert programs[0] == programs[1]
 
 
+@pytest.mark.slow
 @settings(some, max_examples=3)
 @given(PROGRAMS, st.integers(0, 3))
 def test_so_is_autocast_of_the_gradient(program, seed):
@@ -78,6 +80,7 @@ def test_so_is_autocast_of_the_gradient(program, seed):
         assert jnp.linalg.norm(grad - narrow) <= bound * (1 + jnp.linalg.norm(grad))
 
 
+@pytest.mark.slow
 @settings(some, max_examples=3)
 @given(PROGRAMS, st.integers(0, 3))
 def test_without_recomputing_it_is_the_same_but_for_the_order_of_sums(program, seed):

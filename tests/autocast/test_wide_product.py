@@ -45,7 +45,13 @@ def test_the_result_is_float32_and_was_never_rounded():
     np.testing.assert_array_equal(jax.jit(dot)(X16, W16), dot(X16, W16))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=program.__name__, marks=() if program in PROGRAMS[::5] else pytest.mark.slow)
+        for program in PROGRAMS
+    ],
+)
 def test_in_every_program_the_backward_products_are_narrow(program):
     narrow = products(jax.make_jaxpr(jax.value_and_grad(wide(program), (0, 1)))(W, X).jaxpr)
     assert {dtypes[1:3] for dtypes in narrow} == {("float16", "float16")}

@@ -90,7 +90,13 @@ def test_each_fault_is_found_and_cured(name, capsys):
     assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("a_transformer_block", "a_pinn") else ())
+        for name in HEALTHY
+    ],
+)
 @pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
     loss, args = HEALTHY[name]

@@ -324,7 +324,7 @@ either_order = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "name",
     [
-        "convolutions",
+        pytest.param("convolutions", marks=pytest.mark.slow),
         pytest.param("attention", marks=pytest.mark.slow),
         "recurrent",
     ],
@@ -358,6 +358,7 @@ def test_nnx(order):
     assert_a_network_equals_itself_in_float32(model, order)
 
 
+@pytest.mark.slow
 @either_order
 def test_equinox(order):
     eqx = pytest.importorskip("equinox")

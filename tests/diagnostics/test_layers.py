@@ -136,6 +136,7 @@ def test_the_layer_is_told_from_others_of_its_class(program):
     assert len({operation.layer for operation in report if operation.operation == "mul"}) > 3
 
 
+@pytest.mark.slow
 def test_products_of_the_backward_pass_belong_to_their_own_layer():
     sizes = (4, 5, 6, 7, 8)  # no two products are of one shape
     loss, *_ = functions_in_a_loop()

@@ -38,7 +38,9 @@ def tree_with_none_and_counters():
     return params, lambda params, x: jnp.mean((x @ params["kernel"]) ** 2) * params["step"], "['kernel']"
 
 
-@pytest.mark.parametrize("model", [equinox_module, nnx_module, tree_with_none_and_counters])
+@pytest.mark.parametrize(
+    "model", [pytest.param(equinox_module, marks=pytest.mark.slow), nnx_module, tree_with_none_and_counters]
+)
 def test_whole_models_are_taken(model):
     params, loss, path = model()
     narrow = jls.autocast(loss)

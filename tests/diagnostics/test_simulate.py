@@ -22,6 +22,7 @@ from jax_lossscale.diagnostics import (
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3))
 def test_a_simulation_is_the_loop(trace, period, hysteresis):

@@ -65,6 +65,7 @@ def test_a_transformer_with_dropout_and_remat():
     assert_like_float32(loss_fn, jax.jit(model.init)(rngs, TOKENS)["params"], TOKENS, jax.random.key(4))
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_float32_and_those_of_float32():
     model = ResNet()
     variables = jax.jit(model.init)(jax.random.key(2), IMAGES)

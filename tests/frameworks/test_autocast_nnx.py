@@ -113,6 +113,7 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 
+@pytest.mark.slow
 def test_it_trains():
     model = Network()
     opt = Optimizer(model, jls.loss_scaled(optax.adam(1e-2)), wrt=nnx.Param)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from pages import copied, first_block
 
 import jax_lossscale as jls
@@ -11,6 +12,7 @@ def test_it_is_a_file_of_sixty_lines():
     assert len(first_block("bare").splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_float16_ends_within_the_noise_of_float32():
     page = copied("bare")
     ends = {dtype: page.train(dtype) for dtype in (jnp.float32, jnp.float16)}

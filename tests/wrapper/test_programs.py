@@ -90,6 +90,7 @@ def train_gan(make_tx):
     return history, opt_states
 
 
+@pytest.mark.slow
 def test_a_gan_in_equinox_trains_as_with_no_scaling_at_all():
     history, opt_states = train_gan(lambda: jls.loss_scaled(optax.adam(1e-2), 1024.0))
     expected, _ = train_gan(lambda: jls.loss_scaled(optax.adam(1e-2), None))

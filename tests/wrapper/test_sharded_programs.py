@@ -125,6 +125,7 @@ def lines_of_cached(folder):
     return output.splitlines()
 
 
+@pytest.mark.slow
 def test_the_next_process_finds_the_compiled_steps_in_the_cache(tmp_path):
     assert lines_of_cached(tmp_path) == [f"{name}, 0, 1" for name in cached.MESHES]
     assert lines_of_cached(tmp_path) == [f"{name}, 1, 0" for name in cached.MESHES]
