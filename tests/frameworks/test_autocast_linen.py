@@ -55,6 +55,7 @@ def cross_entropy(logits, labels):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
+@pytest.mark.slow
 def test_a_transformer_with_dropout_and_remat():
     model = Transformer()
     rngs = {"params": jax.random.key(2), "dropout": jax.random.key(3)}

@@ -16,6 +16,7 @@ from pages import assert_same_bits
 import jax_lossscale as jls
 
 pytestmark = [
+    pytest.mark.slow,  # test_linen.py has one way through checkpoints
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within orbax
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of orbax, about shardings
 ]
