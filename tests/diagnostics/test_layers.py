@@ -113,7 +113,7 @@ def passes_through_a_line():
             y = y * y  # 4, 16, 256, 65536
         return jnp.mean(jnp.log(y.astype(jnp.float32)))
 
-    return loss, jnp.zeros((1, 4)), "no. 4 of 5"
+    return loss, jnp.zeros((1, 4)), "run 4 of 5"
 
 
 @pytest.mark.parametrize(

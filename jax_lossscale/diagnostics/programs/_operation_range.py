@@ -26,7 +26,7 @@ class OperationRange:
         else "".
       layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
         there are none. Where a line is run more than once, the path of the parameter that entered last is added, such
-        as ``Block, model.blocks[2].kernel``; or if that is the same, a number, such as ``no. 2 of 5``.
+        as ``Block, model.blocks[2].kernel``; or if that is the same, a number, such as ``run 2 of 5``.
       source: file and line, of the innermost function that belongs to no installed library.
       is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
       shape: the shape of the result.

@@ -109,7 +109,7 @@ def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
         alike = _alike(site)
         is_one_of_several = not site.place.is_backward and total[alike] > 1
         so_far[alike] += is_one_of_several
-        numbered.append(_with(site, f"no. {so_far[alike]} of {total[alike]}" if is_one_of_several else ""))
+        numbered.append(_with(site, f"run {so_far[alike]} of {total[alike]}" if is_one_of_several else ""))
     return numbered
 
 
