@@ -127,6 +127,7 @@ TESTS = {  # the quickest to notice first
     ],
     "_optax/wrapped.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_eager.py")),
+        WRAPPER + "test_unagreed.py",
         HARD + "test_bad_input.py",
         HARD + "test_any_tree.py",
     ],
