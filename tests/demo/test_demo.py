@@ -183,6 +183,11 @@ def test_zero_fraction_counts_values_not_leaves():
 # Where it writes it.
 
 
+def test_progress_goes_to_stderr(capfd):
+    command.run(steps=1, seed=0)
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.slow
 def test_progress_is_shown_where_stderr_is_a_terminal(monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
