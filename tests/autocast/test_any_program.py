@@ -12,7 +12,7 @@ from reading import product_dtypes
 import jax_lossscale as jls
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-some = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+some = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 def arrays(seed):
@@ -48,7 +48,7 @@ def test_the_result_is_that_of_float32_but_for_rounding(program, seed):
     check(program, seed, "float16")
 
 
-@settings(some, max_examples=3)
+@settings(some, max_examples=4)
 @given(PROGRAMS, st.integers(0, 3))
 def test_so_it_is_in_bfloat16(program, seed):
     check(program, seed, "bfloat16")
@@ -68,7 +68,7 @@ def test_products_are_of_one_dtype_and_twice_is_once(program):
 
 
 @pytest.mark.slow
-@settings(some, max_examples=3)
+@settings(some, max_examples=4)
 @given(PROGRAMS, st.integers(0, 3))
 def test_so_is_autocast_of_the_gradient(program, seed):
     w, x = arrays(seed)
@@ -81,7 +81,7 @@ def test_so_is_autocast_of_the_gradient(program, seed):
 
 
 @pytest.mark.slow
-@settings(some, max_examples=3)
+@settings(some, max_examples=4)
 @given(PROGRAMS, st.integers(0, 3))
 def test_without_recomputing_it_is_the_same_but_for_the_order_of_sums(program, seed):
     w, x = arrays(seed)
