@@ -128,3 +128,17 @@ def test_derivatives_of_an_eager_step_are_taken_of_what_the_chain_has_closed_ove
 
     assert jax.grad(after)(0.1, GRADS) == -0.5
     assert jax.grad(after)(0.1, {**GRADS, "bias": 2 * GRADS["bias"]}) == -1.0
+
+
+@pytest.mark.parametrize("setting", ["nesterov", jnp.float16, jnp.negative], ids=["string", "dtype", "function"])
+def test_the_state_of_a_chain_may_hold_what_is_no_array(setting):
+    def update(updates, state, params=None):
+        assert state["setting"] is setting
+        return updates, {**state, "steps": state["steps"] + 1}
+
+    inner = optax.GradientTransformation(lambda params: {"setting": setting, "steps": jnp.zeros((), int)}, update)
+    tx = jls.loss_scaled(inner, 8.0)
+    params, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(params, {"kernel": jnp.array([2.0, 0.0]), "bias": jnp.float32(1.0)})
+    assert state.inner_state["setting"] is setting
+    assert state.inner_state["steps"] == 1
