@@ -1,4 +1,4 @@
-"""Several reductions of numbers in one pass, which is compiled, and runs, in little more than the time of one."""
+"""Several reductions of arrays of one shape, compiled as one."""
 
 from __future__ import annotations
 
