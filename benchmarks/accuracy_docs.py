@@ -74,8 +74,8 @@ def draw(summary: Table, details: Table) -> Figure:
 
 
 def _percents(details: Table) -> dict[tuple[str, str], list[float]]:
-    """Percent above float32 of every seed, by workload and arm; what ended as NaN is left out."""
+    """Percent above float32 of every seed, by workload and arm; what ended as NaN, or was not run, is left out."""
     seeds = [n for n, (heading, _) in enumerate(details.columns) if heading.startswith("seed")]
     return {
-        (str(row[0]), str(row[1])): [cast(float, row[n]) for n in seeds if row[n] is not None] for row in details.rows
+        (str(row[0]), str(row[1])): [cell for n in seeds if isinstance(cell := row[n], float)] for row in details.rows
     }

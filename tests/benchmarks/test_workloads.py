@@ -241,7 +241,17 @@ def test_a_training_that_ends_as_nan_is_no_number_and_no_noise():
     one = accuracy.Compared("pinn", "float16", (percent,) * 3, 5.0, (outcome,) * 3)
     assert not one.within_floor
     assert accuracy._verdict(one) == "NaN"
-    assert accuracy._row(one, 3)[2:6] == [None] * 4
+    assert accuracy._row(one, 3, 4)[2:7] == [None] * 4 + [""]  # no fourth seed
+
+
+def test_where_chance_decides_most_there_is_one_seed_more(trains_in_no_time):
+    progress = Progress(lambda fraction, what: None)
+    _, details = accuracy.run(quick=False, progress=progress, workloads=("pinn", "wgan_gp"))
+    headings = [heading for heading, _ in details.columns]
+    shown = {row[0]: row[headings.index("seed 3")] for row in details.rows if row[1] == "bfloat16"}
+    assert shown == {"pinn": "", "wgan_gp": pytest.approx(50)}
+    numbers = accuracy_docs._percents(details)
+    assert (len(numbers["pinn", "bfloat16"]), len(numbers["wgan_gp", "bfloat16"])) == (3, 4)
 
 
 def test_the_tables_and_the_figure_go_into_docs(tables, tmp_path, monkeypatch):
