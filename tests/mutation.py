@@ -297,6 +297,10 @@ class Workplace:
 
 def run(mutants, jobs):
     """Yield each mutant with its outcome, as they end."""
+    # As in conftest.py, which comes too late here: jax reads them when it is imported. All mutants share one cache.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     for module in ("jax", "optax", "chex", "flax.serialization"):  # nothing that pytest has to import itself
         __import__(module)
     sys.dont_write_bytecode = True  # a mutant may be as long as another of the same second
