@@ -66,10 +66,12 @@ def from_jmp(loss_scale: Any) -> LossScale:
         _carry.count(loss_scale.period, "from_jmp(...).period"),
         _carry.number(loss_scale.factor, "from_jmp(...).factor"),
         min_loss_scale=floor,
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
     )
     lost += _carry.past_period(num_good_steps, result.increment_period) + _carry.below_floor(scale, floor)
     _carry.warn("from_jmp", lost)
-    return _carry.with_state(result, scale, num_good_steps)
+    return result
 
 
 def to_jmp(loss_scale: LossScale) -> Any:

@@ -27,8 +27,8 @@ from typing import Any
 from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from jax_lossscale.interop import _carry
 
-_CONFIG = ("initial_loss_scale", "increment_period", "multiplier")
-_STATE = ("current_loss_scale", "good_steps")
+_CONFIG = {"initial_loss_scale": _carry.number, "increment_period": _carry.count, "multiplier": _carry.number}
+_STATE = {"current_loss_scale": _carry.number, "good_steps": _carry.count}
 _FLOOR = 1.0  # TensorFlow's, which cannot be set
 
 
@@ -47,23 +47,20 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
     Raises:
       ValueError: if an entry is missing or is not a number, or if the configuration makes no sense.
     """
-    name = "from_tensorflow(config=...)"
     if isinstance(config, Mapping) and config.keys() == {"loss_scale_value"}:
         return FixedLossScale.from_config(dict(config))
-    initial, period, multiplier = _carry.entries(config, _CONFIG, name)
-    initial = _carry.number(initial, f"{name}['initial_loss_scale']")
-    loss_scale = DynamicLossScale(
-        initial,
-        _carry.count(period, f"{name}['increment_period']"),
-        _carry.number(multiplier, f"{name}['multiplier']"),
-        min_loss_scale=min(initial, _FLOOR),
-    )
-    scale = initial
+    initial, period, multiplier = _carry.entries(config, _CONFIG, "from_tensorflow(config=...)")
+    scale, num_good_steps = initial, 0
     if state is not None:
         scale, num_good_steps = _carry.entries(state, _STATE, "from_tensorflow(state=...)")
-        scale = _carry.number(scale, "from_tensorflow(state=...)['current_loss_scale']")
-        num_good_steps = _carry.count(num_good_steps, "from_tensorflow(state=...)['good_steps']")
-        loss_scale = _carry.with_state(loss_scale, scale, num_good_steps)
+    loss_scale = DynamicLossScale(
+        initial,
+        period,
+        multiplier,
+        min_loss_scale=min(initial, _FLOOR),
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
+    )
     _carry.warn("from_tensorflow", _carry.below_floor(min(initial, scale), _FLOOR))
     return loss_scale
 
@@ -87,6 +84,5 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
             _carry.warn("to_tensorflow", ["`skip_nonfinite` is set, and the peer never skips with a fixed scale"])
         return {"loss_scale_value": loss_scale.get_config()["loss_scale_value"]}, {}
     loss_scale = _carry.outgoing("to_tensorflow", loss_scale, floor=_FLOOR)
-    values = (loss_scale.initial_loss_scale, loss_scale.increment_period, loss_scale.multiplier)
-    config = dict(zip(_CONFIG, values, strict=True))
-    return config, dict(zip(_STATE, _carry.scale_and_counter(loss_scale), strict=True))
+    config = {name: getattr(loss_scale, name) for name in _CONFIG}
+    return config, {"current_loss_scale": float(loss_scale()), "good_steps": int(loss_scale.num_good_steps)}

@@ -58,10 +58,12 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         backoff_factor=dynamic_scale.backoff_factor,
         min_loss_scale=floor,
         max_loss_scale=_carry.LARGEST_SCALE,  # flax's ceiling
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
     )
     lost += no_floor + _carry.past_period(num_good_steps, loss_scale.increment_period)
     _carry.warn("from_flax", lost + _carry.below_floor(scale, floor))
-    return _carry.with_state(loss_scale, scale, num_good_steps)
+    return loss_scale
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
