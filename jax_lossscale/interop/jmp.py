@@ -2,15 +2,6 @@
 
 Read against jmp 0.0.4. The rule is the same, with two differences: jmp keeps its floor only until the first `jax.jit`,
 `jax.lax.scan` or `jax.tree.map`, after which it is 1; and a counter past the period goes on to the next multiple.
-
-Examples:
-  >>> import jax.numpy as jnp, jmp
-  >>> from jax_lossscale.interop.jmp import from_jmp
-  >>> loss_scale = from_jmp(
-  ...     jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500)
-  ... )
-  >>> float(loss_scale()), int(loss_scale.num_good_steps), loss_scale.increment_period
-  (32768.0, 7, 500)
 """
 
 from __future__ import annotations
@@ -43,6 +34,15 @@ def from_jmp(loss_scale: Any) -> LossScale:
 
     Raises:
       ValueError: if it is none of these, if the scale is 0, infinite or NaN, or if the configuration makes no sense.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp
+      >>> from jax_lossscale.interop.jmp import from_jmp
+      >>> loss_scale = from_jmp(
+      ...     jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500)
+      ... )
+      >>> float(loss_scale()), int(loss_scale.num_good_steps), loss_scale.increment_period
+      (32768.0, 7, 500)
     """
     if isinstance(loss_scale, jmp.NoOpLossScale):
         return NoOpLossScale()

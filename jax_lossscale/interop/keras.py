@@ -2,16 +2,6 @@
 
 Read against Keras 3.15.1. The rule is the same, with three differences: Keras has no floor, no ceiling (its scale can
 become infinite, and stays so), and it compares its counter with ``==``.
-
-Examples:
-  >>> from jax_lossscale.interop.keras import from_keras
-  >>> # And the inner optimizer, which is not read.
-  >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
-  >>> loss_scale = from_keras(
-  ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
-  ... )
-  >>> float(loss_scale()), int(loss_scale.num_good_steps)
-  (65536.0, 7)
 """
 
 from __future__ import annotations
@@ -45,6 +35,16 @@ def from_keras(
     Raises:
       ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if ``config`` is of
         tf-keras 2, whose rule is that of TensorFlow 1.
+
+    Examples:
+      >>> from jax_lossscale.interop.keras import from_keras
+      >>> # And the inner optimizer, which is not read.
+      >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
+      >>> loss_scale = from_keras(
+      ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
+      ... )
+      >>> float(loss_scale()), int(loss_scale.num_good_steps)
+      (65536.0, 7)
     """
     name = "from_keras(config=...)"
     initial, period = _carry.entries(config, _CONFIG, name)

@@ -2,21 +2,6 @@
 
 Read against TensorFlow 2.21.0, which this library follows step for step: nothing is lost on the way here, save that
 TensorFlow accepts configurations that make no sense (a period of 0, a multiplier of 0.5), which are refused.
-
-Examples:
-  >>> from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
-  >>> config = {
-  ...     "initial_loss_scale": 32768.0,
-  ...     "increment_period": 2000,
-  ...     "multiplier": 2.0,
-  ... }
-  >>> loss_scale = from_tensorflow(
-  ...     config, {"current_loss_scale": 65536.0, "good_steps": 7}
-  ... )
-  >>> float(loss_scale()), int(loss_scale.num_good_steps)
-  (65536.0, 7)
-  >>> to_tensorflow(loss_scale)[1]
-  {'current_loss_scale': 65536.0, 'good_steps': 7}
 """
 
 from __future__ import annotations
@@ -46,6 +31,21 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
 
     Raises:
       ValueError: if an entry is missing or is not a number, or if the configuration makes no sense.
+
+    Examples:
+      >>> from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
+      >>> config = {
+      ...     "initial_loss_scale": 32768.0,
+      ...     "increment_period": 2000,
+      ...     "multiplier": 2.0,
+      ... }
+      >>> loss_scale = from_tensorflow(
+      ...     config, {"current_loss_scale": 65536.0, "good_steps": 7}
+      ... )
+      >>> float(loss_scale()), int(loss_scale.num_good_steps)
+      (65536.0, 7)
+      >>> to_tensorflow(loss_scale)[1]
+      {'current_loss_scale': 65536.0, 'good_steps': 7}
     """
     if isinstance(config, Mapping) and config.keys() == {"loss_scale_value"}:
         return FixedLossScale.from_config(dict(config))

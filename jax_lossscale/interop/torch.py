@@ -2,19 +2,6 @@
 
 Read against torch 2.13.0. The rule is the same, with two differences: torch has no floor, and it compares its counter
 with ``==``, so that it stops growing where the interval is set below the counter.
-
-Examples:
-  >>> from jax_lossscale.interop.torch import from_torch, to_torch
-  >>> state_dict = {
-  ...     "scale": 32768.0,
-  ...     "growth_factor": 2.0,
-  ...     "backoff_factor": 0.5,
-  ...     "growth_interval": 2000,
-  ...     "_growth_tracker": 1234,
-  ... }
-  >>> loss_scale = from_torch(state_dict, min_loss_scale=1.0)
-  >>> float(loss_scale()), int(loss_scale.num_good_steps)
-  (32768.0, 1234)
 """
 
 from __future__ import annotations
@@ -52,8 +39,16 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
 
     Examples:
       >>> from jax_lossscale.interop.torch import from_torch
-      >>> from_torch({})
-      NoOpLossScale()
+      >>> state_dict = {
+      ...     "scale": 32768.0,
+      ...     "growth_factor": 2.0,
+      ...     "backoff_factor": 0.5,
+      ...     "growth_interval": 2000,
+      ...     "_growth_tracker": 1234,
+      ... }
+      >>> loss_scale = from_torch(state_dict, min_loss_scale=1.0)
+      >>> float(loss_scale()), int(loss_scale.num_good_steps)
+      (32768.0, 1234)
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         return NoOpLossScale()
