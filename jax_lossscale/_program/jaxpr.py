@@ -41,7 +41,6 @@ class Traced:
             self._leaves, self._structure = jax.tree.flatten((result, list(changed.values())))
             arrays = [leaf for leaf in self._leaves if _is_array(leaf)]
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
-            self._is_array = [leaf is None for leaf in self._leaves]
             return arrays
 
         self.jaxpr = jax.make_jaxpr(of_inputs)(*self.inputs)
@@ -54,8 +53,7 @@ class Traced:
     def result(self, outputs: Sequence[Any]) -> Any:
         """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
         arrays = iter(outputs)
-        pairs = zip(self._leaves, self._is_array, strict=True)
-        leaves = [next(arrays) if is_array else leaf for leaf, is_array in pairs]
+        leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         result, changed = jax.tree.unflatten(self._structure, leaves)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
@@ -138,10 +136,7 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
-    """A context in which what is computed has the layer and the source line of the equation, called from ``within``.
-
-    And the mesh, and what else JAX knows of the place of an equation.
-    """
+    """A context in which what is computed has the layer, line and mesh of the equation, called from ``within``."""
     stack = current_name_stack()
     for each in (*within, eqn):
         stack = stack + each.source_info.name_stack
