@@ -95,11 +95,10 @@ def to_jmp(loss_scale: LossScale) -> Any:
             _carry.warn("to_jmp", ["`skip_nonfinite` is set; with jmp, skipping is the caller's to write"])
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
     loss_scale = _carry.outgoing("to_jmp", loss_scale, floor=_FLOOR)
-    factor = loss_scale.multiplier
     return jmp.DynamicLossScale(
         jnp.float32(loss_scale.current_loss_scale),
         jnp.int32(loss_scale.num_good_steps),
         loss_scale.increment_period,
-        int(factor) if factor.is_integer() else factor,
+        loss_scale.multiplier,
         jnp.float32(loss_scale.min_loss_scale),
     )
