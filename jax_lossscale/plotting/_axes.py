@@ -5,7 +5,10 @@ The colours are of the palette of Okabe and Ito, which most colour-blind people 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,30 +27,31 @@ def require_matplotlib(caller: str) -> None:
         ) from error
 
 
-def given_or_new_axes(ax: Any, name: str) -> Axes:
-    """``ax``, or Axes of a new figure, which a notebook shows; ``name`` names the argument in the error."""
-    if ax is None:
-        from matplotlib import pyplot
+def given_or_new_axes(
+    given: Any, name: str, panels: Sequence[str] = ("the figure",), **figure: Any
+) -> tuple[Axes, ...]:
+    """One of the Axes ``given`` for each panel, or Axes of a new figure, which a notebook shows; without a box around.
 
-        return pyplot.subplots(layout="constrained")[1]
-    check_axes(ax, name)
-    return cast("Axes", ax)
-
-
-def check_axes(ax: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``ax`` is one of matplotlib's Axes."""
+    ``name`` names the argument in the error.
+    """
     from matplotlib.axes import Axes
 
-    if not isinstance(ax, Axes):
-        raise ValueError(f"`{name}` must be Axes of matplotlib, got {ax!r}. Make some with `pyplot.subplots()`.")
+    if given is None:
+        from matplotlib import pyplot
+
+        _, given = pyplot.subplots(len(panels), sharex=True, layout="constrained", **figure)
+    axes = tuple(np.ravel(np.asarray(given, object)))
+    if len(axes) != len(panels) or not all(isinstance(ax, Axes) for ax in axes):
+        raise ValueError(
+            f"`{name}` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got {given!r}. Make some "
+            f"with `pyplot.subplots({len(panels)})`."
+        )
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return axes
 
 
 def draw_grid(ax: Axes) -> None:
     """Draw a pale grid behind everything else."""
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)
-
-
-def remove_box(ax: Axes) -> None:
-    """Leave the axes at the left and at the bottom, and nothing else of the box around them."""
-    ax.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,6 @@ from jax_lossscale.plotting._axes import (
     VERMILLION,
     draw_grid,
     given_or_new_axes,
-    remove_box,
     require_matplotlib,
 )
 
@@ -65,8 +64,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
             f"{type(comparison).__name__}."
         )
     scales = np.asarray(comparison.loss_scales)
-    ax = given_or_new_axes(ax, "plot_gradient_error(ax=...)")
-    remove_box(ax)
+    (ax,) = given_or_new_axes(ax, "plot_gradient_error(ax=...)")
     _draw(ax, scales, comparison.total, color=BLUE, linewidth=2.4, marker="o", zorder=3, label="all leaves")
     drawn = [leaf for leaf in comparison if not leaf.is_rounding]
     for n, leaf in enumerate(drawn):

@@ -21,7 +21,6 @@ from jax_lossscale.plotting._axes import (
     PALER,
     VERMILLION,
     given_or_new_axes,
-    remove_box,
     require_matplotlib,
 )
 
@@ -103,8 +102,7 @@ def plot_exponents(
     shares = [np.divide(_lost_and_over(counts, edges + shift, faint, dtype), max(numbers, 1)) for shift in shifts]
     rescued = shares[0][0] - shares[-1][0]
 
-    ax = given_or_new_axes(ax, "plot_exponents(ax=...)")
-    remove_box(ax)
+    (ax,) = given_or_new_axes(ax, "plot_exponents(ax=...)")
     heights, bars = _between_the_first_and_the_last(100 * counts / max(numbers, 1), edges)
     gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "fill": scale != 1}
     ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)

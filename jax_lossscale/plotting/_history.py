@@ -13,10 +13,8 @@ from jax_lossscale.plotting._axes import (
     BLUE,
     GREEN,
     VERMILLION,
-    check_axes,
     draw_grid,
     given_or_new_axes,
-    remove_box,
     require_matplotlib,
 )
 
@@ -63,7 +61,7 @@ def plot_loss_scale(
     require_matplotlib("plot_loss_scale")
     given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
     columns = _columns(given, "plot_loss_scale")
-    ax = given_or_new_axes(ax, "plot_loss_scale(ax=...)")
+    (ax,) = given_or_new_axes(ax, "plot_loss_scale(ax=...)")
     _draw_loss_scale(ax, _steps(columns, "plot_loss_scale"), columns["loss_scale"], _was_skipped(columns))
     ax.set(xlabel="step", ylabel="loss scale (power of two)")
     return ax
@@ -128,26 +126,14 @@ def plot_run(
             "underflow."
         )
 
-    axes = _new_panels(len(panels)) if axes is None else tuple(np.ravel(np.asarray(axes, object)))
-    if len(axes) != len(panels):
-        names = ", ".join(panels)
-        raise ValueError(f"`plot_run(axes=...)` must be {len(panels)} Axes, for: {names}; got {len(axes)}.")
-    for ax in axes:
-        check_axes(ax, "plot_run(axes=...)")
+    figsize = (6.4, 0.8 + 1.2 * len(panels))
+    axes = given_or_new_axes(axes, "plot_run(axes=...)", list(panels), figsize=figsize)
     for ax, (name, draw) in zip(axes, panels.items(), strict=True):
         draw(ax)
         ax.set_title(name, loc="left", fontsize="medium")  # a label beside a panel as low as this would not fit
         ax.tick_params(labelsize="small")
     axes[-1].set_xlabel("step")
     return axes
-
-
-def _new_panels(number: int) -> tuple[Axes, ...]:
-    from matplotlib import pyplot
-
-    size = (6.4, 0.8 + 1.2 * number)
-    _, axes = pyplot.subplots(number, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
-    return tuple(axes[:, 0])
 
 
 def _by_name(history: Any) -> dict[str, Any]:
@@ -284,7 +270,6 @@ def _draw_with_gaps(ax: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 def _finish(ax: Axes, steps: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    remove_box(ax)
     margin = 0.015 * (steps[-1] - steps[0] + 1)
     ax.set_xlim(steps[0] - margin, steps[-1] + margin)
     ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))

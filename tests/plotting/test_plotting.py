@@ -263,7 +263,11 @@ ERRORS = [
     (lambda ax: plot_run({}, axes=ax), "nothing to draw"),
     (lambda ax: plot_run([], axes=ax), "nothing to draw"),
     (lambda ax: plot_run({"applied_steps": [1, 2]}, axes=ax), "only ['applied_steps']"),
-    (lambda ax: plot_run({"loss": [1.0], "skipped": [0]}, axes=ax), "2 Axes, for: loss, skipped steps (total); got 1"),
+    (lambda ax: plot_run({"loss": [1.0], "skipped": [0]}, axes=ax), "be 2 Axes of matplotlib, for: loss, skipped"),
+    (lambda ax: plot_run({"loss": [1.0]}, axes=[ax, ax]), "plot_run(axes=...)` must be 1 Axes"),
+    (lambda ax: plot_run({"loss": [1.0]}, axes=["ax"]), "plot_run(axes=...)` must be 1 Axes"),
+    (lambda ax: plot_exponents(np.ones(1), ax="ax"), "plot_exponents(ax=...)` must be 1 Axes of matplotlib"),
+    (lambda ax: plot_loss_scale([1.0], ax=[ax, ax]), "for: the figure; got [<"),
 ]  # fmt: skip
 
 
