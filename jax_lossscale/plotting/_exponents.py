@@ -89,7 +89,8 @@ def plot_exponents(
         "not finite": int(histogram.nonfinite),
         "subnormal in their own dtype": int(histogram.subnormals),
     }
-    if counts.sum() + sum(undrawn.values()) == 0:
+    everything = int(counts.sum()) + sum(undrawn.values())
+    if everything == 0:
         raise ValueError(
             "`plot_exponents(tree_or_histogram=...)` must hold floating or complex numbers to draw, got "
             f"{tree_or_histogram!r}."
@@ -108,7 +109,7 @@ def plot_exponents(
     ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)
     if scale != 1:
         end = f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
-        label = f"times {_power_or_number(scale)}: {_told(*shares[1])}{end}"
+        label = f"times $2^{{{shift:g}}}$: {_told(*shares[1])}{end}"
         ax.stairs(heights, bars + shift, color=BLUE, linewidth=2.2, label=label)
     bottom, _, top = _range_of(dtype)
     for moved in shifts:
@@ -126,7 +127,15 @@ def plot_exponents(
     ax.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 4, 8, 10], integer=True))
     ax.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     ax.set(xlabel="magnitude of a gradient", ylabel="share of non-zero gradients (%)")
-    _add_exponent_legend(ax, undrawn, int(counts.sum()) + sum(undrawn.values()))
+    words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(0.0, 0.82),  # below the ranges
+        title=f"not drawn: {', '.join(words)}" if words else None,
+        alignment="left",
+        fontsize="small",
+        title_fontsize="small",
+    )
     return ax
 
 
@@ -179,22 +188,20 @@ def _hatch(ax: Axes, heights: np.ndarray, edges: np.ndarray) -> None:
 
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
     """An axis that ends where the bars do, with room above it for the ranges and the legend."""
-    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-    tallest = float(heights.max()) or 1.0
-    ticks: Any
+    tallest, lowest, above = float(heights.max()) or 1.0, 0.0, 1 / 0.6
+    locator: Any = MaxNLocator(6)
     if yscale == "log":
         lowest = heights[heights > 0].min(initial=tallest) / 2
-        ax.set_ylim(lowest, tallest * (tallest / lowest) ** 0.7)
-        ax.set_yscale("log")  # after the limits: matplotlib would look for some, and find none if there is no bar
-        ticks = LogLocator(numticks=8).tick_values(lowest, tallest)
-        ax.yaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_major_formatter("{x:g}")
-    else:
-        lowest = 0.0
-        ax.set_ylim(lowest, tallest / 0.6)
-        ticks = MaxNLocator(6).tick_values(lowest, tallest)
-    ax.yaxis.set_major_locator(FixedLocator(ticks[(ticks >= lowest) & (ticks <= tallest)]))
+        above = (tallest / lowest) ** 0.7
+        locator = LogLocator(numticks=8)
+    ax.set_ylim(lowest, tallest * above)
+    ax.set_yscale(yscale)  # after the limits: matplotlib would look for some, and find none if there is no bar
+    ax.minorticks_off()
+    ticks = locator.tick_values(lowest, tallest)
+    ax.set_yticks(ticks[(ticks >= lowest) & (ticks <= tallest)])
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.spines["left"].set_bounds(lowest, tallest)
 
 
@@ -227,25 +234,8 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
     ax.text((normal + top) / 2, 0.9, f"normal {other.name}: $2^{{{normal}}}$ to $2^{{{top}}}$", **row)
 
 
-def _add_exponent_legend(ax: Axes, undrawn: dict[str, int], everything: int) -> None:
-    words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
-    ax.legend(
-        loc="upper left",
-        bbox_to_anchor=(0.0, 0.82),  # below the ranges
-        title=f"not drawn: {', '.join(words)}" if words else None,
-        alignment="left",
-        fontsize="small",
-        title_fontsize="small",
-    )
-
-
 def _told(lost: float, over: float) -> str:
     return f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
-
-
-def _power_or_number(scale: float) -> str:
-    mantissa, exponent = np.frexp(scale)
-    return f"$2^{{{exponent - 1}}}$" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _percent(share: float) -> str:
