@@ -17,38 +17,33 @@ BLUE, VERMILLION, GREEN = "#0072b2", "#d55e00", "#009e73"
 GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
 
 
-def require_matplotlib(caller: str) -> None:
-    """Raise an `ImportError` that names the extra, unless matplotlib is there."""
+def given_or_new_axes(
+    given: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
+) -> tuple[Axes, ...]:
+    """One of the Axes ``given`` for each panel, or Axes of a new figure, which a notebook shows; without a box around.
+
+    ``caller`` and its ``argument`` are named in the errors: an `ImportError` if there is no matplotlib, a `ValueError`
+    if these are no Axes, or not as many.
+    """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib import axes
     except ImportError as error:
         raise ImportError(
             f"`{caller}` needs matplotlib, which the extra `plot` brings: `pip install matplotlib`."
         ) from error
-
-
-def given_or_new_axes(
-    given: Any, name: str, panels: Sequence[str] = ("the figure",), **figure: Any
-) -> tuple[Axes, ...]:
-    """One of the Axes ``given`` for each panel, or Axes of a new figure, which a notebook shows; without a box around.
-
-    ``name`` names the argument in the error.
-    """
-    from matplotlib.axes import Axes
-
     if given is None:
         from matplotlib import pyplot
 
         _, given = pyplot.subplots(len(panels), sharex=True, layout="constrained", **figure)
-    axes = tuple(np.ravel(np.asarray(given, object)))
-    if len(axes) != len(panels) or not all(isinstance(ax, Axes) for ax in axes):
+    taken = tuple(np.ravel(np.asarray(given, object)))
+    if len(taken) != len(panels) or not all(isinstance(ax, axes.Axes) for ax in taken):
         raise ValueError(
-            f"`{name}` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got {given!r}. Make some "
-            f"with `pyplot.subplots({len(panels)})`."
+            f"`{caller}({argument}=...)` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got "
+            f"{given!r}. Make some with `pyplot.subplots({len(panels)})`."
         )
-    for ax in axes:
+    for ax in taken:
         ax.spines[["top", "right"]].set_visible(False)
-    return axes
+    return taken
 
 
 def draw_grid(ax: Axes) -> None:

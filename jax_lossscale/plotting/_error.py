@@ -15,7 +15,6 @@ from jax_lossscale.plotting._axes import (
     VERMILLION,
     draw_grid,
     given_or_new_axes,
-    require_matplotlib,
 )
 
 if TYPE_CHECKING:
@@ -58,14 +57,13 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['all leaves', 'one leaf (1)', 'overflow', 'start here']
     """
-    require_matplotlib("plot_gradient_error")
     if not isinstance(comparison, GradientComparison):
         raise ValueError(
             f"`plot_gradient_error(comparison=...)` must be what `jls.diagnostics.compare_gradients` returns, got "
             f"{type(comparison).__name__}."
         )
     scales = np.asarray(comparison.loss_scales)
-    (ax,) = given_or_new_axes(ax, "plot_gradient_error(ax=...)")
+    (ax,) = given_or_new_axes(ax, "plot_gradient_error")
     drawn = [leaf for leaf in comparison if not leaf.is_rounding]
     suffering = [leaf for leaf in drawn if leaf.path in comparison.suffering]
     others = [leaf for leaf in drawn if leaf.path not in comparison.suffering]

@@ -21,7 +21,6 @@ from jax_lossscale.plotting._axes import (
     PALER,
     VERMILLION,
     given_or_new_axes,
-    require_matplotlib,
 )
 
 if TYPE_CHECKING:
@@ -74,9 +73,6 @@ def plot_exponents(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """
-    require_matplotlib("plot_exponents")
-    from matplotlib.ticker import MaxNLocator
-
     dtype = checked_floating_dtype(dtype, "plot_exponents(dtype=...)")
     if yscale not in ("linear", "log"):
         raise ValueError(f"`plot_exponents(yscale=...)` must be 'linear' or 'log', got {yscale!r}.")
@@ -103,7 +99,7 @@ def plot_exponents(
     shares = [np.divide(_lost_and_over(counts, edges + shift, faint, dtype), max(numbers, 1)) for shift in shifts]
     rescued = shares[0][0] - shares[-1][0]
 
-    (ax,) = given_or_new_axes(ax, "plot_exponents(ax=...)")
+    (ax,) = given_or_new_axes(ax, "plot_exponents")
     heights, bars = _between_the_first_and_the_last(100 * counts / max(numbers, 1), edges)
     gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "fill": scale != 1}
     ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)
@@ -112,9 +108,12 @@ def plot_exponents(
         label = f"times $2^{{{shift:g}}}$: {_told(*shares[1])}{end}"
         ax.stairs(heights, bars + shift, color=BLUE, linewidth=2.2, label=label)
     bottom, _, top = _range_of(dtype)
+    hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
     for moved in shifts:
-        _hatch(ax, heights, np.clip(bars + moved, None, bottom))
-        _hatch(ax, heights, np.clip(bars + moved, top, None))
+        # What the dtype loses; bars that it keeps have no width between these edges.
+        for lost in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
+            if np.any(np.diff(lost) * heights):
+                ax.stairs(heights, lost, fill=True, zorder=1.1, **hatched)
 
     # Bars too low to be seen do not widen the view.
     lowest = 0.0 if yscale == "log" else 0.002 * heights.max()
@@ -124,7 +123,7 @@ def plot_exponents(
     ax.set_xlim(min(left, bottom - margin), max(right, top + margin))
     _set_share_axis(ax, heights, yscale)
     _draw_ranges(ax, dtype)
-    ax.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 4, 8, 10], integer=True))
+    ax.locator_params(axis="x", nbins=10, steps=[1, 2, 4, 8, 10], integer=True)
     ax.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     ax.set(xlabel="magnitude of a gradient", ylabel="share of non-zero gradients (%)")
     words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
@@ -177,13 +176,6 @@ def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> t
     """The bars and their edges without the empty ones at both ends; at least one bar."""
     drawn = np.flatnonzero(heights) if heights.any() else [np.searchsorted(edges, 0)]
     return heights[drawn[0] : drawn[-1] + 1], edges[drawn[0] : drawn[-1] + 2]
-
-
-def _hatch(ax: Axes, heights: np.ndarray, edges: np.ndarray) -> None:
-    """Hatch what the dtype loses; bars that it keeps have no width between these edges."""
-    if np.any(np.diff(edges) * heights):
-        style: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
-        ax.stairs(heights, edges, fill=True, zorder=1.1, **style)
 
 
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:

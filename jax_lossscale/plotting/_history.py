@@ -16,7 +16,6 @@ from jax_lossscale.plotting._axes import (
     VERMILLION,
     draw_grid,
     given_or_new_axes,
-    require_matplotlib,
 )
 
 if TYPE_CHECKING:
@@ -58,10 +57,9 @@ def plot_loss_scale(
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['skipped step (1)', 'growth (1)']
     """
-    require_matplotlib("plot_loss_scale")
     given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
     columns = _columns(given, "plot_loss_scale")
-    (ax,) = given_or_new_axes(ax, "plot_loss_scale(ax=...)")
+    (ax,) = given_or_new_axes(ax, "plot_loss_scale")
     steps = _steps(columns, "plot_loss_scale")
     _draw_loss_scale(ax, steps, columns["loss_scale"], _was_skipped(columns))
     _finish(ax, steps)
@@ -107,7 +105,6 @@ def plot_run(
       >>> [ax.get_title("left") for ax in axes]
       ['loss', 'loss scale (power of two)', 'skipped steps (total)']
     """
-    require_matplotlib("plot_run")
     history = _by_name(history)
     columns = _columns(history, "plot_run")
     steps = _steps(columns, "plot_run")
@@ -127,7 +124,7 @@ def plot_run(
         )
 
     figsize = (6.4, 0.8 + 1.2 * len(panels))
-    axes = given_or_new_axes(axes, "plot_run(axes=...)", list(panels), figsize=figsize)
+    axes = given_or_new_axes(axes, "plot_run", "axes", list(panels), figsize=figsize)
     for ax, (name, (values, draw)) in zip(axes, panels.items(), strict=True):
         draw(ax, steps, values)
         _finish(ax, steps)
@@ -154,18 +151,15 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
     history = jax.device_get({name: values for name, values in history.items() if name in _HISTORY})
     columns = {name: np.asarray(values) for name, values in history.items()}
     shapes = {name: column.shape for name, column in columns.items()}
-    if any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
-        raise ValueError(f"`{caller}` needs sequences of one number a step, got the shapes {shapes}.")
-    if len(set(shapes.values())) > 1:
-        lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(
-            f"`{caller}` got sequences of unequal length: {lengths}. Where a number was not measured, write NaN."
+            f"`{caller}` needs sequences of one number a step, all as long, got the shapes {shapes}. Where a number "
+            "was not measured, write NaN."
         )
     for name, column in columns.items():
         if column.dtype.kind in "OSU":
             raise ValueError(f"`{caller}` needs numbers in {name}, got {column[0]!r}. Convert text before.")
-    for name in set(columns) & set(_FLAGS):
-        if np.isnan(columns[name].astype(float)).any():
+        if name in _FLAGS and np.isnan(column.astype(float)).any():
             raise ValueError(f"`{caller}` got NaN in {name}, which must be known for every step.")
     return {name: column.astype(bool if name in _FLAGS else float) for name, column in columns.items()}
 
@@ -228,11 +222,9 @@ def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skippe
 
 
 def _draw_total(ax: Axes, steps: np.ndarray, total: np.ndarray) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     ax.step(steps, total, where="mid", color=VERMILLION, linewidth=1.5)
     _set_ylim_from_zero(ax, max(1.0, total.max()))
-    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.locator_params(axis="y", nbins=4, integer=True)
 
 
 def _draw_underflow(ax: Axes, steps: np.ndarray, underflow: np.ndarray) -> None:
@@ -255,11 +247,9 @@ def _draw_with_gaps(ax: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 
 def _finish(ax: Axes, steps: np.ndarray) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     margin = 0.015 * (steps[-1] - steps[0] + 1)
     ax.set_xlim(steps[0] - margin, steps[-1] + margin)
-    ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    ax.locator_params(axis="x", nbins=9, integer=True)
     draw_grid(ax)
     if ax.get_legend_handles_labels()[0]:  # above the Axes, where it hides nothing
         place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
