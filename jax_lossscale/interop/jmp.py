@@ -52,8 +52,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
         )
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
-    scale = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
-    num_good_steps = _carry.count(loss_scale.counter, "from_jmp(...).counter")
+    scale: Any = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
+    num_good_steps: Any = _carry.count(loss_scale.counter, "from_jmp(...).counter")
     floor = float(loss_scale.min_loss_scale)
     lost = []
     if floor != _FLOOR:

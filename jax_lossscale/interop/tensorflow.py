@@ -50,9 +50,8 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
     if isinstance(config, Mapping) and config.keys() == {"loss_scale_value"}:
         return FixedLossScale.from_config(dict(config))
     initial, period, multiplier = _carry.entries(config, _CONFIG, "from_tensorflow(config=...)")
-    scale, num_good_steps = initial, 0
-    if state is not None:
-        scale, num_good_steps = _carry.entries(state, _STATE, "from_tensorflow(state=...)")
+    fresh = (initial, 0)
+    scale, num_good_steps = fresh if state is None else _carry.entries(state, _STATE, "from_tensorflow(state=...)")
     loss_scale = DynamicLossScale(
         initial,
         period,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
@@ -41,8 +42,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    scale = _carry.number(dynamic_scale.scale, "from_flax(...).scale")
-    num_good_steps = _carry.count(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
+    scale: Any = _carry.number(dynamic_scale.scale, "from_flax(...).scale")
+    num_good_steps: Any = _carry.count(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
     interval = _carry.count(dynamic_scale.growth_interval, "from_flax(...).growth_interval")
     lost = []
     if _steps_late():
