@@ -94,28 +94,19 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
     return []
 
 
-def holds_narrow(jaxpr: Jaxpr) -> bool:
-    """Whether any value in the jaxpr, or in one inside it, is a narrow float."""
-    atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
-    return any(is_narrow(atom.aval) for atom in atoms) or any(map(is_equation_narrow, jaxpr.eqns))
-
-
-def narrow_dtypes(jaxpr: Jaxpr) -> list[jnp.dtype]:
-    """The narrow floats that are met in the jaxpr or in one inside it, each once."""
-    found: dict[jnp.dtype, None] = {}
-    for eqn in jaxpr.eqns:
-        types: list[Any] = [atom.aval for atom in [*eqn.invars, *eqn.outvars]]
-        found |= {aval.dtype: None for aval in types if is_narrow(aval)}
-        inner = [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
-        found |= {dtype: None for jaxpr in inner for dtype in narrow_dtypes(jaxpr)}
-    return list(found)
+def narrow_dtypes(program: Any) -> list[jnp.dtype]:
+    """The narrow floats among the values of a jaxpr or of an equation, and of the jaxprs inside it, each once."""
+    atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
+    found = [atom.aval.dtype for atom in atoms if is_narrow(atom.aval)]
+    inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))
+    for part in inner:
+        found += narrow_dtypes(part)
+    return list(dict.fromkeys(found))
 
 
 def is_equation_narrow(eqn: Any) -> bool:
     """Whether the equation takes, gives or holds a narrow float."""
-    if any(is_narrow(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
-        return True
-    return any(holds_narrow(jaxpr) for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter))
+    return bool(narrow_dtypes(eqn))
 
 
 def has_effects(eqn: Any) -> bool:

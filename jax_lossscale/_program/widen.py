@@ -24,11 +24,11 @@ from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
     bind,
-    holds_narrow,
     in_context,
     is_equation_narrow,
     is_narrow,
     last_uses,
+    narrow_dtypes,
 )
 
 # Their result is what the bits say, which are those of the narrow numbers; or they have no result.
@@ -174,7 +174,7 @@ class Evaluator:
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """The jaxpr in which every narrow type has become ``dtype``."""
-        if not holds_narrow(closed.jaxpr):
+        if not narrow_dtypes(closed.jaxpr):
             return closed
         key = (id(closed.jaxpr), *map(id, closed.consts))
         if key not in self._translated:
