@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import checked_floating_dtype, is_number
+from jax_lossscale._check import checked_floating_dtype, positive_normal_number
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._tree import widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
@@ -76,7 +76,8 @@ def plot_exponents(
     dtype = checked_floating_dtype(dtype, "plot_exponents(dtype=...)")
     if yscale not in ("linear", "log"):
         raise ValueError(f"`plot_exponents(yscale=...)` must be 'linear' or 'log', got {yscale!r}.")
-    scale = _as_number(loss_scale)
+    loss_scale = loss_scale() if isinstance(loss_scale, LossScale) else loss_scale
+    scale = positive_normal_number(loss_scale, "plot_exponents(loss_scale=...)")
     histogram = _one_histogram(tree_or_histogram)
     counts = np.asarray(histogram.counts, np.int64)
     numbers = int(counts.sum()) + int(histogram.subnormals)
@@ -136,13 +137,6 @@ def plot_exponents(
         title_fontsize="small",
     )
     return ax
-
-
-def _as_number(loss_scale: Any) -> float:
-    value = loss_scale() if isinstance(loss_scale, LossScale) else loss_scale
-    if not is_number(value) or not 0 < float(value) < np.inf:
-        raise ValueError(f"`plot_exponents(loss_scale=...)` must be one positive finite number, got {value!r}.")
-    return float(value)
 
 
 def _one_histogram(tree: Any) -> ExponentHistogram:

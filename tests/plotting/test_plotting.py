@@ -237,7 +237,7 @@ ERRORS = [
     (lambda ax: plot_exponents({"step": 3}, ax=ax), "tree_or_histogram"),
     (lambda ax: plot_exponents(exponent_histogram([np.ones(1)] * 2, per_leaf=True), ax=ax), "one at a time"),
     (lambda ax: plot_exponents(jax.vmap(exponent_histogram)(np.ones((2, 3))), ax=ax), "Draw one"),
-    (lambda ax: plot_exponents(np.ones(1), 0.0, ax=ax), "loss_scale=...)` must be one positive finite number, got 0.0"),
+    (lambda ax: plot_exponents(np.ones(1), 0.0, ax=ax), "(loss_scale=...)` must be a positive normal float32"),
     (lambda ax: plot_exponents(np.ones(1), -2.0, ax=ax), "got -2.0"),
     (lambda ax: plot_exponents(np.ones(1), INF, ax=ax), "got inf"),
     (lambda ax: plot_exponents(np.ones(1), NAN, ax=ax), "got nan"),
