@@ -39,9 +39,9 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
         jaxpr = jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
         results = evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
         outputs, out_tangents = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
+        tangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         return outputs, [
-            next(out_tangents) if _is_inexact(variable) else np.zeros(variable.aval.shape, jax.dtypes.float0)
-            for variable in eqn.outvars
+            np.zeros(t.shape, t.dtype) if t.dtype == jax.dtypes.float0 else next(out_tangents) for t in tangent_types
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
@@ -72,7 +72,7 @@ def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
             def as_it_stands(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
                 return jax.tree.unflatten(pullbacks[-1], residuals)(cotangents)
 
-            cotangent_types = [_cotangent_type(variable.aval) for variable in eqn.outvars]
+            cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
             jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, cotangent_types)
             of_moved = evaluate(jaxpr, [*residuals, *cotangents])
             found = {n: _like(cotangent, inputs[n]) for n, cotangent in zip(moved, of_moved, strict=True)}
@@ -82,7 +82,7 @@ def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
         return outputs, jax.tree_util.Partial(pull_back, residuals)
 
     def backward(pull_back: Any, cotangents: Sequence[Any]) -> Any:
-        return pull_back([_instantiated(cotangent) for cotangent in cotangents])
+        return pull_back([jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents])
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(*inputs)
@@ -169,18 +169,6 @@ def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
 
 def _types(eqn: Any) -> list[Any]:
     return [atom.aval for atom in eqn.invars]
-
-
-def _is_inexact(variable: Any) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-
-
-def _cotangent_type(aval: Any) -> Any:
-    return aval if jnp.issubdtype(aval.dtype, jnp.inexact) else jax.ShapeDtypeStruct(aval.shape, jax.dtypes.float0)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _like(cotangent: Any, primal: Any) -> Any:

@@ -41,7 +41,6 @@ class Traced:
             self._leaves, self._structure = jax.tree.flatten((result, list(changed.values())))
             arrays = [leaf for leaf in self._leaves if _is_array(leaf)]
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
-            self._is_array = [leaf is None for leaf in self._leaves]
             return arrays
 
         self.jaxpr = jax.make_jaxpr(of_inputs)(*self.inputs)
@@ -54,8 +53,7 @@ class Traced:
     def result(self, outputs: Sequence[Any]) -> Any:
         """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
         arrays = iter(outputs)
-        pairs = zip(self._leaves, self._is_array, strict=True)
-        leaves = [next(arrays) if is_array else leaf for leaf, is_array in pairs]
+        leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         result, changed = jax.tree.unflatten(self._structure, leaves)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
@@ -96,28 +94,19 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
     return []
 
 
-def holds_narrow(jaxpr: Jaxpr) -> bool:
-    """Whether any value in the jaxpr, or in one inside it, is a narrow float."""
-    atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
-    return any(is_narrow(atom.aval) for atom in atoms) or any(map(is_equation_narrow, jaxpr.eqns))
-
-
-def narrow_dtypes(jaxpr: Jaxpr) -> list[jnp.dtype]:
-    """The narrow floats that are met in the jaxpr or in one inside it, each once."""
-    found: dict[jnp.dtype, None] = {}
-    for eqn in jaxpr.eqns:
-        types: list[Any] = [atom.aval for atom in [*eqn.invars, *eqn.outvars]]
-        found |= {aval.dtype: None for aval in types if is_narrow(aval)}
-        inner = [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
-        found |= {dtype: None for jaxpr in inner for dtype in narrow_dtypes(jaxpr)}
-    return list(found)
+def narrow_dtypes(program: Any) -> list[jnp.dtype]:
+    """The narrow floats among the values of a jaxpr or of an equation, and of the jaxprs inside it, each once."""
+    atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
+    found = [atom.aval.dtype for atom in atoms if is_narrow(atom.aval)]
+    inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))
+    for part in inner:
+        found += narrow_dtypes(part)
+    return list(dict.fromkeys(found))
 
 
 def is_equation_narrow(eqn: Any) -> bool:
     """Whether the equation takes, gives or holds a narrow float."""
-    if any(is_narrow(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
-        return True
-    return any(holds_narrow(jaxpr) for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter))
+    return bool(narrow_dtypes(eqn))
 
 
 def has_effects(eqn: Any) -> bool:
@@ -138,10 +127,7 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
-    """A context in which what is computed has the layer and the source line of the equation, called from ``within``.
-
-    And the mesh, and what else JAX knows of the place of an equation.
-    """
+    """A context in which what is computed has the layer, line and mesh of the equation, called from ``within``."""
     stack = current_name_stack()
     for each in (*within, eqn):
         stack = stack + each.source_info.name_stack

@@ -66,7 +66,7 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
         # What is compiled apart, and perhaps called from elsewhere, does not know from where.
-        source=_source(own) or outer.source or column,
+        source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
@@ -108,10 +108,6 @@ def _instructions(traceback: Any) -> tuple[int, ...]:
     codes, positions = traceback.raw_frames() if traceback else ([], [])
     number = next((n for n, code in enumerate(codes, 1) if _is_of_user(code.co_filename)), len(codes))
     return tuple(positions[:number])
-
-
-def _source(frames: list[Any]) -> str:
-    return f"{_readable(frames[0].file_name)}:{frames[0].line_num}" if frames else ""
 
 
 def _readable(file_name: str) -> str:

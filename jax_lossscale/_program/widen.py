@@ -18,17 +18,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_function, checked_dtype
+from jax_lossscale._check import check_function, checked_floating_dtype
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
     bind,
-    holds_narrow,
     in_context,
     is_equation_narrow,
     is_narrow,
     last_uses,
+    narrow_dtypes,
 )
 
 # Their result is what the bits say, which are those of the narrow numbers; or they have no result.
@@ -107,9 +107,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
 
 def checked_precision(dtype: Any, name: str) -> jnp.dtype:
     """``dtype``, or a `ValueError` that names the argument unless numbers can be computed in it."""
-    dtype = checked_dtype(dtype, name)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
+    dtype = checked_floating_dtype(dtype, name)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"`{name}` got {dtype.name}, which needs `jax.enable_x64`.")
     return dtype
@@ -176,11 +174,11 @@ class Evaluator:
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """The jaxpr in which every narrow type has become ``dtype``."""
-        if not holds_narrow(closed.jaxpr):
+        if not narrow_dtypes(closed.jaxpr):
             return closed
         key = (id(closed.jaxpr), *map(id, closed.consts))
         if key not in self._translated:
-            types = [self._wide_type(variable.aval) for variable in closed.jaxpr.invars]
+            types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
             wide = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
             self._translated[key] = (closed, wide)  # the first is kept, lest its ids be taken by others
         return self._translated[key][1]
@@ -189,7 +187,11 @@ class Evaluator:
         return [self.widened(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-        return self._outputs(eqn, bind(eqn, narrowed(eqn, inputs), eqn.params))
+        narrow = [
+            as_dtype(value, atom.aval.dtype) if is_narrow(atom.aval) and not hasattr(atom.aval, "inner_aval") else value
+            for value, atom in zip(inputs, eqn.invars, strict=True)
+        ]
+        return self._outputs(eqn, bind(eqn, narrow, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:
         """Whether a `reduce_precision` changes nothing on a number of its dtype: `jax.checkpoint` puts it there."""
@@ -222,14 +224,3 @@ class Evaluator:
             parts = [self._param(part) for part in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         return value
-
-    def _wide_type(self, aval: Any) -> Any:
-        return aval.update(dtype=self.dtype) if is_narrow(aval) else aval
-
-
-def narrowed(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs in the dtypes that the equation had."""
-    return [
-        as_dtype(value, atom.aval.dtype) if is_narrow(atom.aval) and not hasattr(atom.aval, "inner_aval") else value
-        for value, atom in zip(inputs, eqn.invars, strict=True)
-    ]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import jax_lossscale as jls
 from jax_lossscale.demo import job, report
-
-_STANDARD_OUTPUT = "-"
-_INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,25 +30,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     try:
         options = parser.parse_args(argv)
-        _require(parser, "demo", "sklearn", "PIL", "rich")
+        _require(parser, "demo", sklearn="scikit-learn", PIL="pillow", rich="rich")
         if options.plot:
-            _require(parser, "plot", "matplotlib")
-            _check_picture_format(parser, options.plot)
+            _require(parser, "plot", matplotlib="matplotlib")
         results = run(steps=options.steps, seed=options.seed)
         text = report.as_json(results, steps=options.steps, seed=options.seed)
-        report.print_table(results, sys.stderr if options.json == _STANDARD_OUTPUT else sys.stdout)
-        if options.json == _STANDARD_OUTPUT:
+        report.print_table(results, sys.stderr if options.json == "-" else sys.stdout)
+        if options.json == "-":  # standard output
             sys.stdout.write(text)
         elif options.json:
-            with open(options.json, "w") as file:
-                file.write(text)
+            Path(options.json).write_text(text)
         if options.plot:
             report.draw(results, options.plot)
     except OSError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return _INTERRUPTED
+        return 130  # what shells report for a command that Ctrl-C ended
     return 0
 
 
@@ -95,14 +90,14 @@ def _make_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"jax_lossscale {jls.__version__}")
     parser.add_argument(
         "--steps",
-        type=_integer_up_to(1, 1_000_000),
+        type=_integer_in(range(1, 1_000_001)),
         default=job.STEPS,
         metavar="N",
         help="steps of each training (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
-        type=_integer_up_to(0, 2**32 - 1),
+        type=_integer_in(range(2**32)),
         default=0,
         metavar="N",
         help="of the initial parameters (default: %(default)s); the same seed gives the same numbers",
@@ -114,45 +109,36 @@ def _make_parser() -> _Parser:
         help="write the results to this file; - is standard output, and the table then goes to stderr",
     )
     parser.add_argument(
-        "--plot", type=_file, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
+        "--plot", type=_picture, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
     )
     return parser
 
 
-def _integer_up_to(least: int, most: int) -> Callable[[str], int]:
+def _integer_in(allowed: range) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
-        return value
+        if not text.isdecimal() or int(text) not in allowed:
+            raise argparse.ArgumentTypeError(f"must be an integer from {allowed[0]} to {allowed[-1]}, got {text!r}")
+        return int(text)
 
     return parse
 
 
 def _file(text: str) -> str:
-    if os.path.isdir(text) or not os.path.isdir(os.path.dirname(text) or "."):
+    if Path(text).is_dir() or not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"must name a file, in a directory that exists, got {text!r}")
     return text
 
 
-_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}  # what pip calls a module, where that differs
+def _picture(text: str) -> str:
+    if Path(_file(text)).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, got {text!r}")
+    return text
 
 
-def _require(parser: _Parser, extra: str, *modules: str) -> None:
-    for module in modules:
+def _require(parser: _Parser, extra: str, **distributions: str) -> None:
+    """End with one line unless the modules are there, each given with what pip calls it."""
+    for module, name in distributions.items():
         try:
             importlib.import_module(module)
         except ImportError:
-            name = _DISTRIBUTIONS.get(module, module)
             parser.error(f"this needs {name}, which the extra `{extra}` brings; install it with: pip install {name}")
-
-
-def _check_picture_format(parser: _Parser, path: str) -> None:
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = sorted(set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"})  # that one needs LaTeX
-    if os.path.splitext(path)[1][1:].lower() not in formats:
-        parser.error(f"argument --plot: {path!r} must end in one of {', '.join('.' + name for name in formats)}")

@@ -121,7 +121,6 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
         "grid.color": "#e6e6e6",
         "legend.frameon": False,
         "lines.markeredgewidth": 1.6,
-        "lines.markersize": 6.0,
         "svg.hashsalt": "jax_lossscale",
     }
     with matplotlib.rc_context(style):

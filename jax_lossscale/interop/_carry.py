@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jax_lossscale._check import positive_normal_number
+from jax_lossscale import _check
 from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
@@ -21,49 +19,29 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def number(value: Any, name: str) -> float:
-    """A scale or a factor as a Python float: from Python, NumPy, JAX, or a tensor or variable of one element."""
-    try:
-        result = float(_python_number(value))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` must be one number, got {value!r}.") from error
-    if not (math.isfinite(result) and result > 0):
+    """A scale or a factor as a Python float: from Python, NumPy, JAX, or a scalar tensor or variable."""
+    plain = np.asarray(value).tolist()
+    if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
-            f"`{name}` must be positive and finite, got {result!r}. A scale that has run away cannot be carried on: "
-            "start with a fresh `DynamicLossScale`."
+            f"`{name}` must be one number, positive and finite, got {plain!r}. A scale that has run away cannot be "
+            "carried on: start with a fresh `DynamicLossScale`."
         )
-    return result
+    return float(plain)
 
 
 def count(value: Any, name: str) -> int:
-    """An interval or a counter as an int, at least 0; integral floats are welcome."""
-    try:
-        plain = _python_number(value)
-        result = int(plain) if isinstance(plain, float) and plain.is_integer() else operator.index(plain)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` must be one integer, got {value!r}.") from error
-    if result < 0:
-        raise ValueError(f"`{name}` must not be negative, got {result!r}.")
-    return result
+    """An interval or a counter as an int, of the same origins; integral floats are welcome."""
+    return _check.count(np.asarray(value).tolist(), name)
 
 
-def entries(mapping: Any, keys: tuple[str, ...], name: str) -> tuple[Any, ...]:
-    """The values of ``keys``, or a `ValueError` that says which are missing."""
+def entries(mapping: Any, readers: Mapping[str, Callable[[Any, str], Any]], name: str) -> tuple[Any, ...]:
+    """The values of the keys of ``readers``, each read by its own, or a `ValueError` that says which are missing."""
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"`{name}` must be a dictionary with {', '.join(keys)}, got {mapping!r}.")
-    missing = [key for key in keys if key not in mapping]
+        raise ValueError(f"`{name}` must be a dictionary with {', '.join(readers)}, got {mapping!r}.")
+    missing = [key for key in readers if key not in mapping]
     if missing:
         raise ValueError(f"`{name}` lacks {', '.join(missing)}; it has {', '.join(map(str, mapping)) or 'nothing'}.")
-    return tuple(mapping[key] for key in keys)
-
-
-def with_state(fresh: DynamicLossScale, scale: Any, num_good_steps: Any) -> DynamicLossScale:
-    """``fresh``, in the middle of a run."""
-    return dataclasses.replace(fresh, current_loss_scale=scale, num_good_steps=num_good_steps)
-
-
-def scale_and_counter(loss_scale: DynamicLossScale) -> tuple[float, int]:
-    """The state as Python numbers."""
-    return float(loss_scale.current_loss_scale), int(loss_scale.num_good_steps)
+    return tuple(read(mapping[key], f"{name}['{key}']") for key, read in readers.items())
 
 
 # What is lost, in words: each gives the sentences that apply.
@@ -78,7 +56,7 @@ def warn(call: str, losses: Iterable[str]) -> None:
 def floor_of(given: Any, name: str) -> tuple[float, list[str]]:
     """The floor for a peer without one, and what is lost where the user has not named one either."""
     if given is not None:
-        return positive_normal_number(given, name), []
+        return _check.positive_normal_number(given, name), []
     return SMALLEST_FLOOR, [
         "the peer has no floor, so `min_loss_scale` becomes the smallest normal float32, 1.2e-38, below which the "
         "peer goes on to 0; pass `min_loss_scale=` to choose another"
@@ -144,15 +122,3 @@ def outgoing(
         found.append(f"`hysteresis` is {loss_scale.hysteresis}, and the peer lowers the scale on every bad step")
     warn(call, found)
     return loss_scale
-
-
-def _python_number(value: Any) -> Any:
-    """The one number that is in ``value``, of whatever framework."""
-    if hasattr(value, "detach"):  # a torch tensor, on any device
-        value = value.detach().cpu()
-    if hasattr(value, "numpy"):  # also a TensorFlow or Keras variable
-        value = value.numpy()
-    plain = value.item() if hasattr(value, "item") else value
-    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
-        raise TypeError
-    return plain

@@ -1,19 +1,4 @@
-"""equinox: gradients of the scaled loss with respect to a module, functions and other settings in it included.
-
-Examples:
-  >>> import equinox as eqx, jax, jax.numpy as jnp, optax
-  >>> import jax_lossscale as jls
-  >>> from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
-  >>> model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-  >>> tx = jls.loss_scaled(optax.adam(1e-3))
-  >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-  >>> loss, grads = filter_value_and_scaled_grad(
-  ...     lambda m: jnp.mean(m(jnp.ones(2)) ** 2), state
-  ... )(model)
-  >>> model, state = tx.update_and_apply(grads, state, model, value=loss)
-  >>> state.applied_steps
-  Array(1, dtype=int32)
-"""
+"""equinox: gradients of the scaled loss with respect to a module, functions and other settings in it included."""
 
 from __future__ import annotations
 
@@ -52,13 +37,18 @@ def filter_value_and_scaled_grad(
       UserWarning: as `value_and_scaled_grad`, if the dtype of the loss is too narrow for the scale.
 
     Examples:
-      >>> import jax
+      >>> import equinox as eqx, jax, jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
       >>> from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
-      >>> model = {"weight": jax.numpy.float32(3.0), "activation": jax.numpy.square}
-      >>> def loss_fn(model):
-      ...     return model["activation"](model["weight"])
-      >>> filter_value_and_scaled_grad(loss_fn, 1024.0)(model)
-      (Array(9., dtype=float32), {'activation': None, 'weight': Array(6144., dtype=float32)})
+      >>> model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+      >>> tx = jls.loss_scaled(optax.adam(1e-3))
+      >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+      >>> loss, grads = filter_value_and_scaled_grad(
+      ...     lambda m: jnp.mean(m(jnp.ones(2)) ** 2), state
+      ... )(model)
+      >>> model, state = tx.update_and_apply(grads, state, model, value=loss)
+      >>> state.applied_steps
+      Array(1, dtype=int32)
     """
     check_function(fun, "filter_value_and_scaled_grad(fun=...)")
     check_flag(has_aux, "filter_value_and_scaled_grad(has_aux=...)")

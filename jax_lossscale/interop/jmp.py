@@ -2,15 +2,6 @@
 
 Read against jmp 0.0.4. The rule is the same, with two differences: jmp keeps its floor only until the first `jax.jit`,
 `jax.lax.scan` or `jax.tree.map`, after which it is 1; and a counter past the period goes on to the next multiple.
-
-Examples:
-  >>> import jax.numpy as jnp, jmp
-  >>> from jax_lossscale.interop.jmp import from_jmp
-  >>> loss_scale = from_jmp(
-  ...     jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500)
-  ... )
-  >>> float(loss_scale()), int(loss_scale.num_good_steps), loss_scale.increment_period
-  (32768.0, 7, 500)
 """
 
 from __future__ import annotations
@@ -43,6 +34,15 @@ def from_jmp(loss_scale: Any) -> LossScale:
 
     Raises:
       ValueError: if it is none of these, if the scale is 0, infinite or NaN, or if the configuration makes no sense.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp
+      >>> from jax_lossscale.interop.jmp import from_jmp
+      >>> loss_scale = from_jmp(
+      ...     jmp.DynamicLossScale(jnp.float32(2**15), counter=jnp.int32(7), period=500)
+      ... )
+      >>> float(loss_scale()), int(loss_scale.num_good_steps), loss_scale.increment_period
+      (32768.0, 7, 500)
     """
     if isinstance(loss_scale, jmp.NoOpLossScale):
         return NoOpLossScale()
@@ -52,8 +52,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
         )
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
-    scale = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
-    num_good_steps = _carry.count(loss_scale.counter, "from_jmp(...).counter")
+    scale: Any = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
+    num_good_steps: Any = _carry.count(loss_scale.counter, "from_jmp(...).counter")
     floor = float(loss_scale.min_loss_scale)
     lost = []
     if floor != _FLOOR:
@@ -66,10 +66,12 @@ def from_jmp(loss_scale: Any) -> LossScale:
         _carry.count(loss_scale.period, "from_jmp(...).period"),
         _carry.number(loss_scale.factor, "from_jmp(...).factor"),
         min_loss_scale=floor,
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
     )
     lost += _carry.past_period(num_good_steps, result.increment_period) + _carry.below_floor(scale, floor)
     _carry.warn("from_jmp", lost)
-    return _carry.with_state(result, scale, num_good_steps)
+    return result
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
@@ -93,11 +95,10 @@ def to_jmp(loss_scale: LossScale) -> Any:
             _carry.warn("to_jmp", ["`skip_nonfinite` is set; with jmp, skipping is the caller's to write"])
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
     loss_scale = _carry.outgoing("to_jmp", loss_scale, floor=_FLOOR)
-    factor = loss_scale.multiplier
     return jmp.DynamicLossScale(
         jnp.float32(loss_scale.current_loss_scale),
         jnp.int32(loss_scale.num_good_steps),
         loss_scale.increment_period,
-        int(factor) if factor.is_integer() else factor,
+        loss_scale.multiplier,
         jnp.float32(loss_scale.min_loss_scale),
     )

@@ -2,16 +2,6 @@
 
 Read against Keras 3.15.1. The rule is the same, with three differences: Keras has no floor, no ceiling (its scale can
 become infinite, and stays so), and it compares its counter with ``==``.
-
-Examples:
-  >>> from jax_lossscale.interop.keras import from_keras
-  >>> # And the inner optimizer, which is not read.
-  >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
-  >>> loss_scale = from_keras(
-  ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
-  ... )
-  >>> float(loss_scale()), int(loss_scale.num_good_steps)
-  (65536.0, 7)
 """
 
 from __future__ import annotations
@@ -22,8 +12,8 @@ from typing import Any
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale
 from jax_lossscale.interop import _carry
 
-_CONFIG = ("initial_scale", "dynamic_growth_steps")
-_STATE = ("dynamic_scale", "step_counter")
+_CONFIG = {"initial_scale": _carry.number, "dynamic_growth_steps": _carry.count}
+_STATE = {"dynamic_scale": _carry.number, "step_counter": _carry.count}
 
 
 def from_keras(
@@ -45,6 +35,16 @@ def from_keras(
     Raises:
       ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if ``config`` is of
         tf-keras 2, whose rule is that of TensorFlow 1.
+
+    Examples:
+      >>> from jax_lossscale.interop.keras import from_keras
+      >>> # And the inner optimizer, which is not read.
+      >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
+      >>> loss_scale = from_keras(
+      ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
+      ... )
+      >>> float(loss_scale()), int(loss_scale.num_good_steps)
+      (65536.0, 7)
     """
     name = "from_keras(config=...)"
     initial, period = _carry.entries(config, _CONFIG, name)
@@ -53,17 +53,12 @@ def from_keras(
             f"`{name}` is of tf-keras 2, which has the floor 1: use `DynamicLossScale(initial_scale, "
             "dynamic_growth_steps)`, or `FixedLossScale(initial_scale)` where `dynamic` is false."
         )
-    initial = _carry.number(initial, f"{name}['initial_scale']")
-    period = _carry.count(period, f"{name}['dynamic_growth_steps']")
+    scale, num_good_steps = (initial, 0) if state is None else _carry.entries(state, _STATE, "from_keras(state=...)")
     floor, lost = _carry.floor_of(min_loss_scale, "from_keras(min_loss_scale=...)")
-    loss_scale = DynamicLossScale(initial, period, min_loss_scale=floor)
-    if state is not None:
-        scale, num_good_steps = _carry.entries(state, _STATE, "from_keras(state=...)")
-        scale = _carry.number(scale, "from_keras(state=...)['dynamic_scale']")
-        num_good_steps = _carry.count(num_good_steps, "from_keras(state=...)['step_counter']")
-        lost += _carry.past_period(num_good_steps, period)
-        loss_scale = _carry.with_state(loss_scale, scale, num_good_steps)
-    _carry.warn("from_keras", lost)
+    loss_scale = DynamicLossScale(
+        initial, period, min_loss_scale=floor, current_loss_scale=scale, num_good_steps=num_good_steps
+    )
+    _carry.warn("from_keras", lost + _carry.past_period(num_good_steps, period))
     return loss_scale
 
 
@@ -89,5 +84,5 @@ def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
       ValueError: if ``loss_scale`` is of another kind, or a batch.
     """
     loss_scale = _carry.outgoing("to_keras", loss_scale, multiplier=2.0, floor=_carry.SMALLEST_FLOOR)
-    config = dict(zip(_CONFIG, (loss_scale.initial_loss_scale, loss_scale.increment_period), strict=True))
-    return config, dict(zip(_STATE, _carry.scale_and_counter(loss_scale), strict=True))
+    config = {"initial_scale": loss_scale.initial_loss_scale, "dynamic_growth_steps": loss_scale.increment_period}
+    return config, {"dynamic_scale": float(loss_scale()), "step_counter": int(loss_scale.num_good_steps)}

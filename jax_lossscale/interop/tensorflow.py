@@ -2,21 +2,6 @@
 
 Read against TensorFlow 2.21.0, which this library follows step for step: nothing is lost on the way here, save that
 TensorFlow accepts configurations that make no sense (a period of 0, a multiplier of 0.5), which are refused.
-
-Examples:
-  >>> from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
-  >>> config = {
-  ...     "initial_loss_scale": 32768.0,
-  ...     "increment_period": 2000,
-  ...     "multiplier": 2.0,
-  ... }
-  >>> loss_scale = from_tensorflow(
-  ...     config, {"current_loss_scale": 65536.0, "good_steps": 7}
-  ... )
-  >>> float(loss_scale()), int(loss_scale.num_good_steps)
-  (65536.0, 7)
-  >>> to_tensorflow(loss_scale)[1]
-  {'current_loss_scale': 65536.0, 'good_steps': 7}
 """
 
 from __future__ import annotations
@@ -27,8 +12,8 @@ from typing import Any
 from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from jax_lossscale.interop import _carry
 
-_CONFIG = ("initial_loss_scale", "increment_period", "multiplier")
-_STATE = ("current_loss_scale", "good_steps")
+_CONFIG = {"initial_loss_scale": _carry.number, "increment_period": _carry.count, "multiplier": _carry.number}
+_STATE = {"current_loss_scale": _carry.number, "good_steps": _carry.count}
 _FLOOR = 1.0  # TensorFlow's, which cannot be set
 
 
@@ -46,24 +31,35 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
 
     Raises:
       ValueError: if an entry is missing or is not a number, or if the configuration makes no sense.
+
+    Examples:
+      >>> from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
+      >>> config = {
+      ...     "initial_loss_scale": 32768.0,
+      ...     "increment_period": 2000,
+      ...     "multiplier": 2.0,
+      ... }
+      >>> loss_scale = from_tensorflow(
+      ...     config, {"current_loss_scale": 65536.0, "good_steps": 7}
+      ... )
+      >>> float(loss_scale()), int(loss_scale.num_good_steps)
+      (65536.0, 7)
+      >>> to_tensorflow(loss_scale)[1]
+      {'current_loss_scale': 65536.0, 'good_steps': 7}
     """
-    name = "from_tensorflow(config=...)"
     if isinstance(config, Mapping) and config.keys() == {"loss_scale_value"}:
         return FixedLossScale.from_config(dict(config))
-    initial, period, multiplier = _carry.entries(config, _CONFIG, name)
-    initial = _carry.number(initial, f"{name}['initial_loss_scale']")
+    initial, period, multiplier = _carry.entries(config, _CONFIG, "from_tensorflow(config=...)")
+    fresh = (initial, 0)
+    scale, num_good_steps = fresh if state is None else _carry.entries(state, _STATE, "from_tensorflow(state=...)")
     loss_scale = DynamicLossScale(
         initial,
-        _carry.count(period, f"{name}['increment_period']"),
-        _carry.number(multiplier, f"{name}['multiplier']"),
+        period,
+        multiplier,
         min_loss_scale=min(initial, _FLOOR),
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
     )
-    scale = initial
-    if state is not None:
-        scale, num_good_steps = _carry.entries(state, _STATE, "from_tensorflow(state=...)")
-        scale = _carry.number(scale, "from_tensorflow(state=...)['current_loss_scale']")
-        num_good_steps = _carry.count(num_good_steps, "from_tensorflow(state=...)['good_steps']")
-        loss_scale = _carry.with_state(loss_scale, scale, num_good_steps)
     _carry.warn("from_tensorflow", _carry.below_floor(min(initial, scale), _FLOOR))
     return loss_scale
 
@@ -87,6 +83,5 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
             _carry.warn("to_tensorflow", ["`skip_nonfinite` is set, and the peer never skips with a fixed scale"])
         return {"loss_scale_value": loss_scale.get_config()["loss_scale_value"]}, {}
     loss_scale = _carry.outgoing("to_tensorflow", loss_scale, floor=_FLOOR)
-    values = (loss_scale.initial_loss_scale, loss_scale.increment_period, loss_scale.multiplier)
-    config = dict(zip(_CONFIG, values, strict=True))
-    return config, dict(zip(_STATE, _carry.scale_and_counter(loss_scale), strict=True))
+    config = {name: getattr(loss_scale, name) for name in _CONFIG}
+    return config, {"current_loss_scale": float(loss_scale()), "good_steps": int(loss_scale.num_good_steps)}

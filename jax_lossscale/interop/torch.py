@@ -2,19 +2,6 @@
 
 Read against torch 2.13.0. The rule is the same, with two differences: torch has no floor, and it compares its counter
 with ``==``, so that it stops growing where the interval is set below the counter.
-
-Examples:
-  >>> from jax_lossscale.interop.torch import from_torch, to_torch
-  >>> state_dict = {
-  ...     "scale": 32768.0,
-  ...     "growth_factor": 2.0,
-  ...     "backoff_factor": 0.5,
-  ...     "growth_interval": 2000,
-  ...     "_growth_tracker": 1234,
-  ... }
-  >>> loss_scale = from_torch(state_dict, min_loss_scale=1.0)
-  >>> float(loss_scale()), int(loss_scale.num_good_steps)
-  (32768.0, 1234)
 """
 
 from __future__ import annotations
@@ -26,7 +13,13 @@ from jax_lossscale._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale.interop import _carry
 
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_STATE_DICT = {
+    "scale": _carry.number,
+    "growth_factor": _carry.number,
+    "backoff_factor": _carry.number,
+    "growth_interval": _carry.count,
+    "_growth_tracker": _carry.count,
+}
 
 
 def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = None) -> LossScale:
@@ -46,26 +39,34 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
 
     Examples:
       >>> from jax_lossscale.interop.torch import from_torch
-      >>> from_torch({})
-      NoOpLossScale()
+      >>> state_dict = {
+      ...     "scale": 32768.0,
+      ...     "growth_factor": 2.0,
+      ...     "backoff_factor": 0.5,
+      ...     "growth_interval": 2000,
+      ...     "_growth_tracker": 1234,
+      ... }
+      >>> loss_scale = from_torch(state_dict, min_loss_scale=1.0)
+      >>> float(loss_scale()), int(loss_scale.num_good_steps)
+      (32768.0, 1234)
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         return NoOpLossScale()
-    name = "from_torch(state_dict=...)"
-    scale, growth, backoff, period, num_good_steps = _carry.entries(state_dict, _KEYS, name)
-    scale = _carry.number(scale, f"{name}['scale']")
-    period = _carry.count(period, f"{name}['growth_interval']")
-    num_good_steps = _carry.count(num_good_steps, f"{name}['_growth_tracker']")
+    scale, growth, backoff, period, num_good_steps = _carry.entries(
+        state_dict, _STATE_DICT, "from_torch(state_dict=...)"
+    )
     floor, lost = _carry.floor_of(min_loss_scale, "from_torch(min_loss_scale=...)")
     loss_scale = DynamicLossScale(
         max(scale, floor),
         period,
-        _carry.number(growth, f"{name}['growth_factor']"),
-        backoff_factor=_carry.number(backoff, f"{name}['backoff_factor']"),
+        growth,
+        backoff_factor=backoff,
         min_loss_scale=floor,
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
     )
     _carry.warn("from_torch", lost + _carry.past_period(num_good_steps, period))
-    return _carry.with_state(loss_scale, scale, num_good_steps)
+    return loss_scale
 
 
 def to_torch(loss_scale: LossScale) -> dict[str, Any]:
@@ -84,11 +85,10 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
     if isinstance(loss_scale, NoOpLossScale):
         return {}
     loss_scale = _carry.outgoing("to_torch", loss_scale, floor=_carry.SMALLEST_FLOOR, takes_backoff=True)
-    scale, num_good_steps = _carry.scale_and_counter(loss_scale)
     return {
-        "scale": scale,
+        "scale": float(loss_scale()),
         "growth_factor": loss_scale.multiplier,
         "backoff_factor": applied_backoff_factor(loss_scale),
         "growth_interval": loss_scale.increment_period,
-        "_growth_tracker": num_good_steps,
+        "_growth_tracker": int(loss_scale.num_good_steps),
     }

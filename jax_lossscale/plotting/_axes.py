@@ -5,7 +5,10 @@ The colours are of the palette of Okabe and Ito, which most colour-blind people 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,40 +17,36 @@ BLUE, VERMILLION, GREEN = "#0072b2", "#d55e00", "#009e73"
 GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
 
 
-def require_matplotlib(caller: str) -> None:
-    """Raise an `ImportError` that names the extra, unless matplotlib is there."""
+def given_or_new_axes(
+    given: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
+) -> tuple[Axes, ...]:
+    """One of the Axes ``given`` for each panel, or Axes of a new figure, which a notebook shows; without a box around.
+
+    ``caller`` and its ``argument`` are named in the errors: an `ImportError` if there is no matplotlib, a `ValueError`
+    if these are no Axes, or not as many.
+    """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib import axes
     except ImportError as error:
         raise ImportError(
             f"`{caller}` needs matplotlib, which the extra `plot` brings: `pip install matplotlib`."
         ) from error
-
-
-def given_or_new_axes(ax: Any, name: str) -> Axes:
-    """``ax``, or Axes of a new figure, which a notebook shows; ``name`` names the argument in the error."""
-    if ax is None:
+    if given is None:
         from matplotlib import pyplot
 
-        return pyplot.subplots(layout="constrained")[1]
-    check_axes(ax, name)
-    return cast("Axes", ax)
-
-
-def check_axes(ax: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``ax`` is one of matplotlib's Axes."""
-    from matplotlib.axes import Axes
-
-    if not isinstance(ax, Axes):
-        raise ValueError(f"`{name}` must be Axes of matplotlib, got {ax!r}. Make some with `pyplot.subplots()`.")
+        _, given = pyplot.subplots(len(panels), sharex=True, layout="constrained", **figure)
+    taken = tuple(np.ravel(np.asarray(given, object)))
+    if len(taken) != len(panels) or not all(isinstance(ax, axes.Axes) for ax in taken):
+        raise ValueError(
+            f"`{caller}({argument}=...)` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got "
+            f"{given!r}. Make some with `pyplot.subplots({len(panels)})`."
+        )
+    for ax in taken:
+        ax.spines[["top", "right"]].set_visible(False)
+    return taken
 
 
 def draw_grid(ax: Axes) -> None:
     """Draw a pale grid behind everything else."""
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)
-
-
-def remove_box(ax: Axes) -> None:
-    """Leave the axes at the left and at the bottom, and nothing else of the box around them."""
-    ax.spines[["top", "right"]].set_visible(False)

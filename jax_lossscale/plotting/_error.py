@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +15,6 @@ from jax_lossscale.plotting._axes import (
     VERMILLION,
     draw_grid,
     given_or_new_axes,
-    remove_box,
-    require_matplotlib,
 )
 
 if TYPE_CHECKING:
@@ -58,59 +57,45 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['all leaves', 'one leaf (1)', 'overflow', 'start here']
     """
-    require_matplotlib("plot_gradient_error")
     if not isinstance(comparison, GradientComparison):
         raise ValueError(
             f"`plot_gradient_error(comparison=...)` must be what `jls.diagnostics.compare_gradients` returns, got "
             f"{type(comparison).__name__}."
         )
     scales = np.asarray(comparison.loss_scales)
-    ax = given_or_new_axes(ax, "plot_gradient_error(ax=...)")
-    remove_box(ax)
-    _draw(ax, scales, comparison.total, color=BLUE, linewidth=2.4, marker="o", zorder=3, label="all leaves")
+    (ax,) = given_or_new_axes(ax, "plot_gradient_error")
     drawn = [leaf for leaf in comparison if not leaf.is_rounding]
-    for n, leaf in enumerate(drawn):
-        suffers = leaf.path in comparison.suffering
-        style: Any = {"color": VERMILLION if suffers else GRAY, "linestyle": "--" if suffers else "-"}
-        names = ["suffering leaf", "one leaf"]
-        same = [other for other in drawn if (other.path in comparison.suffering) == suffers]
-        label = f"{names[not suffers]} ({len(same)})" if same[0] is leaf else None
-        _draw(ax, scales, leaf, linewidth=0.8, zorder=2 - n / len(drawn), label=label, **style)
-    _mark_overflow(ax, scales, comparison.total)
+    suffering = [leaf for leaf in drawn if leaf.path in comparison.suffering]
+    others = [leaf for leaf in drawn if leaf.path not in comparison.suffering]
+    lines: list[tuple[Sequence[LeafGradientError], str, dict[str, Any]]] = [
+        ([comparison.total], "all leaves", {"color": BLUE, "linewidth": 2.4, "marker": "o", "zorder": 3}),
+        (others, f"one leaf ({len(others)})", {"color": GRAY, "linewidth": 0.8}),
+        (suffering, f"suffering leaf ({len(suffering)})", {"color": VERMILLION, "linewidth": 0.8, "linestyle": "--"}),
+    ]
+    for leaves, name, style in lines:
+        for n, leaf in enumerate(leaves):
+            ax.plot(scales, _drawable_errors(leaf), label=None if n else name, **style)
+    over = scales[np.asarray(comparison.total.nonfinite) > 0]
+    if len(over):
+        cross: Any = {"color": VERMILLION, "markersize": 7, "markeredgewidth": 1.8, "clip_on": False}
+        ax.plot(over, np.full(len(over), 0.97), "x", transform=ax.get_xaxis_transform(), label="overflow", **cross)
     if comparison.loss_scale is not None:
         label = "start here" if comparison.will_train else "best for the others"
         ax.axvline(comparison.loss_scale, color=GREEN, linestyle=":", linewidth=1.8, zorder=1, label=label)
-    _finish(ax, scales, [comparison.total, *drawn], comparison.dtype)
-    return ax
-
-
-def _draw(ax: Axes, scales: np.ndarray, leaf: LeafGradientError, **style: Any) -> None:
-    """A line over the scales with finite gradients."""
-    errors = np.asarray(leaf.relative_error)
-    errors = np.where(np.asarray(leaf.nonfinite) > 0, np.nan, np.maximum(errors, _SMALLEST_ERROR))
-    ax.plot(scales, np.where(np.isfinite(errors), errors, np.nan), **style)
-
-
-def _mark_overflow(ax: Axes, scales: np.ndarray, total: LeafGradientError) -> None:
-    over = scales[np.asarray(total.nonfinite) > 0]
-    if len(over):
-        style: Any = {"linestyle": "none", "marker": "x", "markersize": 7, "markeredgewidth": 1.8, "clip_on": False}
-        height = np.full(len(over), 0.97)
-        ax.plot(over, height, color=VERMILLION, transform=ax.get_xaxis_transform(), label="overflow", **style)
-
-
-def _finish(ax: Axes, scales: np.ndarray, drawn: list[LeafGradientError], dtype: str) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
 
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    errors = [error for leaf in drawn for error in leaf.relative_error if np.isfinite(error)]
-    ax.set_ylim(max(min([0.01, *errors]), _SMALLEST_ERROR) / 2, max([2.0, *(2 * error for error in errors)]))
-    ax.set_xlim(scales[0] / 1.5, scales[-1] * 1.5)
-    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_minor_locator(NullLocator())
+    ax.minorticks_off()
+    ax.update_datalim([(scales[0], 0.01), (scales[-1], 1.0)])  # so much is seen in any case
     ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     draw_grid(ax)
-    ax.set(xlabel="loss scale", ylabel=f"relative error of {dtype} gradients")
+    ax.set(xlabel="loss scale", ylabel=f"relative error of {comparison.dtype} gradients")
     ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+def _drawable_errors(leaf: LeafGradientError) -> np.ndarray:
+    """The errors at the scales with finite gradients; NaN, which leaves a gap, at the others."""
+    errors = np.asarray(leaf.relative_error)
+    has_error = np.isfinite(errors) & (np.asarray(leaf.nonfinite) == 0)
+    return np.where(has_error, np.maximum(errors, _SMALLEST_ERROR), np.nan)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import checked_floating_dtype, is_number
+from jax_lossscale._check import checked_floating_dtype, positive_normal_number
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._tree import widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
@@ -21,8 +21,6 @@ from jax_lossscale.plotting._axes import (
     PALER,
     VERMILLION,
     given_or_new_axes,
-    remove_box,
-    require_matplotlib,
 )
 
 if TYPE_CHECKING:
@@ -75,13 +73,11 @@ def plot_exponents(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """
-    require_matplotlib("plot_exponents")
-    from matplotlib.ticker import MaxNLocator
-
     dtype = checked_floating_dtype(dtype, "plot_exponents(dtype=...)")
     if yscale not in ("linear", "log"):
         raise ValueError(f"`plot_exponents(yscale=...)` must be 'linear' or 'log', got {yscale!r}.")
-    scale = _as_number(loss_scale)
+    loss_scale = loss_scale() if isinstance(loss_scale, LossScale) else loss_scale
+    scale = positive_normal_number(loss_scale, "plot_exponents(loss_scale=...)")
     histogram = _one_histogram(tree_or_histogram)
     counts = np.asarray(histogram.counts, np.int64)
     numbers = int(counts.sum()) + int(histogram.subnormals)
@@ -90,7 +86,8 @@ def plot_exponents(
         "not finite": int(histogram.nonfinite),
         "subnormal in their own dtype": int(histogram.subnormals),
     }
-    if counts.sum() + sum(undrawn.values()) == 0:
+    everything = int(counts.sum()) + sum(undrawn.values())
+    if everything == 0:
         raise ValueError(
             "`plot_exponents(tree_or_histogram=...)` must hold floating or complex numbers to draw, got "
             f"{tree_or_histogram!r}."
@@ -103,19 +100,21 @@ def plot_exponents(
     shares = [np.divide(_lost_and_over(counts, edges + shift, faint, dtype), max(numbers, 1)) for shift in shifts]
     rescued = shares[0][0] - shares[-1][0]
 
-    ax = given_or_new_axes(ax, "plot_exponents(ax=...)")
-    remove_box(ax)
+    (ax,) = given_or_new_axes(ax, "plot_exponents")
     heights, bars = _between_the_first_and_the_last(100 * counts / max(numbers, 1), edges)
     gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "fill": scale != 1}
     ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)
     if scale != 1:
         end = f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
-        label = f"times {_power_or_number(scale)}: {_told(*shares[1])}{end}"
+        label = f"times $2^{{{shift:g}}}$: {_told(*shares[1])}{end}"
         ax.stairs(heights, bars + shift, color=BLUE, linewidth=2.2, label=label)
     bottom, _, top = _range_of(dtype)
+    hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
     for moved in shifts:
-        _hatch(ax, heights, np.clip(bars + moved, None, bottom))
-        _hatch(ax, heights, np.clip(bars + moved, top, None))
+        # What the dtype loses; bars that it keeps have no width between these edges.
+        for lost in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
+            if np.any(np.diff(lost) * heights):
+                ax.stairs(heights, lost, fill=True, zorder=1.1, **hatched)
 
     # Bars too low to be seen do not widen the view.
     lowest = 0.0 if yscale == "log" else 0.002 * heights.max()
@@ -125,18 +124,19 @@ def plot_exponents(
     ax.set_xlim(min(left, bottom - margin), max(right, top + margin))
     _set_share_axis(ax, heights, yscale)
     _draw_ranges(ax, dtype)
-    ax.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 4, 8, 10], integer=True))
+    ax.locator_params(axis="x", nbins=10, steps=[1, 2, 4, 8, 10], integer=True)
     ax.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     ax.set(xlabel="magnitude of a gradient", ylabel="share of non-zero gradients (%)")
-    _add_exponent_legend(ax, undrawn, int(counts.sum()) + sum(undrawn.values()))
+    words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(0.0, 0.82),  # below the ranges
+        title=f"not drawn: {', '.join(words)}" if words else None,
+        alignment="left",
+        fontsize="small",
+        title_fontsize="small",
+    )
     return ax
-
-
-def _as_number(loss_scale: Any) -> float:
-    value = loss_scale() if isinstance(loss_scale, LossScale) else loss_scale
-    if not is_number(value) or not 0 < float(value) < np.inf:
-        raise ValueError(f"`plot_exponents(loss_scale=...)` must be one positive finite number, got {value!r}.")
-    return float(value)
 
 
 def _one_histogram(tree: Any) -> ExponentHistogram:
@@ -172,31 +172,22 @@ def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> t
     return heights[drawn[0] : drawn[-1] + 1], edges[drawn[0] : drawn[-1] + 2]
 
 
-def _hatch(ax: Axes, heights: np.ndarray, edges: np.ndarray) -> None:
-    """Hatch what the dtype loses; bars that it keeps have no width between these edges."""
-    if np.any(np.diff(edges) * heights):
-        style: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
-        ax.stairs(heights, edges, fill=True, zorder=1.1, **style)
-
-
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
     """An axis that ends where the bars do, with room above it for the ranges and the legend."""
-    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-    tallest = float(heights.max()) or 1.0
-    ticks: Any
+    tallest, lowest, above = float(heights.max()) or 1.0, 0.0, 1 / 0.6
+    locator: Any = MaxNLocator(6)
     if yscale == "log":
         lowest = heights[heights > 0].min(initial=tallest) / 2
-        ax.set_ylim(lowest, tallest * (tallest / lowest) ** 0.7)
-        ax.set_yscale("log")  # after the limits: matplotlib would look for some, and find none if there is no bar
-        ticks = LogLocator(numticks=8).tick_values(lowest, tallest)
-        ax.yaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_major_formatter("{x:g}")
-    else:
-        lowest = 0.0
-        ax.set_ylim(lowest, tallest / 0.6)
-        ticks = MaxNLocator(6).tick_values(lowest, tallest)
-    ax.yaxis.set_major_locator(FixedLocator(ticks[(ticks >= lowest) & (ticks <= tallest)]))
+        above = (tallest / lowest) ** 0.7
+        locator = LogLocator(numticks=8)
+    ax.set_ylim(lowest, tallest * above)
+    ax.set_yscale(yscale)  # after the limits: matplotlib would look for some, and find none if there is no bar
+    ax.minorticks_off()
+    ticks = locator.tick_values(lowest, tallest)
+    ax.set_yticks(ticks[(ticks >= lowest) & (ticks <= tallest)])
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.spines["left"].set_bounds(lowest, tallest)
 
 
@@ -229,25 +220,8 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
     ax.text((normal + top) / 2, 0.9, f"normal {other.name}: $2^{{{normal}}}$ to $2^{{{top}}}$", **row)
 
 
-def _add_exponent_legend(ax: Axes, undrawn: dict[str, int], everything: int) -> None:
-    words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
-    ax.legend(
-        loc="upper left",
-        bbox_to_anchor=(0.0, 0.82),  # below the ranges
-        title=f"not drawn: {', '.join(words)}" if words else None,
-        alignment="left",
-        fontsize="small",
-        title_fontsize="small",
-    )
-
-
 def _told(lost: float, over: float) -> str:
     return f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
-
-
-def _power_or_number(scale: float) -> str:
-    mantissa, exponent = np.frexp(scale)
-    return f"$2^{{{exponent - 1}}}$" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _percent(share: float) -> str:

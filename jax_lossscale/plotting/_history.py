@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,19 +14,15 @@ from jax_lossscale.plotting._axes import (
     BLUE,
     GREEN,
     VERMILLION,
-    check_axes,
     draw_grid,
     given_or_new_axes,
-    remove_box,
-    require_matplotlib,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_METRICS = ("grads_finite", "applied_steps", "skipped_steps", "consecutive_skips", "last_bad_leaf")
 _FLAGS = ("skipped", "grads_finite")
-_HISTORY = ("step", "loss", "loss_scale", "skipped", "underflow", *_METRICS)
+_HISTORY = ("step", "loss", "loss_scale", "underflow", "consecutive_skips", "skipped_steps", *_FLAGS)
 
 
 def plot_loss_scale(
@@ -60,11 +57,12 @@ def plot_loss_scale(
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['skipped step (1)', 'growth (1)']
     """
-    require_matplotlib("plot_loss_scale")
     given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
     columns = _columns(given, "plot_loss_scale")
-    ax = given_or_new_axes(ax, "plot_loss_scale(ax=...)")
-    _draw_loss_scale(ax, _steps(columns, "plot_loss_scale"), columns["loss_scale"], _was_skipped(columns))
+    (ax,) = given_or_new_axes(ax, "plot_loss_scale")
+    steps = _steps(columns, "plot_loss_scale")
+    _draw_loss_scale(ax, steps, columns["loss_scale"], _was_skipped(columns))
+    _finish(ax, steps)
     ax.set(xlabel="step", ylabel="loss scale (power of two)")
     return ax
 
@@ -107,47 +105,33 @@ def plot_run(
       >>> [ax.get_title("left") for ax in axes]
       ['loss', 'loss scale (power of two)', 'skipped steps (total)']
     """
-    require_matplotlib("plot_run")
     history = _by_name(history)
     columns = _columns(history, "plot_run")
     steps = _steps(columns, "plot_run")
     skipped = _was_skipped(columns)
-    panels: dict[str, Any] = {}
-    if "loss" in columns:
-        panels["loss"] = lambda ax: _draw_loss(ax, steps, columns["loss"])
-    if "loss_scale" in columns:
-        panels["loss scale (power of two)"] = lambda ax: _draw_loss_scale(ax, steps, columns["loss_scale"], skipped)
-    if skipped is not None:
-        total = columns.get("skipped_steps", skipped.cumsum())
-        panels["skipped steps (total)"] = lambda ax: _draw_total(ax, steps, total)
-    if "underflow" in columns:
-        panels["underflow (% of gradients)"] = lambda ax: _draw_underflow(ax, steps, columns["underflow"])
+    total = columns.get("skipped_steps", None if skipped is None else skipped.cumsum())
+    panels: dict[str, Any] = {
+        "loss": (columns.get("loss"), _draw_loss),
+        "loss scale (power of two)": (columns.get("loss_scale"), partial(_draw_loss_scale, skipped=skipped)),
+        "skipped steps (total)": (total, _draw_total),
+        "underflow (% of gradients)": (columns.get("underflow"), _draw_underflow),
+    }
+    panels = {name: (values, draw) for name, (values, draw) in panels.items() if values is not None}
     if not panels:
         raise ValueError(
             f"`plot_run(history=...)` has nothing to draw, only {sorted(history)}. Give loss, loss_scale, skipped or "
             "underflow."
         )
 
-    axes = _new_panels(len(panels)) if axes is None else tuple(np.ravel(np.asarray(axes, object)))
-    if len(axes) != len(panels):
-        names = ", ".join(panels)
-        raise ValueError(f"`plot_run(axes=...)` must be {len(panels)} Axes, for: {names}; got {len(axes)}.")
-    for ax in axes:
-        check_axes(ax, "plot_run(axes=...)")
-    for ax, (name, draw) in zip(axes, panels.items(), strict=True):
-        draw(ax)
+    figsize = (6.4, 0.8 + 1.2 * len(panels))
+    axes = given_or_new_axes(axes, "plot_run", "axes", list(panels), figsize=figsize)
+    for ax, (name, (values, draw)) in zip(axes, panels.items(), strict=True):
+        draw(ax, steps, values)
+        _finish(ax, steps)
         ax.set_title(name, loc="left", fontsize="medium")  # a label beside a panel as low as this would not fit
         ax.tick_params(labelsize="small")
     axes[-1].set_xlabel("step")
     return axes
-
-
-def _new_panels(number: int) -> tuple[Axes, ...]:
-    from matplotlib import pyplot
-
-    size = (6.4, 0.8 + 1.2 * number)
-    _, axes = pyplot.subplots(number, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
-    return tuple(axes[:, 0])
 
 
 def _by_name(history: Any) -> dict[str, Any]:
@@ -167,18 +151,15 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
     history = jax.device_get({name: values for name, values in history.items() if name in _HISTORY})
     columns = {name: np.asarray(values) for name, values in history.items()}
     shapes = {name: column.shape for name, column in columns.items()}
-    if any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
-        raise ValueError(f"`{caller}` needs sequences of one number a step, got the shapes {shapes}.")
-    if len(set(shapes.values())) > 1:
-        lengths = ", ".join(f"{name}: {len(column)}" for name, column in columns.items())
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(
-            f"`{caller}` got sequences of unequal length: {lengths}. Where a number was not measured, write NaN."
+            f"`{caller}` needs sequences of one number a step, all as long, got the shapes {shapes}. Where a number "
+            "was not measured, write NaN."
         )
     for name, column in columns.items():
         if column.dtype.kind in "OSU":
             raise ValueError(f"`{caller}` needs numbers in {name}, got {column[0]!r}. Convert text before.")
-    for name in set(columns) & set(_FLAGS):
-        if np.isnan(columns[name].astype(float)).any():
+        if name in _FLAGS and np.isnan(column.astype(float)).any():
             raise ValueError(f"`{caller}` got NaN in {name}, which must be known for every step.")
     return {name: column.astype(bool if name in _FLAGS else float) for name, column in columns.items()}
 
@@ -211,62 +192,45 @@ def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
 
 
 def _draw_loss(ax: Axes, steps: np.ndarray, loss: np.ndarray) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     finite = np.isfinite(loss)
-    _draw_with_gaps(ax, steps, np.where(finite, loss, np.nan))
+    _draw_with_gaps(ax, steps, loss)
     if finite.any() and 0 < loss[finite].min() <= loss[finite].max() / 10:
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 3) if loss[finite].max() < 1e3 * loss[finite].min() else (1,)))
-        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        ax.minorticks_off()
         ax.yaxis.set_major_formatter("{x:g}")
     if not finite.all():
         gaps = steps[~finite]
         foot = np.full(len(gaps), 0.06)
         label = f"not finite ({len(gaps)})"
         ax.plot(gaps, foot, "|", color=VERMILLION, markersize=8, transform=ax.get_xaxis_transform(), label=label)
-    _finish(ax, steps)
 
 
 def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skipped: np.ndarray | None) -> None:
-    from matplotlib.ticker import LogLocator
-
-    drawable = np.isfinite(loss_scale) & (loss_scale > 0)
-    loss_scale = np.where(drawable, loss_scale, np.nan)
+    loss_scale = np.where(np.isfinite(loss_scale) & (loss_scale > 0), loss_scale, np.nan)
     change = np.diff(loss_scale, prepend=loss_scale[0])
     falls, name = (change < 0, "backoff") if skipped is None else (skipped, "skipped step")
-    ax.step(steps, loss_scale, where="mid", color="black", linewidth=1.5)
-    mark: Any = {"linestyle": "none", "markersize": 6, "markeredgewidth": 1.8}
-    if falls.any():
-        label = f"{name} ({falls.sum()})"
-        ax.plot(steps[falls], loss_scale[falls], marker="x", color=VERMILLION, label=label, **mark)
-    if (change > 0).any():
-        label = f"growth ({(change > 0).sum()})"
-        ax.plot(steps[change > 0], loss_scale[change > 0], marker="^", color=GREEN, label=label, **mark)
-
-    powers = np.log2(loss_scale[drawable]) if drawable.any() else np.zeros(1)
     ax.set_yscale("log", base=2)
-    low, high = np.floor(powers.min()), np.ceil(powers.max())
-    margin = max(0.5, 0.08 * (high - low))  # in a low panel with many powers, too, no marker is cut
-    ax.set_ylim(2.0 ** (low - margin), 2.0 ** (high + margin))
-    ax.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
-    _finish(ax, steps)
+    ax.margins(y=0.15)  # in a low panel, too, no marker is cut
+    ax.step(steps, loss_scale, where="mid", color="black", linewidth=1.5)
+    for at, what, marker, color in (falls, name, "x", VERMILLION), (change > 0, "growth", "^", GREEN):
+        if at.any():
+            mark: Any = {"color": color, "markersize": 6, "markeredgewidth": 1.8}
+            ax.plot(steps[at], loss_scale[at], marker, label=f"{what} ({at.sum()})", **mark)
 
 
 def _draw_total(ax: Axes, steps: np.ndarray, total: np.ndarray) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     ax.step(steps, total, where="mid", color=VERMILLION, linewidth=1.5)
     _set_ylim_from_zero(ax, max(1.0, total.max()))
-    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _finish(ax, steps)
+    ax.locator_params(axis="y", nbins=4, integer=True)
 
 
 def _draw_underflow(ax: Axes, steps: np.ndarray, underflow: np.ndarray) -> None:
-    percent = np.where(np.isfinite(underflow), 100 * underflow, np.nan)
+    percent = 100 * underflow
     _draw_with_gaps(ax, steps, percent)
     _set_ylim_from_zero(ax, np.max(percent, initial=0, where=np.isfinite(percent)) or 1.0)
-    _finish(ax, steps)
 
 
 def _set_ylim_from_zero(ax: Axes, highest: float) -> None:
@@ -274,20 +238,18 @@ def _set_ylim_from_zero(ax: Axes, highest: float) -> None:
 
 
 def _draw_with_gaps(ax: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """A line that breaks at NaN; a number between two of them, which has no line, is a dot."""
+    """A line that breaks where a number is not finite; one between two of these, which has no line, is a dot."""
     known = np.isfinite(values)
+    values = np.where(known, values, np.nan)
     around = np.pad(known, 1)
     lonely = np.flatnonzero(known & ~around[:-2] & ~around[2:]).tolist()
     ax.plot(steps, values, color=BLUE, linewidth=1.5, marker=".", markevery=lonely)
 
 
 def _finish(ax: Axes, steps: np.ndarray) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    remove_box(ax)
     margin = 0.015 * (steps[-1] - steps[0] + 1)
     ax.set_xlim(steps[0] - margin, steps[-1] + margin)
-    ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    ax.locator_params(axis="x", nbins=9, integer=True)
     draw_grid(ax)
     if ax.get_legend_handles_labels()[0]:  # above the Axes, where it hides nothing
         place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}

@@ -130,13 +130,13 @@ def test_what_is_lost_is_hatched_and_nothing_else(ax):
 SITUATIONS = {
     # situation: (tree, loss scale, legend, title of the legend)
     "no scale": ([1.0, 2.0], 1, ["gradients: 0 % become zero"], ""),
-    "a scale of no power of two": ([1.0], 3.0, ["gradients: 0 % become zero", "times 3: 0 % become zero"], ""),
+    "a scale of no power of two": ([1.0], 3.0, [..., "times $2^{1.58496}$: 0 % become zero"], ""),
     "a loss scale": ([1.0], jls.DynamicLossScale(8.0), [..., "times $2^{3}$: 0 % become zero"], ""),
     "too little to give": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
     "zeros alone": ([0.0, 0.0], 4, [..., "times $2^{2}$: 0 % become zero"], "not drawn: 100 % exactly zero"),
     "nothing finite": ([NAN, INF], 1, [...], "not drawn: 100 % not finite"),
     "a bit of all": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
-    "half a bar": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
+    "half a bar": ([2.0**-26] * 4, 2.0**0.5, [..., "times $2^{0.5}$: 50 % become zero (50 % rescued)"], ""),
     "subnormal numbers of float32": (
         np.array([1e-40, 1.0], np.float32), 2.0**15,
         ["gradients: 50 % become zero", "times $2^{15}$: 50 % become zero"],
@@ -237,7 +237,7 @@ ERRORS = [
     (lambda ax: plot_exponents({"step": 3}, ax=ax), "tree_or_histogram"),
     (lambda ax: plot_exponents(exponent_histogram([np.ones(1)] * 2, per_leaf=True), ax=ax), "one at a time"),
     (lambda ax: plot_exponents(jax.vmap(exponent_histogram)(np.ones((2, 3))), ax=ax), "Draw one"),
-    (lambda ax: plot_exponents(np.ones(1), 0.0, ax=ax), "loss_scale=...)` must be one positive finite number, got 0.0"),
+    (lambda ax: plot_exponents(np.ones(1), 0.0, ax=ax), "(loss_scale=...)` must be a positive normal float32"),
     (lambda ax: plot_exponents(np.ones(1), -2.0, ax=ax), "got -2.0"),
     (lambda ax: plot_exponents(np.ones(1), INF, ax=ax), "got inf"),
     (lambda ax: plot_exponents(np.ones(1), NAN, ax=ax), "got nan"),
@@ -248,7 +248,7 @@ ERRORS = [
     (lambda ax: plot_exponents(np.ones(1), dtype=jnp.int32, ax=ax), "got int32"),
     (lambda ax: plot_exponents(np.ones(1), dtype="half a float", ax=ax), "got 'half a float'"),
     (lambda ax: plot_exponents(np.ones(1), yscale="symlog", ax=ax), "got 'symlog'"),
-    (lambda ax: plot_loss_scale([8.0, 4.0], [True], ax=ax), "loss_scale: 2, skipped: 1"),
+    (lambda ax: plot_loss_scale([8.0, 4.0], [True], ax=ax), "{'loss_scale': (2,), 'skipped': (1,)}"),
     (lambda ax: plot_loss_scale([], ax=ax), "'loss_scale': (0,)"),
     (lambda ax: plot_loss_scale(8.0, ax=ax), "'loss_scale': ()"),
     (lambda ax: plot_loss_scale(np.ones((2, 3)), ax=ax), "'loss_scale': (2, 3)"),
@@ -257,13 +257,17 @@ ERRORS = [
     (lambda ax: plot_run({"loss": [1, 2], "step": [7, NAN]}, axes=ax), "steps that do not increase: [ 7. nan]"),
     (lambda ax: plot_run({"loss": ["1", "2"]}, axes=ax), "numbers in loss, got"),
     (lambda ax: plot_run({"loss": [1.0], "skipped": [NAN]}, axes=ax), "NaN in skipped"),
-    (lambda ax: plot_run({"loss": [1.0, 2.0], "skipped": [True]}, axes=ax), "loss: 2, skipped: 1"),
-    (lambda ax: plot_run([{"loss": 1.0}, {"loss": 1.0, "loss_scale": 8.0}], axes=ax), "loss: 2, loss_scale: 1"),
+    (lambda ax: plot_run({"loss": [1.0, 2.0], "skipped": [True]}, axes=ax), "{'loss': (2,), 'skipped': (1,)}"),
+    (lambda ax: plot_run([{"loss": 1.0}, {"loss": 1.0, "loss_scale": 8.0}], axes=ax), "(2,), 'loss_scale': (1,)"),
     (lambda ax: plot_run({"loss": np.ones((2, 3))}, axes=ax), "'loss': (2, 3)"),
     (lambda ax: plot_run({}, axes=ax), "nothing to draw"),
     (lambda ax: plot_run([], axes=ax), "nothing to draw"),
     (lambda ax: plot_run({"applied_steps": [1, 2]}, axes=ax), "only ['applied_steps']"),
-    (lambda ax: plot_run({"loss": [1.0], "skipped": [0]}, axes=ax), "2 Axes, for: loss, skipped steps (total); got 1"),
+    (lambda ax: plot_run({"loss": [1.0], "skipped": [0]}, axes=ax), "be 2 Axes of matplotlib, for: loss, skipped"),
+    (lambda ax: plot_run({"loss": [1.0]}, axes=[ax, ax]), "plot_run(axes=...)` must be 1 Axes"),
+    (lambda ax: plot_run({"loss": [1.0]}, axes=["ax"]), "plot_run(axes=...)` must be 1 Axes"),
+    (lambda ax: plot_exponents(np.ones(1), ax="ax"), "plot_exponents(ax=...)` must be 1 Axes of matplotlib"),
+    (lambda ax: plot_loss_scale([1.0], ax=[ax, ax]), "for: the figure; got [<"),
 ]  # fmt: skip
 
 
@@ -312,11 +316,11 @@ def test_marks_differ_also_without_colour(ax):
 @pytest.mark.parametrize(
     ("scales", "ticks"),
     [
-        ([8.0] * 3, [3]),
-        ([2.0**10, 2.0**15, 2.0**30], range(9, 30, 4)),
-        ([3.0, 9.0, 27.0], range(1, 6)),
-        ([NAN, 0.0, -1.0, INF], [0]),
-        ([2.0**127], [127]),
+        ([8.0] * 3, range(2, 5)),
+        ([2.0**10, 2.0**15, 2.0**30], range(9, 34, 3)),
+        ([3.0, 9.0, 27.0], range(2, 6)),
+        ([NAN, 0.0, -1.0, INF], range(4)),
+        ([2.0**127], range(126, 129)),
     ],
 )  # fmt: skip
 def test_the_ticks_are_powers_of_two(ax, scales, ticks):

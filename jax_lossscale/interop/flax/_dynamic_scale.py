@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
@@ -41,8 +42,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    scale = _carry.number(dynamic_scale.scale, "from_flax(...).scale")
-    num_good_steps = _carry.count(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
+    scale: Any = _carry.number(dynamic_scale.scale, "from_flax(...).scale")
+    num_good_steps: Any = _carry.count(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
     interval = _carry.count(dynamic_scale.growth_interval, "from_flax(...).growth_interval")
     lost = []
     if _steps_late():
@@ -58,10 +59,12 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         backoff_factor=dynamic_scale.backoff_factor,
         min_loss_scale=floor,
         max_loss_scale=_carry.LARGEST_SCALE,  # flax's ceiling
+        current_loss_scale=scale,
+        num_good_steps=num_good_steps,
     )
     lost += no_floor + _carry.past_period(num_good_steps, loss_scale.increment_period)
     _carry.warn("from_flax", lost + _carry.below_floor(scale, floor))
-    return _carry.with_state(loss_scale, scale, num_good_steps)
+    return loss_scale
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
