@@ -69,7 +69,7 @@ def draw(summary: Table, details: Table) -> Figure:
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper center", ncols=len(arms), frameon=False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 

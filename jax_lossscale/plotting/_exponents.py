@@ -106,7 +106,8 @@ def plot_exponents(
     ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)
     if scale != 1:
         end = f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
-        label = f"times $2^{{{shift:g}}}$: {_told(*shares[1])}{end}"
+        times = f"$2^{{{shift:g}}}$" if shift % 1 == 0 else f"{scale:g}"
+        label = f"times {times}: {_told(*shares[1])}{end}"
         ax.stairs(heights, bars + shift, color=BLUE, linewidth=2.2, label=label)
     bottom, _, top = _range_of(dtype)
     hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
