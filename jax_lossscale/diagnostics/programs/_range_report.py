@@ -105,9 +105,9 @@ def range_report(
     limits, unit = limits_of(dtype), float(jnp.finfo(dtype).eps) / 2
     tell_rows = _told(len(nodes)) if progress else lambda rows: None
     evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, unit, tell_rows)
-    inputs = evaluator.pairs(traced.inputs, traced.jaxpr.jaxpr.invars)
-    rows = [row for block in jax.device_get(evaluator.evaluate(traced.jaxpr, inputs)[1]) for row in block]
-    measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, rows, strict=True)}
+    inputs = map(evaluator.constant, traced.inputs, traced.jaxpr.in_avals)
+    _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
+    measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, jax.device_get(rows), strict=True)}
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
     of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
     results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
