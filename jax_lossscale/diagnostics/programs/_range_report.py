@@ -16,17 +16,12 @@ from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.widen import Evaluator, checked_precision
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
+from jax_lossscale.diagnostics.programs._cures import cure_of
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_gradients, names_of_inputs
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
-from jax_lossscale.diagnostics.programs._operation_range import (
-    ACCUMULATED,
-    MANY_ZEROS,
-    OperationRange,
-    RangeReport,
-)
+from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
@@ -171,27 +166,11 @@ def _operation_range(
     site: Site, of: Statistics, dtype: jnp.dtype, limits: Limits, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
     info = jnp.finfo(dtype)
-    largest = math.nan if of.nan and not of.overflow else of.largest
     log2_above = log2_below = 0
     if of.overflow:
         log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
     elif 0 < of.largest < float(info.smallest_normal):
         log2_below = math.ceil(math.log2(float(info.smallest_normal) / of.largest))
-    cure = ""
-    if of.overflow or of.nan:
-        is_cast = site.operation == "convert_element_type"
-        cure = _cures.cure_of_overflow(
-            site.operation, site.derivative_of, site.place.is_backward, largest, is_cast=is_cast
-        )
-    elif is_harmful and of.zero > MANY_ZEROS:
-        cure = _cures.cure_of_vanishing(site.place.is_backward)
-    elif is_origin:
-        is_lost = site.place.is_backward and of.zero + of.subnormal > 0
-        cure = (
-            _cures.cure_of_vanishing(is_backward=True)
-            if is_lost
-            else _cures.cure_of_rounding(site.operation, is_accumulated=of.amplification < ACCUMULATED)
-        )
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,
@@ -200,13 +179,13 @@ def _operation_range(
         is_backward=site.place.is_backward,
         shape=site.shape,
         dtype=site.dtype,
-        largest=largest,
+        largest=math.nan if of.nan and not of.overflow else of.largest,
         overflow=of.overflow + of.nan,
         zero=of.zero,
         subnormal=of.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure,
+        cure=cure_of(site, of, is_harmful=is_harmful, is_origin=is_origin),
         error=of.error,
         error_in=of.error_in,
         amplification=of.amplification,

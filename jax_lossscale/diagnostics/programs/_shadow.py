@@ -92,7 +92,8 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
         return list(map(jnp.maximum, one, other))
 
     def equation(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], list[jax.Array]]:
-        name, evaluated = eqn.primitive.name, partial(super().equation, eqn)
+        name = eqn.primitive.name
+        evaluated: Callable[..., Any] = partial(super().equation, eqn)
         if self._is_compiled or name in (*CALLS, *CUSTOM_CALLS):  # which tell of their rows themselves
             return evaluated(inputs)
         if name in self.rules:  # a loop or a branch, compiled such that every operation rounds
