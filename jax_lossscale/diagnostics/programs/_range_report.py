@@ -106,7 +106,7 @@ def range_report(
     is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
     of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
     results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
-    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
+    harmful, origins = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
     gradients = dict(
         zip(names_of_gradients(fun, chosen, kwargs, argnums), (end.nodes for end in of_grads), strict=True)
     )
@@ -114,7 +114,7 @@ def range_report(
     sites = told_apart([site for site in graph.sites if site is not None], parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, dtype, limits, node in found.harmful, node in found.origins)
+        operation = _operation_range(site, of, dtype, limits, node in harmful, node in origins)
         if (site.is_narrow or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
