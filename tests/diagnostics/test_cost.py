@@ -103,8 +103,9 @@ def test_leaves_of_one_shape_are_measured_by_one_program(monkeypatch):
     monkeypatch.setattr(
         _gradient_measure._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
     )
-    leaves = [jnp.ones(shape) for shape in [(7, 11)] * 4 + [(13,)] * 2]  # which no other test has
-    _gradient_measure.measure(leaves, leaves, jnp.float32(1))
+    shapes = [(7, 11)] * 4 + [(13,)] * 2  # which no other test has
+    leaves = {n: jnp.ones(shape) for n, shape in enumerate(shapes)}
+    _gradient_measure.measure(leaves, leaves, 1.0)
     assert traced == [(7, 11), (13,)]
 
 
@@ -121,7 +122,7 @@ def test_of_more_numbers_than_float32_counts_none_is_lost():
     flags, twos = jnp.ones((2, 2**23 + 3), bool), jnp.full((2**12, 2**13), 2.0)
     assert int(reduced(sums=[flags])[0]) == 2**24 + 6
     assert int(reduced(sums=[twos])[0]) == 2**26
-    (measured,) = _gradient_measure.measure([twos.ravel()], [twos.ravel()], jnp.float32(1))
+    (measured,) = _gradient_measure.measure({"": twos.ravel()}, {"": twos.ravel()}, 1.0)
     assert (measured.squares, measured.nonzero) == (2**25, 2**25)
 
 

@@ -86,7 +86,7 @@ class Program:
         )
         self._rounding, self._weights = [], []
         for (value, leaves, _), (exact_value, exact) in zip(moved, self.exact, strict=True):
-            rounding = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(1)))
+            rounding = measure(leaves, exact, 1.0)
             self._rounding.append(rounding)
             reports = reports_of_leaves(exact, [rounding], rounding)
             self._weights.append(self._weights_of((value, exact_value), reports))
@@ -155,8 +155,7 @@ class Program:
         for (value, leaves), (exact_value, exact), rounding, weights in zip(
             found, self.exact, self._rounding, self._weights, strict=True
         ):
-            measured = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(scale)))
-            reports = reports_of_leaves(exact, [measured], rounding)
+            reports = reports_of_leaves(exact, [measure(leaves, exact, scale)], rounding)
             errors = [_relative(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
             names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
             of_all = report_of_all(reports).relative_error[0]
