@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics._report import power_of_two, tell
 from jax_lossscale.diagnostics.programs._cause import find_cause
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._evidence import Evidence
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
@@ -122,7 +122,7 @@ def compare_gradients(
     value, measured = _at_scales(narrow, exact, one_by_one, has_aux)
     leaves = reports_of_leaves(exact, measured, rounding)
     total = report_of_all(leaves)
-    facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, chosen, kwargs))
+    facts = facts_of(narrow, dtype, names_of_inputs(narrow, names_of_leaves(fun, chosen, kwargs)))
     report = functools.partial(
         range_report, fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, progress=progress is True, **kwargs
     )

@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._cures import cure_of
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_gradients, names_of_inputs
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
@@ -92,7 +92,8 @@ def range_report(
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
     traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
-    names = names_of_inputs(traced, fun, chosen, kwargs)
+    of_arguments = names_of_leaves(fun, chosen, kwargs)
+    names = names_of_inputs(traced, of_arguments)
     facts = facts_of(traced, dtype, names)
     graph = Graph()
     value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(names)))
@@ -107,9 +108,9 @@ def range_report(
     of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
     results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
     harmful, origins = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
-    gradients = dict(
-        zip(names_of_gradients(fun, chosen, kwargs, argnums), (end.nodes for end in of_grads), strict=True)
-    )
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
+    gradients = {name: end.nodes for name, end in zip(of_gradients, of_grads, strict=True)}
     parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
     sites = told_apart([site for site in graph.sites if site is not None], parameters)
     operations = []
