@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
 from jax_lossscale._limits import limits_of
 from jax_lossscale._warn import warn_user
-from jax_lossscale.diagnostics._report import percent, power_of_two
+from jax_lossscale.diagnostics._report import percent, power_of_two, tell
 from jax_lossscale.diagnostics.programs._compare_gradients import value_and_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
 from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
@@ -159,9 +158,7 @@ class _Search:
     def tell(self, what: str) -> None:
         """Print a line, if that is wished for."""
         if self._progress:
-            print(
-                f"find_precision: {self.program.spent} of at most {_MOST_GRADIENTS} gradients; {what}", file=sys.stderr
-            )
+            tell("find_precision", f"{self.program.spent} of at most {_MOST_GRADIENTS} gradients; {what}")
 
     def is_right(self, trial: Trial) -> bool:
         """Whether it is within the tolerance; within half of it, once something is wide: other batches come."""
@@ -187,13 +184,10 @@ class _Search:
         if self._order is None:
             damages = self.program.damages(trial)
             self.tell("how much each product does to it")
-            number = len(self.program.sites)
             if damages is None:  # what comes last is amplified least, but nothing else is known
-                damages = np.stack([np.arange(number), np.arange(number)]) + 1.0
-            steps = [(level, site) for level in (0, 1) for site in range(number)]
-            steps.sort(key=lambda step: -damages[step])
-            self._damages = damages
-            self._order = [(site, WIDE_RESULT if level == 0 else WIDE) for level, site in steps]
+                damages = np.tile(np.arange(len(self.program.sites)), (2, 1))
+            steps = sorted(np.ndindex(damages.shape), key=lambda step: -damages[step])
+            self._order = [(site, (WIDE_RESULT, WIDE)[n]) for n, site in steps]
         return self._order
 
     def _widened(self, trial: Trial) -> Trial:

@@ -147,13 +147,11 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
     def _notes(self) -> list[str]:
-        lost = [f"{each[0].upper()}{each[1:]}, in float32, too." for each in self.lost_constants]
-        if not self.bad:
-            return lost
-        notes = lost + [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+        notes = [f"{each[0].upper()}{each[1:]}, in float32, too." for each in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
-            notes.insert(len(lost), f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
-        if self.as_they_are:
+            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+        notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+        if self.bad and self.as_they_are:
             notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
         return notes
 
