@@ -113,7 +113,7 @@ def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
 
 def _alike(site: Site) -> Any:
     place = site.place
-    return site.operation, site.dtype, site.derivative_of, place.layer, place.source, place.instructions
+    return site.operation, site.aval.dtype, site.derivative_of, place.layer, place.source, place.instructions
 
 
 def _with(site: Site, which: str) -> Site:

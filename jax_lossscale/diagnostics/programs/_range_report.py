@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_flag, check_function, is_number
-from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale.finding import as_loss_scale
-from jax_lossscale._program.widen import Evaluator, checked_precision
+from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
@@ -98,9 +98,7 @@ def range_report(
     graph = Graph()
     value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(names)))
     nodes = [node for node, site in enumerate(graph.sites) if site is not None]
-    limits, unit = limits_of(dtype), float(jnp.finfo(dtype).eps) / 2
-    tell_rows = _told(len(nodes)) if progress else lambda rows: None
-    evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, unit, tell_rows)
+    evaluator = ShadowEvaluator(dtype, _told(len(nodes)) if progress else lambda rows: None)
     inputs = map(evaluator.constant, traced.inputs, traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, jax.device_get(rows), strict=True)}
@@ -115,8 +113,8 @@ def range_report(
     sites = told_apart([site for site in graph.sites if site is not None], parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, dtype, limits, node in harmful, node in origins)
-        if (site.is_narrow or operation.cure) and not site.place.source.startswith(_OURS):
+        operation = _operation_range(site, of, dtype, node in harmful, node in origins)
+        if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
@@ -163,9 +161,7 @@ def _scale_of(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def _operation_range(
-    site: Site, of: Statistics, dtype: jnp.dtype, limits: Limits, is_harmful: bool, is_origin: bool
-) -> OperationRange:
+def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, is_harmful: bool, is_origin: bool) -> OperationRange:
     info = jnp.finfo(dtype)
     log2_above = log2_below = 0
     if of.overflow:
@@ -178,8 +174,8 @@ def _operation_range(
         layer=site.place.layer,
         source=site.place.source,
         is_backward=site.place.is_backward,
-        shape=site.shape,
-        dtype=site.dtype,
+        shape=site.aval.shape,
+        dtype=site.aval.dtype.name,
         largest=math.nan if of.nan and not of.overflow else of.largest,
         overflow=of.overflow + of.nan,
         zero=of.zero,

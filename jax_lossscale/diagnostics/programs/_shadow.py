@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale._limits import Limits
+from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow
 from jax_lossscale._program.widen import Evaluator
@@ -56,17 +56,16 @@ class Pair(NamedTuple):
 class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     """Evaluates jaxprs in their own dtypes and, by an `Evaluator`, in float32; gives a row for each site, too.
 
-    Rows are ``float32[fields]``, in the order of `sites`. Outside of `jax.jit` each operation is compiled by itself,
-    and once for all layers that are alike; no number is kept longer than it is needed.
+    ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order of `sites`.
+    Outside of `jax.jit` each operation is compiled by itself, and once for all layers that are alike; no number is kept
+    longer than it is needed.
     """
 
-    def __init__(
-        self, evaluator: Evaluator, limits: Limits, unit: float, tell: Callable[[int], None] = lambda rows: None
-    ) -> None:
-        self.evaluator = evaluator
+    def __init__(self, dtype: jnp.dtype, tell: Callable[[int], None] = lambda rows: None) -> None:
+        self.evaluator = Evaluator(jnp.dtype(jnp.float32))
         self._tell = tell  # called with a number of rows that are done
-        self._limits = limits
-        self._unit = unit  # in the last place, half of it
+        self._limits = limits_of(dtype)
+        self._unit = float(jnp.finfo(dtype).eps) / 2  # in the last place, half of it
         self._is_compiled = False
 
     def constant(self, value: Any, aval: Any) -> Pair:

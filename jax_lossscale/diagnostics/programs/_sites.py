@@ -33,18 +33,14 @@ class Site(NamedTuple):
     Attributes:
       operation: what made it.
       place: where.
-      shape: its shape.
-      dtype: the name of its dtype.
+      aval: its type.
       derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
-      is_narrow: whether it is a narrow float.
     """
 
     operation: str
     place: Place
-    shape: tuple[int, ...]
-    dtype: str
+    aval: Any
     derivative_of: str
-    is_narrow: bool
 
 
 class Value(NamedTuple):
@@ -101,9 +97,8 @@ class Graph(Flow[Value]):
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
-                aval: Any = variable.aval
                 operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
-                site = Site(operation, place, aval.shape, aval.dtype.name, steep, is_narrow(aval))
+                site = Site(operation, place, variable.aval, steep)
                 results.append(Value(frozenset({self._node(site, nodes)}), name, place.column, steep))
             else:
                 is_move = name in _MOVES or name == "convert_element_type"
