@@ -140,10 +140,6 @@ class RoundingEvaluator(MeasuringEvaluator[Measured]):
         self._is_smooth = is_smooth
         self._axes = axes
 
-    def on(self, axes: frozenset[str]) -> RoundingEvaluator:
-        """The same inside `jax.shard_map`."""
-        return RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
-
     def equation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
         return super().equation(eqn, inputs) if _met_inside(eqn) else self.operation(eqn, inputs)
 
@@ -176,10 +172,11 @@ class RoundingEvaluator(MeasuringEvaluator[Measured]):
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
         """What each shard measures is an output that is divided over the mesh."""
         axes = custom_rules.axes_of_shard_map(eqn)
+        inside = RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
         keys: list[Key] = []
 
         def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
-            outputs, measured = self.on(axes).evaluate(jaxpr, shards)
+            outputs, measured = inside.evaluate(jaxpr, shards)
             keys[:] = measured
             return [*outputs, *(each[None] for each in measured.values())]
 
