@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -205,14 +205,9 @@ def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
 def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which elements are NaN, which +inf, which -inf: one of them at most."""
     leaf = jnp.asarray(leaf)
-    parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-
-    def in_any_part(question: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return functools.reduce(jnp.logical_or, map(question, parts))
-
-    nan = in_any_part(jnp.isnan)
-    posinf = in_any_part(jnp.isposinf) & ~nan
-    return nan, posinf, in_any_part(jnp.isneginf) & ~nan & ~posinf
+    parts = jnp.stack([leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf])
+    nan, posinf, neginf = (is_so(parts).any(axis=0) for is_so in (jnp.isnan, jnp.isposinf, jnp.isneginf))
+    return nan, posinf & ~nan, neginf & ~nan & ~posinf
 
 
 @jax.jit
