@@ -8,16 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast import PrecisionPolicy, autocast
+from jax_lossscale._autocast import PrecisionPolicy
 from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
 from jax_lossscale._limits import limits_of
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import percent, power_of_two, tell
-from jax_lossscale.diagnostics.programs._compare_gradients import value_and_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
 from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
@@ -107,9 +104,7 @@ def find_precision(
     search = _Search(program, tolerance, progress)
     best = search.run()
     while True:
-        error, where = _verified(
-            fun, program, _policy(program, best, [""] * len(best.levels)), kwargs, argnums, has_aux
-        )
+        error, where = program.verified(_policy(program, best, [""] * len(best.levels)))
         search.tell(f"under `autocast`, {where} is {deviation(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
@@ -232,22 +227,6 @@ def _with(levels: np.ndarray, steps: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def _policy(program: Program, trial: Trial, reasons: Sequence[str]) -> PrecisionPolicy:
     return PrecisionPolicy(tuple(rules_for(program.sites, trial.levels, reasons)), loss_scale=trial.scale)
-
-
-def _verified(
-    fun: Callable[..., Any], program: Program, policy: PrecisionPolicy, kwargs: Any, argnums: Any, has_aux: bool
-) -> tuple[float, str]:
-    """The error of the function itself, under `autocast` with the policy."""
-    narrow = autocast(fun, program.dtype, policy=policy)
-    traced = gradient_program("find_precision", narrow, 1.0, program.batches[0], kwargs, argnums, has_aux)
-    compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    scale = policy.loss_scale or 1.0
-    found = []
-    for batch in program.batches:
-        inputs = traced.inputs_from((np.float32(scale), *batch), kwargs)
-        found.append(value_and_leaves(traced.result(compiled(*inputs)), has_aux))
-    program.spent += 1
-    return program.error(found, scale)
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:
