@@ -51,8 +51,7 @@ def range_report(
     vanishes or rounds without harm is not told. For a loop, the worst iteration is reported.
 
     It runs operation by operation, so that equal operations are compiled once, and keeps a few numbers of each. For
-    `jax.shard_map` and kernels, only the results are measured. The names of layers come from flax, haiku and
-    `jax.named_scope`; for nnx and equinox, the names of classes are used instead.
+    `jax.shard_map` and kernels, only the results are measured.
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
