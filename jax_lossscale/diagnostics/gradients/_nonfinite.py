@@ -146,10 +146,8 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
         )
     # Each call is compiled once for all leaves that are alike.
     statistics = jax.device_get([_statistics(leaf) for _, leaf in with_paths])
-    are_bad = [any(of_leaf[1:]) for of_leaf in statistics]
-    first = jax.device_get(
-        [_first_bad_index(leaf) if is_bad else None for (_, leaf), is_bad in zip(with_paths, are_bad, strict=True)]
-    )
+    pairs = zip(with_paths, statistics, strict=True)
+    first = jax.device_get([_first_bad_index(leaf) if any(counts) else None for (_, leaf), (_, *counts) in pairs])
     leaves = [_report(*of_leaf) for of_leaf in zip(with_paths, statistics, first, strict=True)]
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
     return NonfiniteReport(tuple(leaves))

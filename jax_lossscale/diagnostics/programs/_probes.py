@@ -62,15 +62,14 @@ class Probes:
 
     Attributes:
       sites: the products, the position of each being its number.
-      equations: how many products there are at each.
+      equations: the products at each, by their ids.
     """
 
     def __init__(self, fun: Callable[..., Any], dtype: jnp.dtype) -> None:
         self.sites: dict[ProductSite, int] = {}
-        self.equations: dict[ProductSite, set[int]] = {}
+        self.equations: dict[ProductSite, dict[int, Any]] = {}
         self._dtype = dtype
         self._fun = fun
-        self._met: list[Any] = []  # kept, lest their ids be taken by others
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.equations.clear()
@@ -83,8 +82,7 @@ class Probes:
         place = place_within(eqn, within)
         site = ProductSite(eqn.primitive.name, place.layer, place.source, place.lines)
         number = self.sites.setdefault(site, len(self.sites))
-        self.equations.setdefault(site, set()).add(id(eqn))
-        self._met.append(eqn)
+        self.equations.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
         left, right, *others = operands
         left, right = _probe(left, number, LEFT), _probe(right, number, RIGHT)
         # Else a GPU would round operands that are meant to be exact.
