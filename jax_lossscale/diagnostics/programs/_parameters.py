@@ -33,9 +33,8 @@ def parameters_of_sites(
     flow = _Entered()
     flow.outputs(program, [_Parameter(-1, name, is_bare=True) if name in gradients else None for name in inputs])
     only = _part_of_one(graph, gradients)
-    sites = ((node, site) for node, site in enumerate(graph.sites) if site is not None)
     names = []
-    for time, ((node, site), entered) in enumerate(zip(sites, flow.found, strict=True)):
+    for time, ((node, site), entered) in enumerate(zip(graph.sites.items(), flow.found, strict=True)):
         is_entering = entered is not None and entered.time == time
         of_gradient = only.get(node) if site.place.is_backward and not is_entering else ""
         names.append(of_gradient or (entered.name if entered else ""))

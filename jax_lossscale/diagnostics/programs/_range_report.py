@@ -95,21 +95,19 @@ def range_report(
     names = names_of_inputs(traced, of_arguments)
     facts = facts_of(traced, dtype, names)
     graph = Graph()
-    value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(names)))
-    nodes = [node for node, site in enumerate(graph.sites) if site is not None]
-    evaluator = ShadowEvaluator(dtype, _told(len(nodes)) if progress else lambda rows: None)
+    ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
+    value, grads = traced.result([end.nodes for end in ends])
+    evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
     inputs = map(evaluator.constant, traced.inputs, traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
-    measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, jax.device_get(rows), strict=True)}
-    is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
-    of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
-    results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
+    measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
+    results = frozenset[int]().union(value[0] if has_aux else value, *jax.tree.leaves(grads))
     harmful, origins = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
     positions = [argnums] if isinstance(argnums, int) else argnums
     of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
-    gradients = {name: end.nodes for name, end in zip(of_gradients, of_grads, strict=True)}
+    gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
     parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
-    sites = told_apart([site for site in graph.sites if site is not None], parameters)
+    sites = told_apart(list(graph.sites.values()), parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
         operation = _operation_range(site, of, dtype, node in harmful, node in origins)

@@ -1,7 +1,4 @@
-"""A program evaluated as it is and in float32, side by side: how far off each result is, how much out of range.
-
-Of each result only a few numbers are kept. What runs in a loop is measured in every iteration, and the worst is kept.
-"""
+"""A program evaluated as it is and in float32, side by side: how far off each result is, how much out of range."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
 from jax_lossscale.diagnostics.programs._reduced import reduced
-from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured, sites
+from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured, number_of_sites
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
 _ROUNDING = 2.0**-20
@@ -56,9 +53,9 @@ class Pair(NamedTuple):
 class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     """Evaluates jaxprs in their own dtypes and, by an `Evaluator`, in float32; gives a row for each site, too.
 
-    ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order of `sites`.
-    Outside of `jax.jit` each operation is compiled by itself, and once for all layers that are alike; no number is kept
-    longer than it is needed.
+    ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order in which a
+    `Graph` has its sites. Outside of `jax.jit` each operation is compiled by itself, and once for all layers that are
+    alike; no number is kept longer than it is needed.
     """
 
     def __init__(self, dtype: jnp.dtype, tell: Callable[[int], None] = lambda rows: None) -> None:
@@ -82,13 +79,10 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
         return [self._pair(value.narrow, value.wide, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
     def nothing(self, program: ClosedJaxpr) -> list[jax.Array]:
-        return [jnp.zeros(len(Statistics._fields))] * len(sites(program))
+        return [jnp.zeros(len(Statistics._fields))] * number_of_sites(program)
 
     def joined(self, parts: Sequence[list[jax.Array]]) -> list[jax.Array]:
         return [row for rows in parts for row in rows]
-
-    def worst(self, one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
-        return list(map(jnp.maximum, one, other))
 
     def equation(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], list[jax.Array]]:
         name = eqn.primitive.name
