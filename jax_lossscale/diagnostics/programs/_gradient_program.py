@@ -80,7 +80,7 @@ def gradient_program(
     check_flag(has_aux, f"{caller}(has_aux=...)")
     as_argnums(argnums, f"{caller}(argnums=...)")
 
-    def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def scaled(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
         return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
 
     traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
