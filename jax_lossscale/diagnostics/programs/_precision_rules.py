@@ -27,11 +27,11 @@ def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequenc
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
         level = int(levels[number])
-        if any(rule.matches(sites[number].operation, sites[number].place()) for rule in rules):
+        if any(rule.matches(sites[number].operation, sites[number].place) for rule in rules):
             continue
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number])
-            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.place())]
+            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.place)]
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
@@ -41,12 +41,12 @@ def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequenc
 def _names(site: ProductSite) -> list[dict[str, str]]:
     """Ways to name a product, the one that survives most edits first."""
     operation = {"operation": site.operation}
-    layer = {"layer": glob.escape(site.layer)} if site.layer else {}
+    layer = {"layer": glob.escape(site.place.layer)} if site.place.layer else {}
     found = [{**layer, **operation}] if layer else []
-    lines = [line.split("  #")[0].rstrip() for line in site.lines]  # a comment may change, and the code not
+    lines = [line.split("  #")[0].rstrip() for line in site.place.lines]  # a comment may change, and the code not
     found += [{**operation, "code": line} for line in lines if line]
     found += [{**layer, **operation, "code": line} for line in lines if line] if layer else []
-    return [*found, {**layer, **operation, "source": glob.escape(Path(site.source).name)}]
+    return [*found, {**layer, **operation, "source": glob.escape(Path(site.place.source).name)}]
 
 
 def deviation(error: float) -> str:

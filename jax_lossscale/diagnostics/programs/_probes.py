@@ -48,13 +48,7 @@ class ProductSite(NamedTuple):
     """Products that no rule of a policy can tell apart."""
 
     operation: str
-    layer: str
-    source: str
-    lines: tuple[str, ...]
-
-    def place(self) -> Place:
-        """Where it is."""
-        return Place("", self.layer, self.source, "", (), False, self.lines)
+    place: Place  # of which rules know the layer, the source and the lines, and the rest is empty
 
 
 class Probes:
@@ -80,7 +74,8 @@ class Probes:
 
     def _product(self, eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         place = place_within(eqn, within)
-        site = ProductSite(eqn.primitive.name, place.layer, place.source, place.lines)
+        known = Place("", place.layer, place.source, "", (), is_backward=False, lines=place.lines)
+        site = ProductSite(eqn.primitive.name, known)
         number = self.sites.setdefault(site, len(self.sites))
         self.equations.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
         left, right, *others = operands
