@@ -32,7 +32,7 @@ class MeasuringEvaluator(Generic[Measured]):
         raise NotImplementedError
 
     def nothing(self, program: ClosedJaxpr) -> Measured:
-        """What is measured of a program that is not evaluated."""
+        """What is measured of a program that is not evaluated; anything is worse."""
         raise NotImplementedError
 
     def joined(self, parts: Sequence[Measured]) -> Measured:
@@ -40,7 +40,7 @@ class MeasuringEvaluator(Generic[Measured]):
         raise NotImplementedError
 
     def worst(self, one: Measured, other: Measured) -> Measured:
-        """Of two iterations."""
+        """The worst of two iterations, number by number."""
         maxima: Measured = jax.tree.map(jnp.maximum, one, other)
         return maxima
 
@@ -52,12 +52,12 @@ class MeasuringEvaluator(Generic[Measured]):
         """The array by which a loop goes on, or a branch is taken."""
         return value
 
-    def as_elements(self, values: list[Any]) -> list[Any]:
-        """What can be taken apart, and put together, along the first axis."""
+    def to_scan(self, values: list[Any]) -> list[Any]:
+        """The values as `jax.lax.scan` takes them apart, and puts them together, along the first axis."""
         return values
 
-    def from_elements(self, values: list[Any], atoms: Sequence[Any]) -> list[Any]:
-        """The values that were taken apart, or put together."""
+    def from_scan(self, values: list[Any], atoms: Sequence[Any]) -> list[Any]:
+        """The values again, of the types of these variables."""
         return values
 
     def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Measured]:
@@ -100,12 +100,12 @@ class MeasuringEvaluator(Generic[Measured]):
         def body(state: Any, elements: Any) -> Any:
             carry, worst = state
             of_xs = program.jaxpr.invars[len(consts) + num_carry :]
-            outputs, measured = self.evaluate(program, [*consts, *carry, *self.from_elements(elements, of_xs)])
-            return (outputs[:num_carry], self.worst(worst, measured)), self.as_elements(outputs[num_carry:])
+            outputs, measured = self.evaluate(program, [*consts, *carry, *self.from_scan(elements, of_xs)])
+            return (outputs[:num_carry], self.worst(worst, measured)), self.to_scan(outputs[num_carry:])
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (carry, worst), ys = lax.scan(body, (carry, self.nothing(program)), self.as_elements(xs), **options)
-        return [*carry, *self.from_elements(ys, eqn.outvars[num_carry:])], worst
+        (carry, worst), ys = lax.scan(body, (carry, self.nothing(program)), self.to_scan(xs), **options)
+        return [*carry, *self.from_scan(ys, eqn.outvars[num_carry:])], worst
 
     def _while(self, eqn: Any, inputs: list[Any]) -> Any:
         params = eqn.params

@@ -72,10 +72,10 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     def decided(self, value: Pair) -> Any:
         return value.wide
 
-    def as_elements(self, values: list[Pair]) -> list[Pair]:
+    def to_scan(self, values: list[Pair]) -> list[Pair]:
         return [value._replace(statistics=None) for value in values]
 
-    def from_elements(self, values: list[Pair], atoms: Sequence[Any]) -> list[Pair]:
+    def from_scan(self, values: list[Pair], atoms: Sequence[Any]) -> list[Pair]:
         return [self._pair(value.narrow, value.wide, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
     def nothing(self, program: ClosedJaxpr) -> list[jax.Array]:
