@@ -114,7 +114,7 @@ def find_precision(
             f"`find_precision`: with every product in float32, {where} is {deviation(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
-    return _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS - program.spent))
+    return _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS))
 
 
 class _Search:
@@ -161,7 +161,7 @@ class _Search:
 
     def wider(self, trial: Trial) -> Trial:
         """The next, if the real program does worse than a trial said: twice as much is wide."""
-        steps = [step for step in self._steps(trial) if trial.levels[step[0]] < step[1]]
+        steps = self._steps(trial)
         most = max(1, int((trial.levels > NARROW).sum()))
         if self.program.spent >= _MOST_GRADIENTS - _OF_VERIFYING // 2 or most >= len(steps):
             return self.trial(np.full_like(trial.levels, WIDE))
@@ -175,7 +175,7 @@ class _Search:
         return np.where(largest[:, [LEFT, RIGHT]].max(axis=1) >= top, WIDE, levels)
 
     def _steps(self, trial: Trial) -> list[tuple[int, int]]:
-        """Sites and what they become, those that do the most damage first."""
+        """Sites that may become wider, and what they become, those that do the most damage first."""
         if self._order is None:
             damages = self.program.damages(trial)
             self.tell("how much each product does to it")
@@ -183,11 +183,11 @@ class _Search:
                 damages = np.tile(np.arange(len(self.program.sites)), (2, 1))
             steps = sorted(np.ndindex(damages.shape), key=lambda step: -damages[step])
             self._order = [(site, (WIDE_RESULT, WIDE)[n]) for n, site in steps]
-        return self._order
+        return [(site, level) for site, level in self._order if trial.levels[site] < level]
 
     def _widened(self, trial: Trial) -> Trial:
         """More and more of what does the most damage is made wide."""
-        steps = [step for step in self._steps(trial) if trial.levels[step[0]] < step[1]]
+        steps = self._steps(trial)
         start, most = trial.levels, 1
         while not self.is_right(trial) and most < len(steps) and self._may_go_on():
             trial = self.trial(_with(start, steps[:most]))
@@ -200,11 +200,9 @@ class _Search:
         for level in (NARROW, WIDE_RESULT):
             wide = list(map(int, np.flatnonzero(best.levels > level)))
             wide.sort(key=lambda site: order.index(site) if order else 0)
-            parts = [wide]
+            parts = [wide] if wide else []
             while parts and self._may_go_on():
                 part = parts.pop(0)
-                if not part:
-                    continue
                 levels = best.levels.copy()
                 levels[part] = level
                 trial = self.trial(levels)

@@ -55,19 +55,18 @@ def deviation(error: float) -> str:
 
 
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
-    """For each product that is not narrow, what would be wrong if it were; it takes at most so many gradients."""
+    """For each product that is not narrow, what would be wrong if it were; until so many gradients are spent."""
     measured: dict[float, np.ndarray] = {}
     reasons = [""] * len(trial.levels)
-    spent = program.spent
     for site in map(int, np.flatnonzero(trial.levels)):
         levels = trial.levels.copy()
         levels[site] = NARROW
         scale = program.best_scale(levels)
-        if scale not in measured and program.spent - spent < most:
+        if scale not in measured and program.spent < most:
             measured[scale] = program.measured_at(scale)
         if scale in measured:
             reasons[site] = _out_of_range(measured[scale], site, levels, scale, program.dtype)
-        if not reasons[site] and program.spent - spent < most:
+        if not reasons[site] and program.spent < most:
             without = program.trial(levels)
             reasons[site] = f"narrow, {without.where} is {deviation(without.error)}"
         reasons[site] = reasons[site] or "what is made of it is sensitive to rounding"
