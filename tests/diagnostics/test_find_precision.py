@@ -12,7 +12,6 @@ from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
-from jax_lossscale.diagnostics.programs import _find_precision
 from jax_lossscale.diagnostics.programs._trials import Program
 
 EXACT = {"xla_allow_excess_precision": False}
@@ -258,12 +257,12 @@ def test_what_no_policy_cures_is_said(monkeypatch):
     """If the function itself does worse than every trial, more and more is wide, until all is."""
     errors = []
 
-    def wrong(fun, program, policy, *_):
+    def wrong(program, policy):
         errors.append(policy)
         program.spent += 1
         return 0.2, "the value"
 
-    monkeypatch.setattr(_find_precision, "_verified", wrong)
+    monkeypatch.setattr(Program, "verified", wrong)
     with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
     wide = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)

@@ -323,11 +323,11 @@ def test_a_loss_scale_of_any_kind(loss_scale):
 
 
 def test_options_and_keyword_arguments_reach_the_function():
-    def fun(x, w, *, power, name):
-        assert name == "a"
+    def fun(x, w, *, power, scale):
+        assert scale == "a"
         return jnp.sum((w.astype(jnp.float16) ** power).astype(jnp.float32)), x
 
-    report = range_report(fun, jnp.float32(1), jnp.full(3, 300.0), argnums=1, has_aux=True, power=2, name="a")
+    report = range_report(fun, jnp.float32(1), jnp.full(3, 300.0), argnums=1, has_aux=True, power=2, scale="a")
     assert report[0].operation == "integer_pow"
 
 

@@ -86,11 +86,6 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
-def as_float32(bits: jax.Array) -> jax.Array:
-    """The float32 of these bits."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
     """The leaves in lists that are read by one compiled call each.
 
@@ -122,20 +117,3 @@ def joined(part: Sequence[ArrayLike]) -> jax.Array:
     if len(part) == 1:
         return magnitudes(part[0])
     return jnp.concatenate([magnitudes(leaf).ravel() for leaf in part])
-
-
-def count(flags: Sequence[jax.Array], numbers: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """In one pass over elements: how many of each of ``flags`` are true, and the largest of ``numbers``.
-
-    ``uint32[]`` each, and the dtype of ``numbers``, with 0 for nothing. What is sharded stays where it is: only these
-    few results of each device are gathered.
-    """
-    # Several operands: of a reduction of one, XLA makes a tree on a CPU, and first writes down what is to be reduced.
-    operands = (numbers, *(flag.astype(jnp.uint32) for flag in flags))
-
-    def combine(a: Any, b: Any) -> Any:
-        return jnp.maximum(a[0], b[0]), *(x + y for x, y in zip(a[1:], b[1:], strict=True))
-
-    initial = tuple(np.zeros([], operand.dtype) for operand in operands)
-    largest, *counts = jax.lax.reduce(operands, initial, combine, tuple(range(numbers.ndim)))
-    return counts, largest

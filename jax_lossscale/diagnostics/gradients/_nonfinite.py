@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import chex
 import jax
@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics._report import Report, Rows
-from jax_lossscale.diagnostics.gradients._bits import count, layout_of, magnitudes, number_of
+from jax_lossscale.diagnostics.gradients._bits import layout_of, magnitudes, number_of
+from jax_lossscale.diagnostics.programs._reduced import reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +146,8 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
         )
     # Each call is compiled once for all leaves that are alike.
     statistics = jax.device_get([_statistics(leaf) for _, leaf in with_paths])
-    are_bad = [any(of_leaf[:3]) for of_leaf in statistics]
-    first = jax.device_get(
-        [_first_bad_index(leaf) if is_bad else None for (_, leaf), is_bad in zip(with_paths, are_bad, strict=True)]
-    )
+    pairs = zip(with_paths, statistics, strict=True)
+    first = jax.device_get([_first_bad_index(leaf) if any(counts) else None for (_, leaf), (_, *counts) in pairs])
     leaves = [_report(*of_leaf) for of_leaf in zip(with_paths, statistics, first, strict=True)]
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
     return NonfiniteReport(tuple(leaves))
@@ -191,34 +190,22 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
     return None if position == -1 else paths[position]
 
 
-class _Statistics(NamedTuple):
-    nan: jax.Array
-    posinf: jax.Array
-    neginf: jax.Array
-    largest_finite: jax.Array  # its magnitude as `magnitudes` gives it, and one more; 0 if there is none
-
-
 @jax.jit
-def _statistics(leaf: ArrayLike) -> _Statistics:
+def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
+    """The magnitude of the largest finite number, and one more, or 0 if there is none; how many are NaN, +inf, -inf."""
     nan, posinf, neginf = _faults(leaf)
     numbers = magnitudes(leaf)
     if jnp.iscomplexobj(leaf):
         numbers = numbers.max(axis=-1)
-    counts, largest = count((nan, posinf, neginf), jnp.where(nan | posinf | neginf, 0, numbers + 1))
-    return _Statistics(counts[0], counts[1], counts[2], largest)
+    return reduced(largest=[jnp.where(nan | posinf | neginf, 0, numbers + 1)], sums=[nan, posinf, neginf])
 
 
 def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which elements are NaN, which +inf, which -inf: one of them at most."""
     leaf = jnp.asarray(leaf)
-    parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-
-    def in_any_part(question: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return functools.reduce(jnp.logical_or, map(question, parts))
-
-    nan = in_any_part(jnp.isnan)
-    posinf = in_any_part(jnp.isposinf) & ~nan
-    return nan, posinf, in_any_part(jnp.isneginf) & ~nan & ~posinf
+    parts = jnp.stack([leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf])
+    nan, posinf, neginf = (is_so(parts).any(axis=0) for is_so in (jnp.isnan, jnp.isposinf, jnp.isneginf))
+    return nan, posinf & ~nan, neginf & ~nan & ~posinf
 
 
 @jax.jit
@@ -234,10 +221,9 @@ def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
     return index
 
 
-def _report(with_path: tuple[Any, Any], statistics: _Statistics, first: Sequence[Any] | None) -> LeafReport:
+def _report(with_path: tuple[Any, Any], statistics: Sequence[Any], first: Sequence[Any] | None) -> LeafReport:
     path, leaf = with_path
-    *counts, largest = statistics
-    nan, posinf, neginf = map(int, counts)
+    largest, nan, posinf, neginf = map(int, statistics)
     return LeafReport(
         path=jax.tree_util.keystr(path),
         dtype=str(jnp.result_type(leaf)),
@@ -245,6 +231,6 @@ def _report(with_path: tuple[Any, Any], statistics: _Statistics, first: Sequence
         nan=nan,
         posinf=posinf,
         neginf=neginf,
-        largest_finite=number_of(int(largest) - 1, layout_of(jnp.result_type(leaf))) if largest else None,
+        largest_finite=number_of(largest - 1, layout_of(jnp.result_type(leaf))) if largest else None,
         first_bad_index=None if first is None else tuple(map(int, first)),
     )

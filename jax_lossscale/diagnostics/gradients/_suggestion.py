@@ -17,15 +17,14 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics.gradients._bits import (
     DOUBLE,
     SINGLE,
-    as_float32,
     as_float32_bits,
     bits_of,
-    count,
     joined,
     layout_of,
     parts,
 )
 from jax_lossscale.diagnostics.gradients._survey import ALL_ZERO, Survey, already_zero, share, survey, total
+from jax_lossscale.diagnostics.programs._reduced import reduced
 
 
 class LossScaleSuggestion(NamedTuple):
@@ -125,16 +124,18 @@ def _rescued(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: jax.Array) -> 
     numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
     # A scale of 2**k moves the limit of what becomes zero down by k powers of two.
     limits = np.array([bits_of(limits_of(dtype).zero * 2.0**-k, layout) for k in range(128)])
-    (rescued,), _ = count([(numbers > jnp.asarray(limits)[log2_scale]) & (numbers <= limits[0])], numbers)
+    are_rescued = (numbers > jnp.asarray(limits)[log2_scale]) & (numbers <= limits[0])
+    # Of several operands: a sum of one XLA would make a tree on a CPU, and first write down what is added up.
+    _, rescued = reduced(largest=[numbers], sums=[are_rescued])
     return rescued
 
 
 @jax.jit
 def _suggestion(surveys: list[Survey], log2_scale: jax.Array, rescued: list[jax.Array]) -> LossScaleSuggestion:
-    largest = [as_float32_bits(one.largest) for one in surveys]
+    largest = jnp.stack([jnp.uint32(0), *(as_float32_bits(one.largest) for one in surveys)]).max()
     return LossScaleSuggestion(
         loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
         rescued=share(total(rescued), total(one.numbers for one in surveys)),
-        largest=as_float32(jnp.stack(largest).max() if largest else jnp.uint32(0)),
+        largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
         already_zero=already_zero(surveys),
     )

@@ -12,7 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics.gradients._bits import bits_of, count, joined, layout_of
+from jax_lossscale.diagnostics.gradients._bits import bits_of, joined, layout_of
+from jax_lossscale.diagnostics.programs._reduced import reduced
 
 ALL_ZERO = (
     "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
@@ -23,11 +24,11 @@ ALL_ZERO = (
 class Survey(NamedTuple):
     """What one reading of some numbers tells; the counts ``uint32[]``, the largest in the `Layout` of the numbers."""
 
+    largest: jax.Array  # that is finite
     numbers: jax.Array  # finite and not zero
     zeros: jax.Array
     become_zero: jax.Array
     become_subnormal: jax.Array
-    largest: jax.Array  # that is finite
 
 
 @partial(jax.jit, static_argnums=1)
@@ -43,8 +44,7 @@ def survey(part: list[ArrayLike], dtype: jnp.dtype) -> Survey:
         ~is_zero & (numbers <= zero),
         (numbers > zero) & (numbers <= subnormal),
     )
-    (not_zero, zeros, become_zero, become_subnormal), largest = count(flags, jnp.where(is_finite, numbers, 0))
-    return Survey(not_zero, zeros, become_zero, become_subnormal, largest)
+    return Survey(*reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
 
 
 def already_zero(surveys: list[Survey]) -> jax.Array:

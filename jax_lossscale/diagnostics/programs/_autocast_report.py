@@ -112,9 +112,8 @@ def autocast_report(
 
     Value and gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, and not run. Operations are counted as
     they stand in the program, those in the body of a loop once; their work is counted as often as it is done, as far as
-    that is known when the program is made (not for while loops, and for both branches of a conditional). The names of
-    layers come from flax, haiku and `jax.named_scope`; for nnx and equinox, the names of classes are used instead.
-    Layer, operation and line are what the rules of a `PrecisionPolicy` go by.
+    that is known when the program is made (not for while loops, and for both branches of a conditional). Layer,
+    operation and line are what the rules of a `PrecisionPolicy` go by.
 
     Args:
       fun: a scalar-valued function, written for float32. The report on a function that casts by hand, or that is

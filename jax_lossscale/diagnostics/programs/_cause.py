@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from jax_lossscale.diagnostics.programs import _findings
 from jax_lossscale.diagnostics.programs._evidence import LARGE_ERROR, Evidence, Finding, start_of, suffering_at
-
-if TYPE_CHECKING:
-    from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 
 # A leaf starves where so many of its numbers are zero.
 _MANY_LOST = 0.25

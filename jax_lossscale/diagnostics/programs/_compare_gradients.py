@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics._report import power_of_two, tell
 from jax_lossscale.diagnostics.programs._cause import find_cause
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._evidence import Evidence
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
@@ -29,7 +29,6 @@ from jax_lossscale.diagnostics.programs._range_report import range_report
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 _NUDGE = 2.0**-22
-_ONE = np.float32(1)
 
 
 def compare_gradients(
@@ -103,21 +102,30 @@ def compare_gradients(
     of_leaves, chosen = with_gradients(fun, args, argnums, "compare_gradients(argnums=...)")
     narrow = gradient_program("compare_gradients", of_leaves, 1.0, chosen, kwargs, argnums, has_aux)
     moved = nudged(chosen, argnums, keep_dtypes=reference is not None)
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
     if reference is None:
-        exact = _made_reference(narrow, narrow.inputs_from((_ONE, *moved), kwargs), has_aux)
+        wide, moved = narrow, [np.float32(1), *moved]
+        computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
     else:
         of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
         wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), chosen, kwargs)
-        exact = _reference(wide, jaxpr_as_fun(wide.jaxpr), wide.inputs_from(moved, kwargs), has_aux)
-    if not exact.leaves:
+        computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
+    exact_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), has_aux)
+    if not exact:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
+    of_moved = computed(*wide.inputs_from(moved, kwargs))
+    rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
+    del of_moved  # no two gradients but the reference and those of one scale are held at a time
 
-    scales = given or _useful_scales(exact.leaves, dtype)
+    scales = given or _useful_scales(exact, dtype)
     one_by_one = progress(scales) if callable(progress) else _told(scales) if progress else scales
     value, measured = _at_scales(narrow, exact, one_by_one, has_aux)
-    leaves = reports_of_leaves(exact.leaves, measured, exact.rounding)
+    leaves = reports_of_leaves(exact, measured, rounding)
     total = report_of_all(leaves)
-    facts = facts_of(narrow, dtype, names_of_inputs(narrow, fun, chosen, kwargs))
+    facts = facts_of(narrow, dtype, names_of_inputs(narrow, names_of_leaves(fun, chosen, kwargs)))
+    report = functools.partial(
+        range_report, fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, progress=progress is True, **kwargs
+    )
     evidence = Evidence(
         facts=facts,
         leaves=leaves,
@@ -127,20 +135,9 @@ def compare_gradients(
         dtypes_met=narrow_dtypes(narrow.jaxpr.jaxpr),
         loss_dtype=jnp.result_type(value),
         value=float(value),
-        reference_value=float(exact.value),
+        reference_value=float(exact_value),
         lost=lost_constants(narrow) if reference is None else (),
-        ranges=functools.cache(
-            lambda scale: range_report(
-                fun,
-                *args,
-                argnums=argnums,
-                has_aux=has_aux,
-                dtype=dtype,
-                loss_scale=scale,
-                progress=progress is True,
-                **kwargs,
-            )
-        ),
+        ranges=functools.cache(lambda scale: report(loss_scale=scale)),
     )
     finding = find_cause(evidence)
     at = scales.index(finding.judged_at) if finding.judged_at is not None else 0
@@ -155,38 +152,15 @@ def compare_gradients(
         loss_scales=tuple(scales),
         leaves=tuple(leaves),
         total=total,
-        value=float(value),
-        reference_value=float(exact.value),
-        as_they_are=exact.as_they_are,
+        value=evidence.value,
+        reference_value=evidence.reference_value,
+        as_they_are=tuple(evaluator.as_they_are),
         facts=facts,
     )
 
 
-class _Exact(NamedTuple):
-    """The reference: its value, its gradients by path, how far a nudge moves them, and what was not followed."""
-
-    value: Any
-    leaves: dict[str, Any]
-    rounding: list[Measurement]
-    as_they_are: tuple[str, ...] = ()
-
-
-def _made_reference(narrow: Traced, nudged: Sequence[Any], has_aux: bool) -> _Exact:
-    """The reference made from the function itself, at a scale of 1."""
-    evaluator = Evaluator(jnp.dtype(jnp.float32))
-    exact = _reference(narrow, lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs), nudged, has_aux)
-    return exact._replace(as_they_are=tuple(evaluator.as_they_are))
-
-
-def _reference(traced: Traced, fun: Callable[..., Any], nudged: Sequence[Any], has_aux: bool) -> _Exact:
-    compiled = jax.jit(fun)
-    value, leaves = value_and_leaves(traced.result(compiled(*traced.inputs)), has_aux)
-    _, moved = value_and_leaves(traced.result(compiled(*nudged)), has_aux)
-    return _Exact(value, leaves, jax.device_get(measure(list(moved.values()), list(leaves.values()), _ONE)))
-
-
 def _at_scales(
-    narrow: Traced, exact: _Exact, scales: Iterable[float], has_aux: bool
+    narrow: Traced, exact: dict[str, Any], scales: Iterable[float], has_aux: bool
 ) -> tuple[Any, list[list[Measurement]]]:
     """The value, which is that of every scale, and a measurement of each leaf for each scale."""
     compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
@@ -194,8 +168,7 @@ def _at_scales(
     measured = []
     for scale in scales:
         value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
-        measurement = measure(list(leaves.values()), list(exact.leaves.values()), jnp.float32(scale))
-        measured.append(jax.device_get(measurement))  # waits, so that no two scales' gradients are held at a time
+        measured.append(measure(leaves, exact, scale))  # waits, so that no two scales' gradients are held at a time
     return value, measured
 
 
@@ -230,14 +203,12 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
 def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    moved = list(args)
-    chosen = [moved[position] for position in positions]
+    chosen = [args[position] for position in positions]
     leaves, structure = jax.tree.flatten(chosen)
-    inexact = {n: leaf for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)}
-    most = max(map(np.size, inexact.values()), default=0)
+    most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
-    for n, leaf in inexact.items():
-        leaves[n] = _nudge(leaf, signs, n, keep_dtypes)
+    leaves = [_nudge(leaf, signs, n, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)]
+    moved = list(args)
     for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
         moved[position] = argument
     return moved

@@ -31,7 +31,7 @@ class LostConstant(NamedTuple):
     operation: str
     place: Place
     value: float
-    is_epsilon: bool
+    is_epsilon: bool = False
 
     def __str__(self) -> str:
         layer = f" in {self.place.layer}" if self.place.layer else ""
@@ -43,8 +43,7 @@ def lost_constants(traced: Traced) -> list[LostConstant]:
     """Those of the forward pass, epsilons first, in the order of the program."""
     flow = _Constants()
     flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
-    found = list(dict.fromkeys(each._replace(is_epsilon=each in flow.epsilons) for each in flow.found))
-    return sorted(found, key=lambda each: not each.is_epsilon)
+    return sorted(dict.fromkeys(flow.found), key=lambda each: not each.is_epsilon)
 
 
 class _Value(NamedTuple):
@@ -59,7 +58,6 @@ class _Constants(Flow[_Value]):
 
     def __init__(self) -> None:
         self.found: list[LostConstant] = []
-        self.epsilons: set[LostConstant] = set()
 
     def constant(self, value: Any) -> _Value:
         if not is_narrow(value) or np.size(value) != 1 or isinstance(value, jax.core.Tracer):
@@ -73,13 +71,11 @@ class _Constants(Flow[_Value]):
         sums: tuple[LostConstant, ...] = ()
         if name in _FROM_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
-                self.found.append(each)
-                if each.operation != "max":  # that with zero is often meant
-                    self.epsilons.add(each)
+                self.found.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
         if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             for operand in operands:
                 if operand.number is not None and (operand.number == 0 or np.isinf(operand.number)):
-                    lost = LostConstant(name, place, operand.number, is_epsilon=False)
+                    lost = LostConstant(name, place, operand.number)
                     is_epsilon = name in _KEEPS_AWAY and operand.number == 0
                     sums = (*sums, lost) if is_epsilon else sums
                     if not is_epsilon:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from jax_lossscale.diagnostics.programs._operation_range import ACCUMULATED, MANY_ZEROS
+from jax_lossscale.diagnostics.programs._shadow import Statistics
+from jax_lossscale.diagnostics.programs._sites import Site
 
 _IN_THE_FORWARD_PASS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
@@ -21,6 +23,7 @@ _IN_THE_FORWARD_PASS = {
 }
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
+_MAY_MASK = ("add", "convert_element_type", "sub")
 _A_MASK = (
     "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added must "
     "leave room for what it is added to, such as -1e4; or take the softmax in float32."
@@ -44,24 +47,23 @@ _OF_A_SUM = "A sum of 16 bits stands still when what is added is below its last 
 _OF_ROUNDING = "It multiplies the rounding of its operands: compute it, and them, in float32."
 
 
-def cure_of_overflow(operation: str, derivative_of: str, is_backward: bool, largest: float, *, is_cast: bool) -> str:
-    """What to do about an operation whose results are too large."""
-    if math.isnan(largest):
+def cure_of(site: Site, of: Statistics, *, is_harmful: bool, is_origin: bool) -> str:
+    """What to do about an operation, from what `blame` says of it; "" if nothing is wrong."""
+    is_backward = site.place.is_backward
+    if of.nan and not of.overflow:
         return _NOT_A_NUMBER
-    if derivative_of:
-        return _A_DERIVATIVE.format(operation=f"`{derivative_of}`")
-    if is_backward:
-        return _OVERFLOW_BACKWARD
-    if largest >= _MASK and (is_cast or operation in ("add", "sub")):
-        return _A_MASK
-    return _IN_THE_FORWARD_PASS.get(operation, "Compute it in float32.")
-
-
-def cure_of_vanishing(is_backward: bool) -> str:
-    """What to do about an operation whose results become zero."""
-    return _VANISHING_BACKWARD if is_backward else _VANISHING_FORWARD
-
-
-def cure_of_rounding(operation: str, *, is_accumulated: bool) -> str:
-    """What to do about an operation whose results are wrong though its operands are right."""
-    return _OF_A_SUM if is_accumulated or operation in _SUMMED_UP else _OF_ROUNDING
+    if of.overflow:
+        if site.derivative_of:
+            return _A_DERIVATIVE.format(operation=f"`{site.derivative_of}`")
+        if is_backward:
+            return _OVERFLOW_BACKWARD
+        if of.largest >= _MASK and site.operation in _MAY_MASK:
+            return _A_MASK
+        return _IN_THE_FORWARD_PASS.get(site.operation, "Compute it in float32.")
+    if is_harmful and of.zero > MANY_ZEROS:
+        return _VANISHING_BACKWARD if is_backward else _VANISHING_FORWARD
+    if not is_origin:
+        return ""
+    if is_backward and of.zero + of.subnormal > 0:
+        return _VANISHING_BACKWARD
+    return _OF_A_SUM if of.amplification < ACCUMULATED or site.operation in _SUMMED_UP else _OF_ROUNDING

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from jax_lossscale.diagnostics.programs._constants import LostConstant
-    from jax_lossscale.diagnostics.programs._facts import ProductFacts
-    from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-    from jax_lossscale.diagnostics.programs._operation_range import RangeReport
-
+from jax_lossscale.diagnostics.programs._constants import LostConstant
+from jax_lossscale.diagnostics.programs._facts import ProductFacts
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._operation_range import RangeReport
 
 # Above these the gradients of all leaves together, and those of one, are wrong, and the loss is. Float16 that works
 # stays below 0.01 as a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.

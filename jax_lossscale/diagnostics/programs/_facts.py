@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,34 +48,22 @@ def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str]) -> ProductF
     return ProductFacts(dtype.name, origins.number, origins.number - len(origins.wide), first)
 
 
-def names_of_inputs(
-    traced: Traced, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[str]:
-    """Of the inputs of a `gradient_program`: the scale, and the arguments as ``fun`` names them, with their paths."""
-    of_arguments = _names_of_arguments(fun, args, kwargs)
-    names = ["the loss scale"]
-    for path, _ in jax.tree_util.tree_leaves_with_path(((None, *args), kwargs)):
-        (first, second), rest = path[:2], path[2:]
-        name = of_arguments[second.idx - 1] if first.idx == 0 else str(second.key)
-        names.append(name + jax.tree_util.keystr(rest))
-    return [names[position] for position in traced.positions]
-
-
-def names_of_gradients(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: int | Sequence[int]
-) -> list[str]:
-    """Of the leaves of the gradients of a `gradient_program`: the same names."""
-    of_arguments = _names_of_arguments(fun, args, kwargs)
-    positions = [argnums] if isinstance(argnums, int) else argnums
-    return [of_arguments[position] + path for position in positions for path in args[position].paths]
-
-
-def _names_of_arguments(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+def names_of_leaves(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[str]]:
+    """Of each argument, and then of each keyword, the leaves as ``fun`` names them, with their paths."""
     try:
         names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
     except (TypeError, ValueError):  # it has no signature
         names = []
-    return names + [f"args[{number}]" for number in range(len(names), len(args))]
+    names += [f"args[{number}]" for number in range(len(names), len(args))]
+    named = [*zip(names, args, strict=True), *sorted(kwargs.items())]
+    with_paths = [(name, jax.tree_util.tree_leaves_with_path(argument)) for name, argument in named]
+    return [[name + jax.tree_util.keystr(path) for path, _ in leaves] for name, leaves in with_paths]
+
+
+def names_of_inputs(traced: Traced, of_leaves: Sequence[Sequence[str]]) -> list[str]:
+    """Of the inputs of a `gradient_program`, which the loss scale comes first of."""
+    names = ["the loss scale", *itertools.chain(*of_leaves)]
+    return [names[position] for position in traced.positions]
 
 
 class _Origin(NamedTuple):
@@ -106,19 +95,15 @@ class _Origins(Flow[_Origin | None]):
         return min(values, key=_from_narrow)
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Origin | None]) -> Sequence[_Origin | None]:
-        pairs = [
-            (atom.aval, origin) for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)
-        ]
+        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
         takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
-        why = _why([origin for _, origin in pairs], place, takes_narrow=takes_narrow)
-        name = eqn.primitive.name
-        gives = any(_is_wide_float(variable.aval) for variable in eqn.outvars)
+        why = _why(origins, place, takes_narrow=takes_narrow)
         if is_product(eqn):
             self.number += 1
             if any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
                 self.wide.append((place, why))
-        if gives and not pairs and takes_narrow:
-            why = _Origin("product" if name in PRODUCTS else "cast", place=place)
+        if takes_narrow and not origins:
+            why = _Origin("product" if eqn.primitive.name in PRODUCTS else "cast", place=place)
         return [why if _is_wide_float(variable.aval) else None for variable in eqn.outvars]
 
 
@@ -138,8 +123,7 @@ def _from_narrow(origin: _Origin | None) -> int:
 
 
 def _is_wide_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and not is_narrow(aval)
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
 
 
 def _described(place: Place, why: _Origin | None, dtype: str) -> str:
@@ -151,15 +135,11 @@ def _described(place: Place, why: _Origin | None, dtype: str) -> str:
     name = f"float32 `{why.name}`" if why.name else "a float32 constant"
     if not origin:  # a cast of `autocast`
         return f"{where}; its input is computed in float32"
-    if why.kind == "met":
-        return f"{where}; {since or 'it is '}where {dtype} met {name}"
-    if why.kind == "cast":
-        return f"{where}; {since or 'it is '}where it is cast"
-    if why.kind == "product":
-        return f"{where}; {since or 'it is '}whose result is float32"
+    there = {"met": f"where {dtype} met {name}", "cast": "where it is cast", "product": "whose result is float32"}
+    if why.kind in there:
+        return f"{where}; {since or 'it is '}{there[why.kind]}"
     return f"{where}; its input is float32 from the beginning ({name.removeprefix('float32 ')})"
 
 
 def _where(place: Place) -> str:
-    layer = f"`{place.layer}` " if place.layer else ""
-    return f"{layer}({place.source})" if layer else place.source
+    return f"`{place.layer}` ({place.source})" if place.layer else place.source

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast import PrecisionPolicy, autocast
+from jax_lossscale._autocast import PrecisionPolicy
 from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
 from jax_lossscale._limits import limits_of
 from jax_lossscale._warn import warn_user
-from jax_lossscale.diagnostics._report import percent, power_of_two
-from jax_lossscale.diagnostics.programs._compare_gradients import value_and_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics._report import percent, power_of_two, tell
 from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
@@ -108,9 +104,7 @@ def find_precision(
     search = _Search(program, tolerance, progress)
     best = search.run()
     while True:
-        error, where = _verified(
-            fun, program, _policy(program, best, [""] * len(best.levels)), kwargs, argnums, has_aux
-        )
+        error, where = program.verified(_policy(program, best, [""] * len(best.levels)))
         search.tell(f"under `autocast`, {where} is {deviation(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
@@ -120,7 +114,7 @@ def find_precision(
             f"`find_precision`: with every product in float32, {where} is {deviation(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
-    return _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS - program.spent))
+    return _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS))
 
 
 class _Search:
@@ -159,9 +153,7 @@ class _Search:
     def tell(self, what: str) -> None:
         """Print a line, if that is wished for."""
         if self._progress:
-            print(
-                f"find_precision: {self.program.spent} of at most {_MOST_GRADIENTS} gradients; {what}", file=sys.stderr
-            )
+            tell("find_precision", f"{self.program.spent} of at most {_MOST_GRADIENTS} gradients; {what}")
 
     def is_right(self, trial: Trial) -> bool:
         """Whether it is within the tolerance; within half of it, once something is wide: other batches come."""
@@ -169,7 +161,7 @@ class _Search:
 
     def wider(self, trial: Trial) -> Trial:
         """The next, if the real program does worse than a trial said: twice as much is wide."""
-        steps = [step for step in self._steps(trial) if trial.levels[step[0]] < step[1]]
+        steps = self._steps(trial)
         most = max(1, int((trial.levels > NARROW).sum()))
         if self.program.spent >= _MOST_GRADIENTS - _OF_VERIFYING // 2 or most >= len(steps):
             return self.trial(np.full_like(trial.levels, WIDE))
@@ -183,22 +175,19 @@ class _Search:
         return np.where(largest[:, [LEFT, RIGHT]].max(axis=1) >= top, WIDE, levels)
 
     def _steps(self, trial: Trial) -> list[tuple[int, int]]:
-        """Sites and what they become, those that do the most damage first."""
+        """Sites that may become wider, and what they become, those that do the most damage first."""
         if self._order is None:
             damages = self.program.damages(trial)
             self.tell("how much each product does to it")
-            number = len(self.program.sites)
             if damages is None:  # what comes last is amplified least, but nothing else is known
-                damages = np.stack([np.arange(number), np.arange(number)]) + 1.0
-            steps = [(level, site) for level in (0, 1) for site in range(number)]
-            steps.sort(key=lambda step: -damages[step])
-            self._damages = damages
-            self._order = [(site, WIDE_RESULT if level == 0 else WIDE) for level, site in steps]
-        return self._order
+                damages = np.tile(np.arange(len(self.program.sites)), (2, 1))
+            steps = sorted(np.ndindex(damages.shape), key=lambda step: -damages[step])
+            self._order = [(site, (WIDE_RESULT, WIDE)[n]) for n, site in steps]
+        return [(site, level) for site, level in self._order if trial.levels[site] < level]
 
     def _widened(self, trial: Trial) -> Trial:
         """More and more of what does the most damage is made wide."""
-        steps = [step for step in self._steps(trial) if trial.levels[step[0]] < step[1]]
+        steps = self._steps(trial)
         start, most = trial.levels, 1
         while not self.is_right(trial) and most < len(steps) and self._may_go_on():
             trial = self.trial(_with(start, steps[:most]))
@@ -211,11 +200,9 @@ class _Search:
         for level in (NARROW, WIDE_RESULT):
             wide = list(map(int, np.flatnonzero(best.levels > level)))
             wide.sort(key=lambda site: order.index(site) if order else 0)
-            parts = [wide]
+            parts = [wide] if wide else []
             while parts and self._may_go_on():
                 part = parts.pop(0)
-                if not part:
-                    continue
                 levels = best.levels.copy()
                 levels[part] = level
                 trial = self.trial(levels)
@@ -238,22 +225,6 @@ def _with(levels: np.ndarray, steps: Sequence[tuple[int, int]]) -> np.ndarray:
 
 def _policy(program: Program, trial: Trial, reasons: Sequence[str]) -> PrecisionPolicy:
     return PrecisionPolicy(tuple(rules_for(program.sites, trial.levels, reasons)), loss_scale=trial.scale)
-
-
-def _verified(
-    fun: Callable[..., Any], program: Program, policy: PrecisionPolicy, kwargs: Any, argnums: Any, has_aux: bool
-) -> tuple[float, str]:
-    """The error of the function itself, under `autocast` with the policy."""
-    narrow = autocast(fun, program.dtype, policy=policy)
-    traced = gradient_program("find_precision", narrow, 1.0, program.batches[0], kwargs, argnums, has_aux)
-    compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    scale = policy.loss_scale or 1.0
-    found = []
-    for batch in program.batches:
-        inputs = traced.inputs_from((np.float32(scale), *batch), kwargs)
-        found.append(value_and_leaves(traced.result(compiled(*inputs)), has_aux))
-    program.spent += 1
-    return program.error(found, scale)
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:

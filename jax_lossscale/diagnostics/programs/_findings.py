@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from jax_lossscale.diagnostics._report import listed, percent, power_of_two
 from jax_lossscale.diagnostics.programs._evidence import LARGE_ERROR, Evidence, Finding, suffering_at
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._operation_range import ACCUMULATED, MANY_ZEROS, OperationRange
-
-if TYPE_CHECKING:
-    from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-
 
 # Of one leaf, an error above this is told even if its network trains.
 _WORTH_SAYING = 0.05

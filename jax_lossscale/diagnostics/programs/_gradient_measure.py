@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +26,11 @@ class Measurement(NamedTuple):
     nonfinite: Any
 
 
-def measure(leaves: list[ArrayLike], exact: list[ArrayLike], scale: ArrayLike) -> list[Measurement]:
-    """Of each leaf; it is compiled once for all leaves of one shape."""
-    return [_measure_leaf(leaf, reference, scale) for leaf, reference in zip(leaves, exact, strict=True)]
+def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
+    """Of each leaf, on the host; it is compiled once for all leaves of one shape."""
+    measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
+    fetched: list[Measurement] = jax.device_get(measured)
+    return fetched
 
 
 @jax.jit

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._check import as_argnums, check_flag
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced
 
@@ -77,11 +77,10 @@ def gradient_program(
     has_aux: bool,
 ) -> Traced:
     """Trace `value_and_scaled_grad`; the first input is the scale. An error names the argument of ``caller``."""
-    check_function(fun, f"{caller}(fun=...)")
     check_flag(has_aux, f"{caller}(has_aux=...)")
     as_argnums(argnums, f"{caller}(argnums=...)")
 
-    def scaled(scale: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def scaled(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
         return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
 
     traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)

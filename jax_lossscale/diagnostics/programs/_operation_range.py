@@ -107,8 +107,7 @@ class RangeReport(Report[OperationRange]):
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """The operations that overflow in the forward pass itself, which they do at every loss scale."""
-        over = [operation for operation in self.bad if operation.overflow and not operation.is_backward]
-        return tuple(operation for operation in over if not operation.derivative_of)
+        return tuple(each for each in self.bad if each.overflow and not (each.is_backward or each.derivative_of))
 
     def begin_forward(self) -> tuple[OperationRange, ...]:
         """The operations of the forward pass with which errors begin that change the result, the worst first."""
@@ -116,8 +115,8 @@ class RangeReport(Report[OperationRange]):
 
     def underflows(self) -> tuple[OperationRange, ...]:
         """The operations of the backward pass whose results are too small, which a larger loss scale makes larger."""
-        finite = [operation for operation in self.bad if operation.is_backward and not operation.overflow]
-        return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
+        finite = (each for each in self.bad if each.is_backward and not each.overflow)
+        return tuple(each for each in finite if each.zero + each.subnormal > 0)
 
     def _summary(self) -> str:
         return f"{self.facts}\n{self._in_range()}"
@@ -147,13 +146,11 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
     def _notes(self) -> list[str]:
-        lost = [f"{each[0].upper()}{each[1:]}, in float32, too." for each in self.lost_constants]
-        if not self.bad:
-            return lost
-        notes = lost + [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+        notes = [f"{each[0].upper()}{each[1:]}, in float32, too." for each in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
-            notes.insert(len(lost), f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
-        if self.as_they_are:
+            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+        notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+        if self.bad and self.as_they_are:
             notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
         return notes
 

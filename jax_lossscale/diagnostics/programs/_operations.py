@@ -22,7 +22,7 @@ from jax_lossscale._autocast.operations import (
 from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
-from jax_lossscale._program.place import Place, place_of
+from jax_lossscale._program.place import Place, place_of, place_within
 
 _NO_ARITHMETIC = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF | {"convert_element_type"}
 # What they compute lies outside of the jaxpr.
@@ -83,10 +83,7 @@ def operations(
     """
     reasons: dict[tuple[str, str, str], dict[str, None]] = {}
     for path, reason in exceptions:
-        place = None
-        for eqn in path:
-            place = place_of(eqn, place)
-        assert place is not None
+        place = place_within(path[-1], path[:-1])
         reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
     found: dict[Any, OperationPrecision] = {}
     for position, met in enumerate(_walked(program)):
@@ -94,10 +91,10 @@ def operations(
         name = _name(eqn)
         if name in _NO_ARITHMETIC or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
             continue
-        is_product = name in PRODUCTS and _work(eqn) > 0
+        work = _work(eqn)
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [eqn.outvars[0].aval.dtype]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        is_exception = is_product and {widest, eqn.outvars[0].aval.dtype} != {dtype}
+        is_exception = work > 0 and {widest, eqn.outvars[0].aval.dtype} != {dtype}
         key = (name, place.layer, place.source)
         reason = _reason(met, reasons.get(key, {})) if is_exception else ""
         row = OperationPrecision(
@@ -108,9 +105,9 @@ def operations(
             dtype=widest.name,
             result=eqn.outvars[0].aval.dtype.name,
             number=1,
-            work=met.times * _work(eqn) if is_product else 0.0,
+            work=met.times * work,
             reason=reason,
-            is_product=is_product,
+            is_product=work > 0,
             position=position,
         )
         kind = dataclasses.replace(row, number=0, work=0.0, position=0)
@@ -142,13 +139,11 @@ def bytes_kept(
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
 
     def kept(*args: Any, **kwargs: Any) -> list[Any]:
-        def of_moved(*moved: Any) -> Any:
-            filled = list(args)
-            for position, value in zip(positions, moved, strict=True):
-                filled[position] = value
-            return fun(*filled, **kwargs)
+        def of_moved(moved: dict[int, Any]) -> Any:
+            return fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
 
-        found: Any = jax.vjp(of_moved, *(args[position] for position in positions), has_aux=bool(has_aux))  # type: ignore[call-overload]
+        moved = {position % len(args): args[position] for position in positions}
+        found: Any = jax.vjp(of_moved, moved, has_aux=bool(has_aux))  # type: ignore[call-overload]
         return jax.tree.leaves(found[1])
 
     jaxpr = Traced(kept, args, kwargs).jaxpr.jaxpr

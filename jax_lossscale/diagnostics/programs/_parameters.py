@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,12 +33,11 @@ def parameters_of_sites(
     flow = _Entered()
     flow.outputs(program, [_Parameter(-1, name, is_bare=True) if name in gradients else None for name in inputs])
     only = _part_of_one(graph, gradients)
-    sites = ((node, site) for node, site in enumerate(graph.sites) if site is not None)
     names = []
-    for time, ((node, site), entered) in enumerate(zip(sites, flow.found, strict=True)):
-        name = entered.name if entered else ""
+    for time, ((node, site), entered) in enumerate(zip(graph.sites.items(), flow.found, strict=True)):
         is_entering = entered is not None and entered.time == time
-        names.append(only.get(node) or name if site.place.is_backward and not is_entering else name)
+        of_gradient = only.get(node) if site.place.is_backward and not is_entering else ""
+        names.append(of_gradient or (entered.name if entered else ""))
     return names
 
 
@@ -82,9 +81,8 @@ def _part_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict
     ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
     while ahead:
         node, name = ahead.pop()
-        known = node in whose
-        name = None if known and whose[node] != name else name
-        if not known or whose[node] != name:
+        name = name if whose.get(node, name) == name else None
+        if node not in whose or whose[node] != name:
             whose[node] = name
             ahead += [(each, name) for each in graph.made_of[node]]
     return whose
@@ -102,20 +100,19 @@ def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
         _with(site, parameter if len(of_alike[_alike(site)]) > 1 else "")
         for site, parameter in zip(sites, parameters, strict=True)
     ]
-    total = Counter(_alike(site) for site in named if not site.place.is_backward)
-    so_far = Counter[Any]()
-    numbered = []
-    for site in named:
-        alike = _alike(site)
-        is_one_of_several = not site.place.is_backward and total[alike] > 1
-        so_far[alike] += is_one_of_several
-        numbered.append(_with(site, f"run {so_far[alike]} of {total[alike]}" if is_one_of_several else ""))
-    return numbered
+    runs: dict[Any, list[int]] = defaultdict(list)
+    for n, site in enumerate(named):
+        if not site.place.is_backward:
+            runs[_alike(site)].append(n)
+    for alike in runs.values():
+        for run, n in enumerate(alike, 1):
+            named[n] = _with(named[n], f"run {run} of {len(alike)}" if len(alike) > 1 else "")
+    return named
 
 
 def _alike(site: Site) -> Any:
     place = site.place
-    return site.operation, site.dtype, site.derivative_of, place.layer, place.source, place.instructions
+    return site.operation, site.aval.dtype, site.derivative_of, place.layer, place.source, place.instructions
 
 
 def _with(site: Site, which: str) -> Site:

@@ -27,11 +27,11 @@ def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequenc
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
         level = int(levels[number])
-        if any(rule.matches(sites[number].operation, sites[number].place()) for rule in rules):
+        if any(rule.matches(sites[number].operation, sites[number].place) for rule in rules):
             continue
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number])
-            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.place())]
+            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.place)]
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
@@ -41,12 +41,12 @@ def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequenc
 def _names(site: ProductSite) -> list[dict[str, str]]:
     """Ways to name a product, the one that survives most edits first."""
     operation = {"operation": site.operation}
-    layer = {"layer": glob.escape(site.layer)} if site.layer else {}
+    layer = {"layer": glob.escape(site.place.layer)} if site.place.layer else {}
     found = [{**layer, **operation}] if layer else []
-    lines = [line.split("  #")[0].rstrip() for line in site.lines]  # a comment may change, and the code not
+    lines = [line.split("  #")[0].rstrip() for line in site.place.lines]  # a comment may change, and the code not
     found += [{**operation, "code": line} for line in lines if line]
     found += [{**layer, **operation, "code": line} for line in lines if line] if layer else []
-    return [*found, {**layer, **operation, "source": glob.escape(Path(site.source).name)}]
+    return [*found, {**layer, **operation, "source": glob.escape(Path(site.place.source).name)}]
 
 
 def deviation(error: float) -> str:
@@ -55,19 +55,18 @@ def deviation(error: float) -> str:
 
 
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
-    """For each product that is not narrow, what would be wrong if it were; it takes at most so many gradients."""
+    """For each product that is not narrow, what would be wrong if it were; until so many gradients are spent."""
     measured: dict[float, np.ndarray] = {}
     reasons = [""] * len(trial.levels)
-    spent = program.spent
     for site in map(int, np.flatnonzero(trial.levels)):
         levels = trial.levels.copy()
         levels[site] = NARROW
         scale = program.best_scale(levels)
-        if scale not in measured and program.spent - spent < most:
+        if scale not in measured and program.spent < most:
             measured[scale] = program.measured_at(scale)
         if scale in measured:
             reasons[site] = _out_of_range(measured[scale], site, levels, scale, program.dtype)
-        if not reasons[site] and program.spent - spent < most:
+        if not reasons[site] and program.spent < most:
             without = program.trial(levels)
             reasons[site] = f"narrow, {without.where} is {deviation(without.error)}"
         reasons[site] = reasons[site] or "what is made of it is sensitive to rounding"

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._autocast.plan import Planner
@@ -23,9 +23,9 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Body
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS, closed
-from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of, last_uses
+from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of
 from jax_lossscale._program.place import Place, place_within
+from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
 from jax_lossscale.diagnostics.programs._reduced import reduced
 
 # What is probed of a product; and of each, its cotangent.
@@ -48,13 +48,7 @@ class ProductSite(NamedTuple):
     """Products that no rule of a policy can tell apart."""
 
     operation: str
-    layer: str
-    source: str
-    lines: tuple[str, ...]
-
-    def place(self) -> Place:
-        """Where it is."""
-        return Place("", self.layer, self.source, "", (), False, self.lines)
+    place: Place  # of which rules know the layer, the source and the lines, and the rest is empty
 
 
 class Probes:
@@ -62,15 +56,14 @@ class Probes:
 
     Attributes:
       sites: the products, the position of each being its number.
-      equations: how many products there are at each.
+      equations: the products at each, by their ids.
     """
 
     def __init__(self, fun: Callable[..., Any], dtype: jnp.dtype) -> None:
         self.sites: dict[ProductSite, int] = {}
-        self.equations: dict[ProductSite, set[int]] = {}
+        self.equations: dict[ProductSite, dict[int, Any]] = {}
         self._dtype = dtype
         self._fun = fun
-        self._met: list[Any] = []  # kept, lest their ids be taken by others
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.equations.clear()
@@ -81,10 +74,10 @@ class Probes:
 
     def _product(self, eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         place = place_within(eqn, within)
-        site = ProductSite(eqn.primitive.name, place.layer, place.source, place.lines)
+        known = Place("", place.layer, place.source, "", (), is_backward=False, lines=place.lines)
+        site = ProductSite(eqn.primitive.name, known)
         number = self.sites.setdefault(site, len(self.sites))
-        self.equations.setdefault(site, set()).add(id(eqn))
-        self._met.append(eqn)
+        self.equations.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
         left, right, *others = operands
         left, right = _probe(left, number, LEFT), _probe(right, number, RIGHT)
         # Else a GPU would round operands that are meant to be exact.
@@ -121,7 +114,7 @@ batching.primitive_batchers[_probe_primitive] = lambda values, axes, **params: (
 )
 
 
-class RoundingEvaluator:
+class RoundingEvaluator(MeasuringEvaluator[Measured]):
     """Evaluates jaxprs with probes.
 
     Args:
@@ -140,39 +133,24 @@ class RoundingEvaluator:
         self._is_smooth = is_smooth
         self._axes = axes
 
-    def on(self, axes: frozenset[str]) -> RoundingEvaluator:
-        """The same inside `jax.shard_map`."""
-        return RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
+    def equation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
+        return super().equation(eqn, inputs) if _met_inside(eqn) else self.operation(eqn, inputs)
 
-    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Measured]:
-        """The outputs, and the worst that was measured."""
-        jaxpr = program.jaxpr
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *inputs], strict=True))
-        measured: Measured = {}
+    def operation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
+        if eqn.primitive is _probe_primitive:
+            value, measured = self._at_probe(*inputs, **eqn.params)
+            return [value], measured
+        return bind(eqn, inputs, eqn.params), {}
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            operands = [read(atom) for atom in eqn.invars]
-            rule = _INSIDE.get(eqn.primitive.name)
-            if eqn.primitive is _probe_primitive:
-                value, found = self._at_probe(operands[0], **eqn.params)
-                outputs = [value]
-            elif rule is not None and _met_inside(eqn):
-                outputs, found = rule(self, eqn, operands)
-            else:
-                outputs, found = bind(eqn, operands, eqn.params), {}
-            measured = _worst(measured, found)
-            values.update(zip(eqn.outvars, outputs, strict=True))
-            for variable in unneeded:
-                del values[variable]
-        return [read(atom) for atom in jaxpr.outvars], measured
-
-    def nothing(self, *jaxprs: ClosedJaxpr) -> Measured:
-        """What is measured where jaxprs are not evaluated."""
-        keys = set() if self._is_smooth else set[Key]().union(*(_met(each.jaxpr) for each in jaxprs))
+    def nothing(self, program: ClosedJaxpr) -> Measured:
+        keys = set() if self._is_smooth else _met(program.jaxpr)
         return {key: vary(jnp.zeros(len(Statistics._fields)), self._axes) for key in sorted(keys)}
+
+    def joined(self, parts: Sequence[Measured]) -> Measured:
+        return functools.reduce(self.worst, parts, {})
+
+    def worst(self, one: Measured, other: Measured) -> Measured:
+        return one | {key: jnp.maximum(one[key], each) if key in one else each for key, each in other.items()}
 
     def _at_probe(self, value: Any, *, site: int, role: int, kind: str) -> tuple[Any, Measured]:
         if kind == "tangent":
@@ -184,18 +162,33 @@ class RoundingEvaluator:
         measured = {_key(site, role, kind): vary(_statistics(value, error), self._axes)}
         return jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value), measured
 
+    def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
+        """What each shard measures is an output that is divided over the mesh."""
+        axes = custom_rules.axes_of_shard_map(eqn)
+        inside = RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
+        keys: list[Key] = []
+
+        def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
+            outputs, measured = inside.evaluate(jaxpr, shards)
+            keys[:] = measured
+            return [*outputs, *(each[None] for each in measured.values())]
+
+        number = 0 if self._is_smooth else len(_met(eqn.params["jaxpr"]))
+        divided = [jax.sharding.PartitionSpec(tuple(sorted(axes)))] * number
+        outputs = custom_rules.shard_map(evaluated, eqn, inputs, more_out_specs=divided)
+        count = len(outputs) - number
+        return outputs[:count], {
+            key: vary(jnp.max(each, axis=0), self._axes) for key, each in zip(keys, outputs[count:], strict=True)
+        }
+
+    rules: ClassVar[dict[str, Callable[..., Any]]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
+
 
 def _statistics(value: jax.Array, error: jax.Array) -> jax.Array:
     magnitude = jnp.where(jnp.isfinite(value), jnp.abs(value), 0)
     errors = jnp.where(jnp.isfinite(error), jnp.abs(error), magnitude)
     largest, off, norm = reduced(largest=[magnitude], sums=[errors, magnitude])
     return jnp.stack([largest, off / jnp.where(norm > 0, norm, 1)])
-
-
-def _worst(measured: Measured, found: Measured) -> Measured:
-    return measured | {
-        key: jnp.maximum(measured[key], each) if key in measured else each for key, each in found.items()
-    }
 
 
 def _key(site: int, role: int, kind: str) -> Key:
@@ -214,80 +207,3 @@ def _met(jaxpr: Jaxpr) -> set[Key]:
 
 def _met_inside(eqn: Any) -> set[Key]:
     return set[Key]().union(*(_met(jaxpr) for each in eqn.params.values() for jaxpr in jaxprs_of(each)))
-
-
-# What is evaluated inside.
-
-
-def _call(self: RoundingEvaluator, eqn: Any, inputs: list[Any], name: str = "jaxpr") -> Any:
-    return self.evaluate(closed(eqn.params[name]), inputs)
-
-
-def _scan(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
-    params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
-    consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-
-    def body(state: Any, xs: Any) -> Any:
-        outputs, measured = self.evaluate(params["jaxpr"], [*consts, *state[0], *xs])
-        return (outputs[:num_carry], _worst(state[1], measured)), outputs[num_carry:]
-
-    options = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
-    (carry, measured), ys = lax.scan(body, (list(carry), self.nothing(params["jaxpr"])), list(xs), **options)
-    return [*carry, *ys], measured
-
-
-def _while(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
-    of_condition = inputs[: eqn.params["cond_nconsts"]]
-    inputs = inputs[len(of_condition) :]
-    of_body, carry = inputs[: eqn.params["body_nconsts"]], inputs[eqn.params["body_nconsts"] :]
-
-    def goes_on(state: Any) -> Any:
-        return self.evaluate(eqn.params["cond_jaxpr"], [*of_condition, *state[0]])[0][0]
-
-    def body(state: Any) -> Any:
-        outputs, measured = self.evaluate(eqn.params["body_jaxpr"], [*of_body, *state[0]])
-        return outputs, _worst(state[1], measured)
-
-    return lax.while_loop(goes_on, body, (list(carry), self.nothing(eqn.params["body_jaxpr"])))
-
-
-def _cond(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
-    def of(branch: ClosedJaxpr) -> Callable[..., Any]:
-        def evaluated(operands: list[Any]) -> Any:
-            outputs, measured = self.evaluate(branch, operands)
-            return outputs, _worst(self.nothing(*eqn.params["branches"]), measured)
-
-        return evaluated
-
-    index, *operands = inputs
-    return lax.switch(index.astype(jnp.int32), list(map(of, eqn.params["branches"])), operands)
-
-
-def _shard_map(self: RoundingEvaluator, eqn: Any, inputs: list[Any]) -> Any:
-    """What each shard measures is an output that is divided over the mesh."""
-    axes = custom_rules.axes_of_shard_map(eqn)
-    keys: list[Key] = []
-
-    def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
-        outputs, measured = self.on(axes).evaluate(jaxpr, shards)
-        keys[:] = measured
-        return [*outputs, *(each[None] for each in measured.values())]
-
-    number = 0 if self._is_smooth else len(_met(eqn.params["jaxpr"]))
-    divided = [jax.sharding.PartitionSpec(tuple(sorted(axes)))] * number
-    outputs = custom_rules.shard_map(evaluated, eqn, inputs, more_out_specs=divided)
-    count = len(outputs) - number
-    return outputs[:count], {
-        key: vary(jnp.max(each, axis=0), self._axes) for key, each in zip(keys, outputs[count:], strict=True)
-    }
-
-
-_INSIDE: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(CALLS, _call),
-    **dict.fromkeys(CUSTOM_CALLS, functools.partial(_call, name="call_jaxpr")),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}

@@ -12,21 +12,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_flag, check_function, is_number
-from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._loss_scale.finding import as_loss_scale
-from jax_lossscale._program.widen import Evaluator, checked_precision
+from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics.programs import _cures
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_gradients, names_of_inputs
+from jax_lossscale.diagnostics.programs._cures import cure_of
+from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
-from jax_lossscale.diagnostics.programs._operation_range import (
-    ACCUMULATED,
-    MANY_ZEROS,
-    OperationRange,
-    RangeReport,
-)
+from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
@@ -56,8 +51,7 @@ def range_report(
     vanishes or rounds without harm is not told. For a loop, the worst iteration is reported.
 
     It runs operation by operation, so that equal operations are compiled once, and keeps a few numbers of each. For
-    `jax.shard_map` and kernels, only the results are measured. The names of layers come from flax, haiku and
-    `jax.named_scope`; for nnx and equinox, the names of classes are used instead.
+    `jax.shard_map` and kernels, only the results are measured.
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
@@ -97,30 +91,27 @@ def range_report(
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
     traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
-    names = names_of_inputs(traced, fun, chosen, kwargs)
+    of_arguments = names_of_leaves(fun, chosen, kwargs)
+    names = names_of_inputs(traced, of_arguments)
     facts = facts_of(traced, dtype, names)
     graph = Graph()
-    value, grads = traced.result(graph.outputs(traced.jaxpr, [Value()] * len(names)))
-    nodes = [node for node, site in enumerate(graph.sites) if site is not None]
-    limits, unit = limits_of(dtype), float(jnp.finfo(dtype).eps) / 2
-    tell_rows = _told(len(nodes)) if progress else lambda rows: None
-    evaluator = ShadowEvaluator(Evaluator(jnp.dtype(jnp.float32)), limits, unit, tell_rows)
-    inputs = evaluator.pairs(traced.inputs, traced.jaxpr.jaxpr.invars)
-    rows = [row for block in jax.device_get(evaluator.evaluate(traced.jaxpr, inputs)[1]) for row in block]
-    measured = {node: Statistics(*row.tolist()) for node, row in zip(nodes, rows, strict=True)}
-    is_value = lambda leaf: isinstance(leaf, Value)  # noqa: E731
-    of_value, of_grads = (jax.tree.leaves(part, is_leaf=is_value) for part in (value[0] if has_aux else value, grads))
-    results = {node for end in (*of_value, *of_grads) if is_value(end) for node in end.nodes}
-    found = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
-    gradients = dict(
-        zip(names_of_gradients(fun, chosen, kwargs, argnums), (end.nodes for end in of_grads), strict=True)
-    )
+    ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
+    value, grads = traced.result([end.nodes for end in ends])
+    evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
+    inputs = map(evaluator.constant, traced.inputs, traced.jaxpr.in_avals)
+    _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
+    measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
+    results = frozenset[int]().union(value[0] if has_aux else value, *jax.tree.leaves(grads))
+    harmful, origins = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
+    gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
     parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
-    sites = told_apart([site for site in graph.sites if site is not None], parameters)
+    sites = told_apart(list(graph.sites.values()), parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, dtype, limits, node in found.harmful, node in found.origins)
-        if (site.is_narrow or operation.cure) and not site.place.source.startswith(_OURS):
+        operation = _operation_range(site, of, dtype, node in harmful, node in origins)
+        if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
@@ -167,46 +158,28 @@ def _scale_of(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def _operation_range(
-    site: Site, of: Statistics, dtype: jnp.dtype, limits: Limits, is_harmful: bool, is_origin: bool
-) -> OperationRange:
+def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, is_harmful: bool, is_origin: bool) -> OperationRange:
     info = jnp.finfo(dtype)
-    largest = math.nan if of.nan and not of.overflow else of.largest
     log2_above = log2_below = 0
     if of.overflow:
         log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
     elif 0 < of.largest < float(info.smallest_normal):
         log2_below = math.ceil(math.log2(float(info.smallest_normal) / of.largest))
-    cure = ""
-    if of.overflow or of.nan:
-        is_cast = site.operation == "convert_element_type"
-        cure = _cures.cure_of_overflow(
-            site.operation, site.derivative_of, site.place.is_backward, largest, is_cast=is_cast
-        )
-    elif is_harmful and of.zero > MANY_ZEROS:
-        cure = _cures.cure_of_vanishing(site.place.is_backward)
-    elif is_origin:
-        is_lost = site.place.is_backward and of.zero + of.subnormal > 0
-        cure = (
-            _cures.cure_of_vanishing(is_backward=True)
-            if is_lost
-            else _cures.cure_of_rounding(site.operation, is_accumulated=of.amplification < ACCUMULATED)
-        )
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,
         layer=site.place.layer,
         source=site.place.source,
         is_backward=site.place.is_backward,
-        shape=site.shape,
-        dtype=site.dtype,
-        largest=largest,
+        shape=site.aval.shape,
+        dtype=site.aval.dtype.name,
+        largest=math.nan if of.nan and not of.overflow else of.largest,
         overflow=of.overflow + of.nan,
         zero=of.zero,
         subnormal=of.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure,
+        cure=cure_of(site, of, is_harmful=is_harmful, is_origin=is_origin),
         error=of.error,
         error_in=of.error_in,
         amplification=of.amplification,

@@ -12,8 +12,9 @@ from jax import lax
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:
     """The largest number of each of some arrays, at least 0, and the sums of others; all are of one shape.
 
-    Where an array holds NaN, so is its result. Flags are counted, in ``uint32``. Floats are added up one by one, first
-    along the last axis, then over the others: a sum of more than ``2**24`` along one of them may be too small.
+    Where an array holds NaN, so is its result. Flags are counted, in ``uint32``; on a mesh only the results travel.
+    Floats are added up one by one, first along the last axis, then over the others: a sum of more than ``2**24`` along
+    one of them may be too small.
     """
     counted = [each.astype(jnp.uint32) if each.dtype == bool else each for each in sums]
     found = tuple(map(jnp.atleast_1d, (*largest, *counted)))
@@ -23,6 +24,8 @@ def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -
     def combined(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(both(*pair) for both, *pair in zip(combine, left, right, strict=True))
 
-    last = found[0].ndim - 1
-    found = lax.reduce(found, start, combined, (last,))
-    return lax.reduce(found, start, combined, range(last)) if last else found
+    axes = range(found[0].ndim)
+    are_exact = not any(jnp.issubdtype(each.dtype, jnp.floating) for each in sums)
+    for together in [axes] if are_exact else filter(None, [axes[-1:], axes[:-1]]):
+        found = lax.reduce(found, start, combined, together)
+    return found

@@ -33,18 +33,14 @@ class Site(NamedTuple):
     Attributes:
       operation: what made it.
       place: where.
-      shape: its shape.
-      dtype: the name of its dtype.
+      aval: its type.
       derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
-      is_narrow: whether it is a narrow float.
     """
 
     operation: str
     place: Place
-    shape: tuple[int, ...]
-    dtype: str
+    aval: Any
     derivative_of: str
-    is_narrow: bool
 
 
 class Value(NamedTuple):
@@ -67,13 +63,13 @@ class Graph(Flow[Value]):
     """The measured results of a program, each with those that it is made of.
 
     Attributes:
-      sites: by node, the result; ``None`` for a carry of a loop.
+      sites: by node, the result; without the carries of loops, which are nodes, too.
       made_of: by node, the nodes that it is made of.
       ends_of_loops: by node of a carry, what it is after an iteration.
     """
 
     def __init__(self) -> None:
-        self.sites: list[Site | None] = []
+        self.sites: dict[int, Site] = {}
         self.made_of: list[frozenset[int]] = []
         self.ends_of_loops: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
@@ -85,7 +81,7 @@ class Graph(Flow[Value]):
         return values[0]._replace(nodes=frozenset[int]().union(*(value.nodes for value in values)))
 
     def carried(self, start: Value) -> Value:
-        return Value(frozenset({self._node(None, start.nodes)}))
+        return Value(frozenset({self._node(start.nodes)}))
 
     def carried_on(self, within: Value, at_end: Value) -> None:
         (node,) = within.nodes
@@ -101,10 +97,10 @@ class Graph(Flow[Value]):
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
-                aval: Any = variable.aval
                 operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
-                site = Site(operation, place, aval.shape, aval.dtype.name, steep, is_narrow(aval))
-                results.append(Value(frozenset({self._node(site, nodes)}), name, place.column, steep))
+                node = self._node(nodes)
+                self.sites[node] = Site(operation, place, variable.aval, steep)
+                results.append(Value(frozenset({node}), name, place.column, steep))
             else:
                 is_move = name in _MOVES or name == "convert_element_type"
                 made = operands[-1] if name == "select_n" else operands[0] if operands and is_move else None
@@ -112,10 +108,9 @@ class Graph(Flow[Value]):
                 results.append(Value(nodes, *of))
         return results
 
-    def _node(self, site: Site | None, made_of: frozenset[int]) -> int:
-        self.sites.append(site)
+    def _node(self, made_of: frozenset[int]) -> int:
         self.made_of.append(made_of)
-        return len(self.sites) - 1
+        return len(self.made_of) - 1
 
     def _derivative_of(self, eqn: Any, place: Place, operands: Sequence[Value]) -> str:
         """The operation that this equation differentiates: one of the same expression, of whose result it is made."""
@@ -148,8 +143,8 @@ def _operation(name: str, operands: Sequence[Value]) -> str:
     return name
 
 
-def sites(program: ClosedJaxpr) -> list[Site]:
-    """What is measured in a program and inside it, in the order of the rows."""
+def number_of_sites(program: ClosedJaxpr) -> int:
+    """How many results are measured in a program and inside it."""
     graph = Graph()
     graph.outputs(program, [Value()] * len(program.jaxpr.invars))
-    return [site for site in graph.sites if site is not None]
+    return len(graph.sites)

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
+from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._limits import limits_of
+from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._compare_gradients import nudged, value_and_leaves
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
@@ -65,16 +68,18 @@ class Program:
         dtype: jnp.dtype,
         tolerance: float,
     ) -> None:
+        self._fun = fun
         self._tolerance = tolerance
-        self._probes = Probes(fun, dtype)
-        self._traced = gradient_program("find_precision", self._probes, 1.0, batches[0], kwargs, argnums, has_aux)
-        self.sites = tuple(self._probes.sites)
-        self.numbers = np.array([len(self._probes.equations[site]) for site in self.sites], int)
-        self.dtype = dtype
+        self._argnums = argnums
         self._has_aux = has_aux
+        self.dtype = dtype
         self._kwargs = kwargs
         self.batches = batches
         self.spent = 0
+        probes = Probes(fun, dtype)
+        self._traced = self._traced_with(probes)
+        self.sites = tuple(probes.sites)
+        self.numbers = np.array([len(probes.equations[site]) for site in self.sites], int)
         self._known: dict[bytes, Trial] = {}
         self._compiled = jax.jit(self._outputs, compiler_options={"xla_allow_excess_precision": False})
         self._slope = jax.jit(jax.grad(self._deviation))
@@ -86,7 +91,7 @@ class Program:
         )
         self._rounding, self._weights = [], []
         for (value, leaves, _), (exact_value, exact) in zip(moved, self.exact, strict=True):
-            rounding = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(1)))
+            rounding = measure(leaves, exact, 1.0)
             self._rounding.append(rounding)
             reports = reports_of_leaves(exact, [rounding], rounding)
             self._weights.append(self._weights_of((value, exact_value), reports))
@@ -102,6 +107,15 @@ class Program:
         return trial._replace(
             results=[[value, *(leaf / scale for leaf in leaves.values())] for value, leaves, _ in found]
         )
+
+    def verified(self, policy: PrecisionPolicy) -> tuple[float, str]:
+        """The error of the function itself, under `autocast` with a policy."""
+        self.spent += 1
+        traced = self._traced_with(autocast(self._fun, self.dtype, policy=policy))
+        compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+        scale = policy.loss_scale or 1.0
+        inputs = (traced.inputs_from((np.float32(scale), *batch), self._kwargs) for batch in self.batches)
+        return self.error([value_and_leaves(traced.result(compiled(*each)), self._has_aux) for each in inputs], scale)
 
     def is_exact_finite(self) -> bool:
         """Whether value and gradients are finite in float32."""
@@ -155,8 +169,7 @@ class Program:
         for (value, leaves), (exact_value, exact), rounding, weights in zip(
             found, self.exact, self._rounding, self._weights, strict=True
         ):
-            measured = jax.device_get(measure(list(leaves.values()), list(exact.values()), jnp.float32(scale)))
-            reports = reports_of_leaves(exact, [measured], rounding)
+            reports = reports_of_leaves(exact, [measure(leaves, exact, scale)], rounding)
             errors = [_relative(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
             names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
             of_all = report_of_all(reports).relative_error[0]
@@ -174,6 +187,9 @@ class Program:
             is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
             weights.append(is_judged / (_SMALL_LEAF if leaf.norm < _SMALL_SHARE * total else 1.0))
         return weights
+
+    def _traced_with(self, fun: Callable[..., Any]) -> Traced:
+        return gradient_program("find_precision", fun, 1.0, self.batches[0], self._kwargs, self._argnums, self._has_aux)
 
     def _inputs(self, batch: Sequence[Any]) -> list[Any]:
         return self._traced.inputs_from((np.float32(1), *batch), self._kwargs)[1:]

@@ -99,7 +99,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
     are_finite = _are_finite(params)
-    lines = [_the_scale(state), _the_steps(state), *_the_last_step(state, names_of_leaves(state, params), are_finite)]
+    applied, skipped = int(state.applied_steps), int(state.skipped_steps)
+    steps = f"Of {_steps(applied + skipped)}, {applied} were applied and {skipped} skipped."
+    lines = [_the_scale(state), steps, *_the_last_step(state, names_of_leaves(state, params), are_finite)]
     if are_finite is False:
         lines.append(_the_parameters(state.loss_scale, params))
     return "\n".join(lines)
@@ -116,11 +118,6 @@ def _the_scale(state: LossScaledState) -> str:
     if isinstance(loss_scale, AutoLossScale) and log2_scale > _FAR_TOO_HIGH:
         return f"{said} {_UNSCALED}"
     return said
-
-
-def _the_steps(state: LossScaledState) -> str:
-    applied, skipped = int(state.applied_steps), int(state.skipped_steps)
-    return f"Of {_steps(applied + skipped)}, {applied} were applied and {skipped} skipped."
 
 
 def _steps(number: int) -> str:
