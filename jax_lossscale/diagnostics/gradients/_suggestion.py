@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_lossscale import _tree
 from jax_lossscale._check import checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
+from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.gradients._bits import (
     DOUBLE,
     SINGLE,
@@ -24,7 +25,6 @@ from jax_lossscale.diagnostics.gradients._bits import (
     parts,
 )
 from jax_lossscale.diagnostics.gradients._survey import ALL_ZERO, Survey, already_zero, share, survey, total
-from jax_lossscale.diagnostics.programs._reduced import reduced
 
 
 class LossScaleSuggestion(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale._limits import limits_of
+from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.gradients._bits import bits_of, joined, layout_of
-from jax_lossscale.diagnostics.programs._reduced import reduced
 
 ALL_ZERO = (
     "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "

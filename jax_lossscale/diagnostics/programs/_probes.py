@@ -25,8 +25,8 @@ from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of
 from jax_lossscale._program.place import Place, place_within
+from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
-from jax_lossscale.diagnostics.programs._reduced import reduced
 
 # What is probed of a product; and of each, its cotangent.
 LEFT, RIGHT, RESULT = range(3)

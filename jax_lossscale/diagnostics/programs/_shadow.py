@@ -14,8 +14,8 @@ from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow
 from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
-from jax_lossscale.diagnostics.programs._reduced import reduced
 from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured, number_of_sites
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
