@@ -41,7 +41,7 @@ MEASURE, GRADIENTS, SIGNATURES = "tests/measure/", "tests/gradients/", "tests/te
 RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"]
 TESTS = {  # the quickest to notice first
     "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
-    "_check.py": [HARD + "test_bad_input.py", SCALES + "test_constructors.py"],
+    "_check.py": [HARD + "test_bad_input.py", SCALES + "test_constructors.py", WRAPPER + "test_told.py"],
     "_dispatch.py": ["tests/test_dispatch.py", "tests/test_tree.py"],
     "_measure/devices.py": [
         MEASURE + "test_finite.py",

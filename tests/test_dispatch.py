@@ -68,6 +68,13 @@ def test_what_is_made_of_leaves_lies_where_they_lie(places, scale_at):
 
 
 @every_place
+def test_with_a_traced_scale_all_is_one_program(places):
+    tree = tree_on(places)
+    unscaled = jax.eval_shape(lambda loss_scale: loss_scale.unscale(tree), jls.DynamicLossScale(8.0))
+    assert [leaf.shape for leaf in unscaled["a"]] == [(8,)] * 4
+
+
+@every_place
 def test_one_answer_is_given_about_all(places):
     for n in range(4):
         for value in np.nan, np.inf, -np.inf:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +157,7 @@ ROWS = {
         "loss_scaled": (
             {"inner": optax.sgd(0.1)},
             {
-                "inner": (None, 3, "adam", optax.adam),
+                "inner": (None, 3, "adam", optax.adam, SimpleNamespace(init=len)),
                 "loss_scale": ("other", True, [], {}, 3j, 0),
                 "axis_name": AXIS_NAME,
                 "skip": ONE_OF_SOME,
