@@ -49,7 +49,7 @@ TESTS = {  # the quickest to notice first
         WRAPPER + "test_measuring.py",
         WRAPPER + "test_devices.py",
     ],
-    "_measure/fault.py": [*RECORDS, HARD + "test_bad_input.py"],
+    "_measure/fault.py": [*RECORDS, HARD + "test_bad_input.py", "tests/test_dispatch.py"],
     "_measure/finite.py": [MEASURE + "test_finite.py", MEASURE + "test_largest.py", HARD + "test_bad_input.py"],
     "_measure/largest.py": [MEASURE + "test_largest.py", WRAPPER + "test_measuring.py", HARD + "test_bad_input.py"],
     "_measure/leaves.py": [MEASURE + name for name in ("test_leaves.py", "test_finite.py", "test_largest.py")],
