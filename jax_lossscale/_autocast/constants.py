@@ -40,7 +40,7 @@ class Constants:
         if len(operands) < len(step.inputs) or step.eqn.effects:
             return
         if step.eqn.primitive.name in PLACEMENTS:
-            self._constants |= dict.fromkeys(step.outputs, operands[0])
+            self._constants |= dict(zip(step.outputs, operands, strict=True))
             return
 
         @functools.cache

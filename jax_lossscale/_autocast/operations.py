@@ -9,8 +9,8 @@ from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
 # Matrix products and convolutions: what tensor cores compute.
 PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", WIDE_PRODUCT})
 
-# They say where numbers lie on a mesh, and change nothing else.
-PLACEMENTS = frozenset({"mesh_cast", "pbroadcast", "pcast", "pvary", "reshard", "sharding_constraint"})
+# They say where numbers lie, and change nothing else.
+PLACEMENTS = frozenset({"device_put", "mesh_cast", "pbroadcast", "pcast", "pvary", "reshard", "sharding_constraint"})
 # They only move numbers, or choose among them: results are in the dtype of the operands, all of which are of one.
 MOVES = frozenset(
     {

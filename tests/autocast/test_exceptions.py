@@ -25,6 +25,26 @@ def solved_in_a_scan(w, x):
     return jnp.linalg.cholesky(jax.lax.scan(step, w, None, length=2)[0] + 8 * IDENTITY)
 
 
+def in_a_while_loop(step, matrix):
+    """Twice, of a matrix that no derivative is taken of."""
+    state = 0, jax.lax.stop_gradient(matrix)
+    return jax.lax.while_loop(lambda state: state[0] < 2, lambda state: (state[0] + 1, step(state[1])), state)[1]
+
+
+def factored(matrix):
+    return jnp.linalg.cholesky(matrix) + 9 * IDENTITY
+
+
+def one_of_two_results_of_remat(w, x):
+    one, other = jax.checkpoint(lambda matrix: (matrix + 9 * IDENTITY, jnp.sin(matrix)))(gram(w))
+    return factored(one) + other
+
+
+def one_of_two_arguments_of_remat(w, x):
+    one, other = jax.checkpoint(lambda one, other: (factored(one), jnp.sin(other)))(gram(w), x @ w)
+    return one + jnp.sum(other)
+
+
 def times_a_constant_in_a_loop(w, x):
     return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ LARGE), x)
 
@@ -75,6 +95,21 @@ SITUATIONS = {
         FACTORED,
     ),
     "cholesky of a carry": (solved_in_a_scan, FACTORED),
+    "cholesky after remat": (
+        lambda w, x: factored(jax.checkpoint(lambda matrix: matrix + 9 * IDENTITY)(gram(w))),
+        FACTORED,
+    ),
+    "cholesky of one of two results of remat": (one_of_two_results_of_remat, FACTORED),
+    "cholesky in a while loop": (lambda w, x: in_a_while_loop(factored, gram(w)), FACTORED),
+    "cholesky after a while loop": (
+        lambda w, x: factored(in_a_while_loop(lambda matrix: matrix + 9 * IDENTITY, gram(w))),
+        FACTORED,
+    ),
+    "no cholesky, and a while loop": (lambda w, x: in_a_while_loop(jnp.sin, gram(w)), ""),
+    "cholesky of one of two parts": (
+        lambda w, x: factored(jax.lax.split(jnp.concatenate([gram(w), IDENTITY]), (8, 8))[0]),
+        FACTORED,
+    ),
     "qr": (lambda w, x: jnp.linalg.qr(gram(w))[1], FACTORED),
     "eigh": (lambda w, x: jnp.linalg.eigh(gram(w))[0], FACTORED),
     "svd": (lambda w, x: jnp.linalg.svd(w @ w, compute_uv=False), FACTORED),
@@ -88,6 +123,7 @@ SITUATIONS = {
     "constant too small": (lambda w, x: x @ SMALL, CONSTANT),
     "constant made inside": (lambda w, x: x @ jnp.full((8, 8), 1e9), CONSTANT),
     "constant array of the device": (lambda w, x: x @ jnp.asarray(LARGE).T, CONSTANT),
+    "constant put on a device": (lambda w, x: x @ jax.device_put(LARGE, jax.devices()[0]), CONSTANT),
     "constant given to jit": (lambda w, x: jax.jit(jnp.matmul)(x, LARGE), CONSTANT),
     "constant in a loop": (times_a_constant_in_a_loop, CONSTANT),
     "constant in a while loop": (times_a_constant_in_a_while_loop, CONSTANT),
@@ -110,6 +146,15 @@ SITUATIONS = {
 }
 # Of these, not all products do: (dtype, reason) of those of the forward pass.
 IN_PARTS = {
+    "a product before the one that is factored": (
+        lambda w, x: jnp.linalg.cholesky(gram(jnp.sin(w @ w))),
+        {("float32", FACTORED), ("float16", "")},
+    ),
+    "a product that decides whether to factor": (
+        lambda w, x: jax.lax.cond((x @ w)[0, 0] > 0, factored, jnp.tanh, gram(w)),
+        {("float32", FACTORED), ("float16", "")},
+    ),
+    "one of two arguments of remat": (one_of_two_arguments_of_remat, {("float32", FACTORED), ("float16", "")}),
     "solve": (
         lambda w, x: jnp.linalg.solve(gram(w), x[0]),
         {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which is computed as it was")},
