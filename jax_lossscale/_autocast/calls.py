@@ -98,10 +98,9 @@ def declared(inputs: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
 
 
 def as_declared(value: Any, aval: Any) -> Any:
-    """``value`` in the dtype of a type, if both are real numbers of a floating dtype."""
-    is_float = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
-    is_reference = hasattr(aval, "inner_aval")
-    return as_dtype(value, aval.dtype) if is_float and not is_reference and hasattr(value, "dtype") else value
+    """An array in the dtype of a type, if that is a real floating one."""
+    is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
+    return as_dtype(value, aval.dtype) if is_float and hasattr(value, "dtype") else value
 
 
 def _types(body: Body, inputs: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jax_lossscale._autocast.operations import PLACEMENTS
 from jax_lossscale._program.inline import Name, Program, Step
-from jax_lossscale._program.jaxpr import bind
+from jax_lossscale._program.jaxpr import bind, jaxprs_of
 
 # Computes the numbers; None if they cannot be known.
 Constant: TypeAlias = Callable[[], Any]
@@ -37,7 +37,8 @@ class Constants:
     def add(self, step: Step) -> None:
         """Note what a step makes, if it is made of constants alone."""
         operands = [operand for operand in map(self.of, step.inputs) if operand is not None]
-        if len(operands) < len(step.inputs) or step.eqn.effects:
+        is_a_call = any(map(jaxprs_of, step.eqn.params.values()))
+        if len(operands) < len(step.inputs) or step.eqn.effects or is_a_call:
             return
         if step.eqn.primitive.name in PLACEMENTS:
             self._constants |= dict(zip(step.outputs, operands, strict=True))

@@ -19,7 +19,6 @@ from jax_lossscale._autocast.operations import (
     MOVES,
     MOVES_BETWEEN_DEVICES,
     MOVES_EACH_BY_ITSELF,
-    PLACEMENTS,
     PRODUCTS,
     REPEATING_MOVES,
     is_product,
@@ -118,8 +117,7 @@ class Planner:
             decision = self._decide(step, within, feeding, constants)
             if decision.reason:
                 self.exceptions.append(((*within, *step.within, step.eqn), decision.reason))
-            is_placed = step.eqn.primitive.name in PLACEMENTS
-            if decision.kind in (Kind.MOVE, Kind.OTHER) and (is_placed or not decision.is_alone):
+            if decision.kind in (Kind.MOVE, Kind.OTHER):
                 constants.add(step)
             if decision.kind is Kind.CALL:
                 plans = self._inner(step, within, feeding, constants)

@@ -93,6 +93,13 @@ def remat_with_a_policy(w, x):
     return end(function(w, x))
 
 
+def remat_with_a_barrier_for_one(w, x):
+    def function(w, x):
+        return jnp.tanh(x @ w) @ np.eye(8, dtype=np.float32)
+
+    return end(jax.checkpoint(function, prevent_cse=(True, False))(w, x) @ w)
+
+
 def custom_jvp(w, x):
     @jax.custom_jvp
     def function(w, x):
@@ -174,7 +181,7 @@ def linear_call(w, x):
     def transpose(w, y):
         return y @ w.T
 
-    return end(jax.custom_derivatives.linear_call(forward, transpose, jax.lax.stop_gradient(w), jnp.tanh(x)) @ w)
+    return end(jax.custom_derivatives.linear_call(forward, transpose, jax.lax.stop_gradient(w), x @ w) @ w)
 
 
 def vmapped(w, x):
@@ -258,9 +265,20 @@ def reference(w, x):
     return end(ref[...] @ w)
 
 
+def reference_in_a_loop(w, x):
+    ref = NEW_REF(x)
+
+    def step(carry, _):
+        ref[...] = jnp.tanh(ref[...] @ w)
+        return carry, None
+
+    jax.lax.scan(step, 0.0, length=2)
+    return end(ref[...] @ w)
+
+
 NEW_REF = getattr(jax, "new_ref", getattr(jax, "array_ref", None))  # its names from jax 0.8 on, and before
 PROGRAMS = [
     value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and value is not end
 ]
 if NEW_REF is None:  # before jax 0.7.1
-    PROGRAMS.remove(reference)
+    PROGRAMS = [program for program in PROGRAMS if program not in (reference, reference_in_a_loop)]

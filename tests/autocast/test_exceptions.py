@@ -134,6 +134,8 @@ SITUATIONS = {
         lambda w, x: jax.jit(lambda x, y: x @ (1e3 * y))(x, 1e6 + IDENTITY),
         CONSTANT,
     ),
+    "constant made by a sum": (lambda w, x: x @ jnp.cumsum(jnp.full((8, 8), 1e5), axis=0), CONSTANT),
+    "constant drawn at random": (lambda w, x: x @ (1e9 * jax.random.normal(jax.random.key(0), (8, 8))), CONSTANT),
     "constant made by arithmetic, and fits": (lambda w, x: x @ (1e-9 * jnp.asarray(LARGE)), ""),
     "constant of which an iteration gets a part": (
         lambda w, x: jax.lax.scan(lambda x, y: (x @ (y.T - 1e9), None), x, LARGE[None])[0],

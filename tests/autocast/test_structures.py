@@ -50,6 +50,54 @@ def test_autocast_of_the_gradient_works_too(program):
     assert set(product_dtypes(jls.autocast(jax.grad(program)), W, X)) == {"float16"}
 
 
+@jax.custom_jvp
+def with_a_rule(w, x):
+    return x @ w
+
+
+with_a_rule.defjvp(
+    lambda primals, tangents: (with_a_rule(*primals), tangents[1] @ primals[0] + primals[1] @ tangents[0])
+)
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+# What goes from one product into another, through what JAX puts around operations: (function, primitive, which, dtype).
+BETWEEN_PRODUCTS = {
+    "what a scan stacks": (
+        lambda w, x: jax.lax.scan(lambda carry, x: (carry, x @ w), 0.0, jnp.stack([x, x]))[1] @ w,
+        ("scan", "outvars", "float16"),
+    ),
+    "the carry of a scan, which is of one type": (
+        lambda w, x: jax.lax.scan(lambda carry, _: (carry @ w, None), x, length=2)[0] @ w,
+        ("scan", "outvars", "float32"),
+    ),
+    "the result of branches": (
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x) @ w,
+        ("cond", "outvars", "float16"),
+    ),
+    "the result of branches, of which one has no product": (
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, jnp.sin, x) @ w,
+        ("cond", "outvars", "float32"),
+    ),
+    "the result of remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, w) @ w, ("remat2", "outvars", "float16")),
+    "the result of a call that says where it lies": (
+        lambda w, x: jax.jit(jnp.matmul, out_shardings=HERE)(x, w) @ w,
+        ("jit", "outvars", "float32"),
+    ),
+    "the argument of a function with a rule": (
+        lambda w, x: with_a_rule(w, x @ w),
+        ("custom_jvp_call", "invars", "float16"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), BETWEEN_PRODUCTS.values(), ids=BETWEEN_PRODUCTS)
+def test_what_goes_from_product_to_product_is_narrow_where_its_type_is_free(function, expected):
+    primitive, which, dtype = expected
+    eqns = jax.make_jaxpr(jls.autocast(function))(W, X).eqns
+    names = {"remat2": ("remat2", "checkpoint"), "jit": ("jit", "pjit")}.get(primitive, (primitive,))
+    eqn = next(eqn for eqn in eqns if eqn.primitive.name in names)
+    assert getattr(eqn, which)[-1].aval.dtype == dtype
+
+
 @each_program
 def test_autocast_twice_is_autocast(program):
     once, twice = (
