@@ -83,11 +83,11 @@ TESTS = {  # the quickest to notice first
     ],
     "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
     "_autocast/calls.py": [AUTOCAST + "test_structures.py", AUTOCAST + "test_acceptance.py"],
-    "_autocast/constants.py": [AUTOCAST + "test_exceptions.py"],
+    "_autocast/constants.py": [AUTOCAST + "test_exceptions.py", AUTOCAST + "test_mesh.py"],
     "_autocast/linear_algebra.py": [AUTOCAST + "test_exceptions.py"],
     "_autocast/plan.py": [
         *(AUTOCAST + name for name in ("test_stretches.py", "test_exceptions.py", "test_policy.py")),
-        AUTOCAST + "test_structures.py",
+        *(AUTOCAST + "test_structures.py", "tests/diagnostics/test_autocast_report.py"),
     ],
     "_autocast/policy.py": [AUTOCAST + "test_rules.py", AUTOCAST + "test_policy.py"],
     "_autocast/rewrite.py": [

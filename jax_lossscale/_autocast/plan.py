@@ -179,10 +179,8 @@ class Planner:
         return ""
 
     def _is_marked(self, precision: Any) -> bool:
-        if precision is None or isinstance(precision, jax.lax.Precision):
-            precision = (precision, precision)
-        if not isinstance(precision, tuple):
-            return str(precision) != str(self._usual_precision)
+        if not isinstance(precision, tuple):  # an algorithm
+            return precision is not None and str(precision) != str(self._usual_precision)
         is_usual = str(self._usual_precision).lower() in ("highest", "float32")
         return not is_usual and jax.lax.Precision.HIGHEST in precision
 

@@ -45,6 +45,14 @@ def one_of_two_arguments_of_remat(w, x):
     return one + jnp.sum(other)
 
 
+def ragged(w, x, **options):
+    return jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([1, 3]), **options)
+
+
+def times_each_of_a_constant(w, x):
+    return jax.lax.scan(lambda x, y: (jnp.tanh(x @ y + w[:4]), None), x, LARGE[None])[0]
+
+
 def times_a_constant_in_a_loop(w, x):
     return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ LARGE), x)
 
@@ -80,6 +88,8 @@ SITUATIONS = {
         CAST,
     ),
     "cast by hand to the other": (lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), CAST),
+    "ragged": (lambda w, x: ragged(w, x), ""),
+    "ragged, and marked": (lambda w, x: ragged(w, x, precision=jax.lax.Precision.HIGHEST), MARKED),
     "no sum": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))), None),
     "cholesky": (lambda w, x: jnp.linalg.cholesky(gram(w)), FACTORED),
     "cholesky, through moves": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
@@ -128,7 +138,12 @@ SITUATIONS = {
     "constant in a loop": (times_a_constant_in_a_loop, CONSTANT),
     "constant in a while loop": (times_a_constant_in_a_while_loop, CONSTANT),
     "constant in remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, LARGE), CONSTANT),
+    "constant of which an iteration multiplies a part": (times_each_of_a_constant, CONSTANT),
     "constant in cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, y: x, x, LARGE), CONSTANT),
+    "constant in cond, first": (
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda y, x: x @ y, lambda y, x: x, LARGE, x),
+        CONSTANT,
+    ),
     "constant made by arithmetic": (lambda w, x: x @ (1e9 * jnp.eye(8)), CONSTANT),
     "constant made by arithmetic in jit": (
         lambda w, x: jax.jit(lambda x, y: x @ (1e3 * y))(x, 1e6 + IDENTITY),

@@ -1,7 +1,10 @@
 """Rules by the text of a line, and the loss scale that a policy names."""
 
+import json
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small_programs import W, X
 
@@ -46,6 +49,13 @@ def test_the_loss_scale_is_shown_and_kept_and_changes_nothing():
     assert jls.PrecisionPolicy.from_config(policy.get_config()).loss_scale == 32768.0
     assert "loss_scale" not in jls.PrecisionPolicy().get_config()
     assert str(policy).endswith("Found to be right at a loss scale of 2^15.")
+    for scale, is_below in (0.5, True), (1.0, False):
+        assert ("below 1" in str(jls.PrecisionPolicy(loss_scale=scale))) == is_below
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    config = jls.PrecisionPolicy(recompute=np.False_, loss_scale=np.float32(8)).get_config()
+    assert json.loads(json.dumps(config)) == {"rules": [], "recompute": False, "loss_scale": 8.0}
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,40 @@ def test_random_numbers_are_drawn_once():
     assert text.count("random_bits[") == 1
 
 
+@jax.custom_jvp
+def largest_first(x):
+    return -jnp.sort(-x) * 2
+
+
+largest_first.defjvps(lambda tangent, result, x: 2 * tangent)
+
+
+@jax.custom_jvp
+def put(x):
+    return jax.device_put(jnp.sin(x), jax.devices()[0]) * 2
+
+
+put.defjvps(lambda tangent, result, x: 2 * tangent)
+ONCE = {
+    "a loop": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.sin(y), None), y, length=2)[0], "scan"),
+    "a loop of products": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), y, length=2)[0], "scan"),
+    "what sorts, with a rule": (lambda w, y: largest_first(y), "sort"),
+    "what moves between devices, with a rule": (lambda w, y: put(y), "device_put"),
+}
+
+
+@pytest.mark.parametrize(("function", "name"), ONCE.values(), ids=ONCE)
+def test_what_costs_is_computed_once(function, name):
+    def loss(w, x):
+        return jnp.sum(jnp.cos(function(w, jnp.tanh(x @ w)) * 2) @ w)
+
+    plain, narrow = (
+        [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count(name)
+        for each in (loss, jls.autocast(loss))
+    )
+    assert narrow == plain > 0
+
+
 def test_effects_keep_their_order(capfd):
     @jax.jit
     @jls.autocast
