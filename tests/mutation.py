@@ -64,6 +64,7 @@ TESTS = {  # the quickest to notice first
         *(SCALES + name for name in ("test_interface.py", "test_dynamic.py", "test_pytrees.py", "test_registry.py")),
         HARD + "test_bad_input.py",
         WRAPPER + "test_transform.py",
+        "tests/test_dispatch.py",
     ],
     "_loss_scale/dynamic.py": [
         *(SCALES + name for name in ("test_dynamic.py", "test_constructors.py", "test_pytrees.py")),

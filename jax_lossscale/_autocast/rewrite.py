@@ -31,8 +31,8 @@ class Body:
       planner: the rule.
       closed: the jaxpr.
       plan: what becomes of it.
-      within: the equations that it lies in, the outermost first.
       recompute: whether its stretches are computed again in the backward pass.
+      within: the equations that it lies in, the outermost first.
       is_iterated: whether it is the body of a loop.
       measured: what is done instead of a narrow product, if it is to be measured: from its equation, the equations
         that this lies in, and its operands, to its outputs. Then everything is float32.
@@ -41,8 +41,8 @@ class Body:
     planner: Planner
     closed: ClosedJaxpr
     plan: Plan
+    recompute: bool
     within: tuple[Any, ...] = ()
-    recompute: bool = True
     is_iterated: bool = False
     measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
 

@@ -81,6 +81,37 @@ def test_what_takes_no_more_room_than_it_saves_is_kept_instead(precision, is_kep
     assert ("float32[4,8]" in kept(jls.autocast(loss, policy=policy), W, X)) == is_kept
 
 
+@pytest.mark.parametrize(("number", "is_kept"), [(7, True), (8, False)])
+def test_what_is_kept_instead_takes_less_room(number, is_kept):
+    """Two bytes for each of the 64 numbers of a product, or four for each of these."""
+
+    def loss(w, x):
+        part = jnp.sin(x @ w)[:, :number] * 2
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w[:, :number]) @ w[:number, :number]) * part)
+
+    assert (f"float32[4,{number}]" in kept(jls.autocast(loss), W, X)) == is_kept
+
+
+def turned(y):
+    return y.T[::-1]
+
+
+def joined(y):
+    return jnp.concatenate([y, jnp.sin(y)])
+
+
+@pytest.mark.parametrize(("move", "dtype"), [(turned, "float16[16,4]"), (joined, "float32[8,16]")])
+def test_what_is_moved_and_needed_later_is_kept_narrow_if_all_of_it_was(move, dtype):
+    def loss(w, x):
+        y = x @ w
+        moved = move(y)
+        first = jnp.sum(jnp.sin(moved) * moved) + jnp.sum(jnp.cos(y))
+        return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ w)) * moved)
+
+    found = kept(jls.autocast(loss), W, X)
+    assert [name for name in found if name.endswith(dtype[7:])] == [dtype]
+
+
 MOVED = {
     "of a product, into arithmetic": (lambda w, x: jnp.sin((x @ w).T), "float16"),
     "of arithmetic, into a product": (lambda w, x: jnp.sin(x).T @ x, "float16"),

@@ -58,6 +58,8 @@ def with_a_rule(w, x):
 with_a_rule.defjvp(
     lambda primals, tangents: (with_a_rule(*primals), tangents[1] @ primals[0] + primals[1] @ tangents[0])
 )
+MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+sharded = functools.partial(jax.shard_map, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P("data"))
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 # What goes from one product into another, through what JAX puts around operations: (function, primitive, which, dtype).
 BETWEEN_PRODUCTS = {
@@ -82,6 +84,7 @@ BETWEEN_PRODUCTS = {
         lambda w, x: jax.jit(jnp.matmul, out_shardings=HERE)(x, w) @ w,
         ("jit", "outvars", "float32"),
     ),
+    "the result of shard_map": (lambda w, x: sharded(jnp.matmul)(x, w) @ w, ("shard_map", "outvars", "float16")),
     "the argument of a function with a rule": (
         lambda w, x: with_a_rule(w, x @ w),
         ("custom_jvp_call", "invars", "float16"),

@@ -115,6 +115,11 @@ def test_update_passes_by_float0_keys_and_what_is_no_array():
     assert (bool(should_apply), float(loss_scale())) == (True, 8)
 
 
+def test_a_traced_update_leaves_no_trace_of_a_call():
+    program = jax.make_jaxpr(lambda grads: jls.DynamicLossScale().update(grads))({"kernel": jnp.ones(3)})
+    assert not [eqn for eqn in program.eqns if "update" in str(eqn.params.get("name"))]
+
+
 def test_no_op_is_free():
     loss_scale, tree = jls.NoOpLossScale(), {"kernel": jnp.ones(3, jnp.float16), "step": 3}
 
@@ -123,6 +128,7 @@ def test_no_op_is_free():
         return loss_scale.unscale(loss_scale.scale(grads)), new_loss_scale, should_apply
 
     assert jax.tree.leaves(loss_scale) == []
+    assert (loss_scale.lower_bound, loss_scale.upper_bound) == (1, 1)
     assert loss_scale.scale(tree) is tree
     assert loss_scale.unscale(tree) is tree
     assert loss_scale.adjust(False) is loss_scale
