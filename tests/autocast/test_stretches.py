@@ -127,6 +127,40 @@ def test_what_only_moves_numbers_follows(function, dtype):
     assert moved == {dtype}
 
 
+IN_BOTH = {
+    "one of two parts goes into a product": lambda w, y: (lambda a, b: (a @ w, b))(*jax.lax.split(y, (8, 8))),
+    "a move goes into a product, and into arithmetic": lambda w, y: (lambda moved: (moved @ w, moved))(y.T),
+}
+
+
+@pytest.mark.parametrize("split", IN_BOTH.values(), ids=IN_BOTH)
+def test_what_goes_into_arithmetic_is_not_rounded_for_a_product(split):
+    def function(w, x):
+        product, rest = split(w, jnp.sin(w + 0.1))
+        return jnp.exp(rest), product
+
+    assert (jls.autocast(function)(W, X)[0] == function(W, X)[0]).all()
+
+
+ADDED_UP = {
+    "of two uses": lambda y: (jnp.sin(y), jnp.cos(y)),
+    "of two moves": lambda y: (jnp.sin(y.T), jnp.cos(y[::-1])),
+}
+
+
+@pytest.mark.parametrize("uses", ADDED_UP.values(), ids=ADDED_UP)
+def test_cotangents_are_added_up_in_float32(uses):
+    def loss(w, x):
+        return sum(map(jnp.sum, uses(x @ w)))
+
+    sums = [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+        if eqn.primitive.name == "add_any"
+    ]
+    assert sums == ["float32"]
+
+
 def test_what_is_moved_into_two_products_is_cast_once():
     def function(w, x):
         y = jnp.sin(w)
@@ -210,11 +244,12 @@ def test_effects_keep_their_order(capfd):
         y = x @ w @ w
         jax.debug.print("second", ordered=True)
         jax.debug.print("third {}", jnp.sum(y), ordered=True)
+        jax.debug.print("fourth", ordered=True)
         return jnp.sum(x @ w)
 
     jax.block_until_ready(loss(W, X))
     jax.effects_barrier()
-    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["first", "second", "third"]
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["first", "second", "third", "fourth"]
 
 
 def test_a_program_in_the_order_of_its_stretches_is_the_program():
