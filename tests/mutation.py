@@ -99,7 +99,10 @@ TESTS = {  # the quickest to notice first
     "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
     "_autocast/uses.py": [AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_acceptance.py")],
     "_autocast/transform.py": [AUTOCAST + "test_arguments_and_transformations.py", AUTOCAST + "test_policy.py"],
-    "_gradients/accumulation.py": [GRADIENTS + "test_accumulation.py", HARD + "test_bad_input.py", SIGNATURES],
+    "_gradients/accumulation.py": [
+        *(GRADIENTS + name for name in ("test_accumulation.py", "test_gradients.py")),
+        *(HARD + "test_bad_input.py", SIGNATURES),
+    ],
     "_gradients/cotangent.py": [
         GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")
     ],
