@@ -544,6 +544,7 @@ def test_made_before_the_loop_it_is_warned_of_once():
     def step(params, state):
         return gradient(params), state
 
+    gradient(3.0)  # which is no program
     with pytest.warns(UserWarning, match="stays as it is now") as caught:
         [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice
     assert len([warning for warning in caught if "stays as it is now" in str(warning.message)]) == 1
