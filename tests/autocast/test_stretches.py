@@ -61,6 +61,33 @@ def test_what_is_computed_again_in_a_loop_needs_no_barrier():
     assert (found, inside) == ({True}, {False})
 
 
+@pytest.mark.parametrize(("recompute", "number"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda step: lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 0, step, x),
+        lambda step: lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=2)[0],
+    ],
+    ids=["while", "scan"],
+)
+def test_what_a_policy_or_a_loop_does_not_have_computed_again_is_not(around, recompute, number):
+    def function(w, x):
+        return around(lambda x: jnp.tanh(x @ w) @ w)(x)
+
+    policy = jls.PrecisionPolicy(recompute=recompute)
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jls.autocast(function, policy=policy))(W, X))]
+    found = sum(name in ("remat2", "checkpoint") for name in names)
+    assert found == (number if "scan" in names else 0)  # a while loop has no backward pass
+
+
+def test_what_is_computed_again_as_a_whole_is_not_so_in_parts():
+    def function(w, x):
+        return jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x)
+
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))]
+    assert sum(name in ("remat2", "checkpoint") for name in names) == 1
+
+
 def test_a_rule_for_a_product_keeps_no_more():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
@@ -125,6 +152,17 @@ def test_what_only_moves_numbers_follows(function, dtype):
     jaxpr = jax.make_jaxpr(jls.autocast(function))(W, X)
     moved = {eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"}
     assert moved == {dtype}
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 1, 16), "float16"), ((4, 3, 16), "float32")])
+def test_a_broadcast_is_narrow_if_it_repeats_nothing(shape, dtype):
+    """Else the cotangents of what is repeated are added up."""
+
+    def function(w, x):
+        return jnp.sin(jax.lax.broadcast_in_dim(x @ w, shape, (0, 2)))
+
+    eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+    assert [eqn.invars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"] == [dtype]
 
 
 IN_BOTH = {
