@@ -126,6 +126,7 @@ TESTS = {  # the quickest to notice first
     ],
     "_optax/step.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_derivatives.py")),
+        WRAPPER + "test_eager.py",
     ],
     "_optax/transform.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_as_value.py")),
