@@ -138,7 +138,7 @@ TESTS = {  # the quickest to notice first
         HARD + "test_bad_input.py",
         HARD + "test_any_tree.py",
     ],
-    "_optax/unagreed.py": [WRAPPER + "test_unagreed.py"],
+    "_optax/unagreed.py": [WRAPPER + "test_unagreed.py", WRAPPER + "test_transform.py"],
     "_optax/verdict.py": [
         *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_measuring.py")),
         HARD + "test_properties.py",
