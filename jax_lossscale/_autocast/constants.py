@@ -35,7 +35,7 @@ class Constants:
         return _constant(atom.val) if isinstance(atom, Literal) else self._constants.get(atom)
 
     def add(self, step: Step) -> None:
-        """Note what a step makes, if it is made of constants alone."""
+        """Note what a step makes of constants alone, unless it holds a program of its own, as loops do."""
         operands = [operand for operand in map(self.of, step.inputs) if operand is not None]
         is_a_call = any(map(jaxprs_of, step.eqn.params.values()))
         if len(operands) < len(step.inputs) or step.eqn.effects or is_a_call:

@@ -32,11 +32,12 @@ def autocast(
     These products stay float32: those marked by the author or by JAX (``precision="highest"``, unless
     `jax.default_matmul_precision` marks them all, or an algorithm); those of whose result a factorization is made, such
     as the Gram matrix of a Cholesky factor; those with an operand that ``dtype`` cannot hold, if it is a constant or
-    made of constants alone; those in `keep_float32`, or that a rule of ``policy`` speaks of. A product that sums
-    nothing up, such as an outer product, is arithmetic. Carries of loops are float32, and so are sums of gradients over
-    the iterations of a loop, of what is gathered or broadcast, of an argument that is used several times, and of all
-    that one stretch of arithmetic makes of a product's result. Where a narrow value goes into several products or
-    stretches, its cotangents are added in ``dtype``, as they are in code that casts by hand.
+    made of constants alone by plain operations (no product, loop, solver, ``.at[...].add``, or function with a rule of
+    its own); those in `keep_float32`, or that a rule of ``policy`` speaks of. A product that sums nothing up, such as
+    an outer product, is arithmetic. Carries of loops are float32, and so are sums of gradients over the iterations of a
+    loop, of what is gathered or broadcast, of an argument that is used several times, and of all that one stretch of
+    arithmetic makes of a product's result. Where a narrow value goes into several products or stretches, its cotangents
+    are added in ``dtype``, as they are in code that casts by hand.
 
     Only float32 is touched: integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
