@@ -140,6 +140,11 @@ def count(value: Any, name: str) -> int:
     return result
 
 
+def count_or_minus_one(value: Any, name: str) -> int:
+    """Likewise, but -1 is allowed too, where a rule gives it a meaning."""
+    return -1 if _integer(value, name) == -1 else count(value, name)
+
+
 def is_number(value: Any) -> bool:
     """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
     if isinstance(value, (bool, np.bool_)):

@@ -9,7 +9,14 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._check import count, finite_number, is_array_or_scalar, is_real, positive_normal_number
+from jax_lossscale._check import (
+    count,
+    count_or_minus_one,
+    finite_number,
+    is_array_or_scalar,
+    is_real,
+    positive_normal_number,
+)
 
 
 def bounded_scale(initial: Any, floor: Any, ceiling: Any, kind: str) -> dict[str, Any]:
@@ -42,7 +49,7 @@ def leaf(value: Any, name: str, checked: Callable[[Any, str], float]) -> ArrayLi
     What is concrete is ``checked``, each member of a batch by itself. NumPy where that is possible: constructing a loss
     scale starts no backend, and makes no tracer.
     """
-    dtype: type[np.float32] | type[np.int32] = np.int32 if checked is count else np.float32
+    dtype: type[np.float32] | type[np.int32] = np.int32 if checked in (count, count_or_minus_one) else np.float32
     if not (is_array_or_scalar(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):
         return dtype(checked(value, name))
     if not is_real(value):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import field
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +20,40 @@ from jax_lossscale._loss_scale.base import LossScale, config_of, register, stati
 # Between the largest number of float16 and the one that rounds to infinity: no rounding of log2 decides which it is.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The rule, in bits: what moves at once, at most; the least margin; what is forgotten in a step; how far above the peak
-# a gradient clears the margin of blame; how high a search goes: at 2**40 all is seen that is above 2**-65.
+# The rule, in bits: what moves at once, at most, and what overflows now and then may teach; the least margin; what is
+# forgotten in a step, and what while little is known; how far above the peak a gradient shows that the peak was wrong;
+# where a search ends (at 2**40 all is seen that is above 2**-65), and how far an overflow throws it back (what does not
+# fit at a scale is seen at 2**-24 of it). `benchmarks/policies/constants.py` has for each the trace that needs it.
 _LOG2_MOVE = 8
 _LOG2_LEAST_MARGIN = 1
 _LOG2_FORGOTTEN = 1 / 64
+_LOG2_HARDLY_FORGOTTEN = 1 / 1024
 _LOG2_JUMP = 4
 _LOG2_SEARCH_TOP = 40
+_LOG2_SEARCH_FALL = 24
 
-# In finite steps since an overflow: for so long a second one is too soon; after so many the margin is tried lower.
+# In finite steps since an overflow: the climb back, in which another one comes at once; for how long another one comes
+# soon; after how many the margin is tried lower; and what is held where all gradients were zero since.
+_CLIMB = _LOG2_MOVE + 1
 _SOON = 512
 _PATIENCE = 2048
+_ONLY_ZEROS = -1
 
-# The peak before there is one, and the largest exponent of a scale: of normal float32 numbers and their reciprocals.
+# The peak before there is one, the margin that then ends the search, and the largest exponent of a scale: of normal
+# float32 numbers and their reciprocals.
 _LOG2_NOTHING = -127
+_LOG2_SEARCH_MARGIN = math.floor(_LOG2_LIMIT) - _LOG2_NOTHING - _LOG2_SEARCH_TOP
 _LARGEST_EXPONENT = 126
 
-_State = dict[str, jax.Array]
+
+class _State(NamedTuple):
+    """What a step moves."""
+
+    current_loss_scale: jax.Array
+    log2_peak: jax.Array
+    log2_margin: jax.Array
+    log2_allowance: jax.Array
+    num_finite_steps: jax.Array
 
 
 @register
@@ -43,24 +61,36 @@ _State = dict[str, jax.Array]
 class AutoLossScale(LossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
-    The largest gradient seen lately is kept just below float16's limit, and "lately" forgets one bit in 64 steps. With
-    ``s = log2(scale)``, ``x = log2(largest)``, and ``n`` finite steps since the last overflow::
+    The largest gradient seen lately is kept just below float16's limit. With ``s = log2(scale)``, ``x = log2(largest)``
+    and ``n`` finite steps since the last overflow::
 
-        finite:      n'      = n + 1
-                     peak'   = max(peak - 1/64, x)       where  n' >= 512;   before that  max(peak, x)
-                     margin' = max(margin - 1/64, 1)     where  n' >= 2048;  1  where  x > peak + 4
-                     target  = floor(log2(65512) - peak' - margin' - log2_headroom)
-                     s'      = min(target, max(s + 1, target - 8))
-        all zero:    likewise, but  s' = min(target, s + 8),  which does not go above 40
-        not finite:  s'      = s - 8,  n' = 0,  and the step is skipped
-                     margin' = what makes the target s - 1    where  0 < n < 512,  or  n >= 2048, margin > 1
+        finite:      n'         = max(n, 0) + 1, at least 9 where s = target;  -1 where n = 0, if all are zero
+                     peak'      = max(peak - f, x);  f = 1/64 where n' >= 512, else 1/1024, and if all are zero
+                     allowance' = max(allowance - 1/64, 0) where n' >= 2048;       0 where x > peak + 4
+                     margin'    = max(margin - 1/64, 1) where allowance = 0, too;  1 where x > peak + 4
+                     target     = floor(log2(65512) - peak' - margin' - allowance' - log2_headroom)
+                     s'         = min(target, max(s + 1, target - 8));  min(target, s + 8) where there is no peak
+        not finite:  s'         = s - 8,  n' = 0,  and the step is skipped; at the floor, all that was learned is lost
+          0 < n < 9:     margin'    = what makes the target s - 1, at most 8 more
+          9 <= n < 512:  allowance' = likewise, at most 8 in all;  margin' = 1 where it is 8 already
+          n >= 2048:     likewise, where margin > 1 or allowance > 0
+          n = -1:        likewise, but  margin' = margin + 1  where the allowance is 8 already
+          no peak:       s'         = s - 24;  margin' = what makes the target s - 24, where n is not 0
 
-    The margin is for what gradients of parameters do not show: inside the backward pass numbers can be far larger, and
-    only overflows tell by how much. The margin is to blame for one that comes soon after another, or after the margin
-    was lowered; then it rises, by at most 8 bits. A lone overflow, as from a spike in the data, is made up for in 8
-    steps. A gradient that is more than 4 bits above the peak shows that the peak was to blame, and not the margin.
+    Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
+    how much. But an overflow is no proof: a NaN may come from the data. One that comes again at once, while the scale
+    climbs back, proves a limit, and the margin is moved to it. Those that come now and then are believed up to 8 bits,
+    which is the allowance; if they still come, they are not the scale's, and what the margin has learned is given back.
+    A lone overflow, as from a spike in the data, is made up for in 8 steps. A gradient that is more than 4 bits above
+    the peak shows that the peak was to blame.
 
-    At first, and after an overflow at the floor, there is no peak, and the first gradient that is seen becomes it.
+    Gradients that are all zero say nothing of their size: allowance and margin stay, and ``n = -1`` says that nothing
+    else came since the last overflow. Before there is a peak, the scale searches, up to ``2**40``, and stays below what
+    overflowed, by a bit less every 64 steps. The first gradient that is seen becomes the peak: margin 1, ``n`` 2048.
+
+    The margin is not tried below 1. Weights that the iterations of a scan share have gradients that are summed in
+    float32, and may exceed what any cotangent reaches; five bits are unused there. To look for them would cost every
+    other run an overflow in 2,100 steps.
 
     Args:
       initial_loss_scale: where to start. It need not be a power of two; every later scale is one, unless it is at the
@@ -71,13 +101,17 @@ class AutoLossScale(LossScale):
       current_loss_scale: the state to start with. Not configuration: for `dataclasses.replace`, to set it by hand.
       log2_peak: likewise.
       log2_margin: likewise.
+      log2_allowance: likewise.
       num_finite_steps: likewise.
 
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
       log2_peak: ``float32[]``, a leaf: log2 of the largest gradient seen lately; -127 before there is one.
-      log2_margin: ``float32[]``, a leaf: how many bits are kept free above the peak.
-      num_finite_steps: ``int32[]``, a leaf: finite steps since the last overflow, counted up to 2,048.
+      log2_margin: ``float32[]``, a leaf: how many bits above the peak are known to be needed. Before there is a peak,
+        it ends the search: 102 for ``2**40``, and a bit more for every bit below.
+      log2_allowance: ``float32[]``, a leaf: how many more are kept free for overflows that come now and then, 0 to 8.
+      num_finite_steps: ``int32[]``, a leaf: finite steps since the last overflow, counted up to 2,048; -1 if all
+        gradients were zero since.
 
     Raises:
       ValueError: if an argument is not a finite number or out of its range, or if the initial scale is not between
@@ -115,6 +149,7 @@ class AutoLossScale(LossScale):
     current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_peak: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_margin: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    log2_allowance: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     num_finite_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
 
     def __post_init__(self) -> None:
@@ -127,8 +162,9 @@ class AutoLossScale(LossScale):
             self,
             current_loss_scale=(self.initial_loss_scale, _check.positive_normal_number),
             log2_peak=(_LOG2_NOTHING, _check.finite_number),
-            log2_margin=(_LOG2_LEAST_MARGIN, _check.nonnegative_number),
-            num_finite_steps=(_PATIENCE, _check.count),  # no overflow for long
+            log2_margin=(_LOG2_SEARCH_MARGIN, _check.nonnegative_number),
+            log2_allowance=(0, _check.nonnegative_number),
+            num_finite_steps=(0, _check.count_or_minus_one),
         )
 
     @property
@@ -161,55 +197,101 @@ class AutoLossScale(LossScale):
         largest = -1.0 if largest is None else largest  # a negative one was not measured
         if not _check.is_number(largest):
             raise ValueError(f"`AutoLossScale.adjust(largest=...)` must be a real scalar, got {largest!r}.")
-        after_finite = self._after_finite(jnp.asarray(largest, jnp.float32))
-        after_overflow = self._after_overflow()
-        leaves = {name: jnp.where(grads_finite, leaf, after_overflow[name]) for name, leaf in after_finite.items()}
-        return with_state(self, **leaves)
+        largest = jnp.asarray(largest, jnp.float32)
+        smallest = jnp.finfo(jnp.float32).tiny  # XLA takes what is below it for zero, or not
+        is_seen = (largest >= smallest) & jnp.isfinite(largest)
+        all_zero = (largest >= 0) & (largest < smallest)
+        now = _State(*(jnp.asarray(getattr(self, name)) for name in _State._fields))
+        seen = self._after_seen(now, jnp.log2(jnp.where(is_seen, largest, 1)))
+        finite = _where(is_seen, seen, _where(all_zero, self._after_zero(now), now))
+        return with_state(self, **_where(grads_finite, finite, self._after_overflow(now))._asdict())
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, without the state."""
         return config_of(self)
 
-    def _after_finite(self, largest: jax.Array) -> _State:
-        smallest = jnp.finfo(jnp.float32).tiny  # XLA takes what is below it for zero, or not
-        is_seen = (largest >= smallest) & jnp.isfinite(largest)
-        all_zero = (largest >= 0) & (largest < smallest)
-        num_steps = jnp.minimum(self.num_finite_steps, _PATIENCE - 1) + 1
-        log2_largest = jnp.where(is_seen, jnp.log2(jnp.where(is_seen, largest, 1)), _LOG2_NOTHING)
-        peak = jnp.maximum(self.log2_peak - jnp.where(num_steps >= _SOON, _LOG2_FORGOTTEN, 0), log2_largest)
-        margin = self.log2_margin - jnp.where(num_steps >= _PATIENCE, _LOG2_FORGOTTEN, 0)
-        is_cleared = (self.log2_peak > _LOG2_NOTHING) & (log2_largest > self.log2_peak + _LOG2_JUMP)
-        margin = jnp.where(is_cleared, _LOG2_LEAST_MARGIN, jnp.maximum(margin, _LOG2_LEAST_MARGIN))
+    def _after_seen(self, now: _State, log2_largest: jax.Array) -> _State:
+        no_peak = now.log2_peak <= _LOG2_NOTHING
+        log2_scale = _floor_log2(now.current_loss_scale)
+        has_arrived = log2_scale >= self._target(now.log2_peak, now.log2_margin, now.log2_allowance)
+        num_steps = jnp.minimum(jnp.maximum(now.num_finite_steps, 0), _PATIENCE - 1) + 1
+        num_steps = jnp.where(has_arrived, jnp.maximum(num_steps, _CLIMB), num_steps)
+        num_steps = jnp.where(no_peak, _PATIENCE, num_steps)
 
-        target = jnp.floor(_LOG2_LIMIT - self.log2_headroom - peak - margin)
-        log2_scale = _floor_log2(self.current_loss_scale)
-        searching = jnp.maximum(log2_scale, jnp.minimum(log2_scale + _LOG2_MOVE, _LOG2_SEARCH_TOP))
-        approaching = jnp.maximum(log2_scale + 1, target - _LOG2_MOVE)
-        scale = self._clipped(jnp.minimum(target, jnp.where(all_zero, searching, approaching)))
+        # Peak.
+        forgotten = jnp.where(num_steps >= _SOON, _LOG2_FORGOTTEN, _LOG2_HARDLY_FORGOTTEN)
+        peak = jnp.maximum(now.log2_peak - forgotten, log2_largest)
 
-        moved = {"current_loss_scale": scale, "log2_peak": peak, "log2_margin": margin}
-        known = {name: jnp.where(is_seen | all_zero, leaf, getattr(self, name)) for name, leaf in moved.items()}
-        return {**known, "num_finite_steps": num_steps}
+        # Margin.
+        tried = jnp.where(num_steps >= _PATIENCE, _LOG2_FORGOTTEN, 0)
+        allowance = jnp.maximum(now.log2_allowance - tried, 0)
+        margin = jnp.maximum(now.log2_margin - jnp.where(now.log2_allowance > 0, 0, tried), _LOG2_LEAST_MARGIN)
+        peak_was_wrong = no_peak | (log2_largest > now.log2_peak + _LOG2_JUMP)
+        allowance, margin = (
+            jnp.where(peak_was_wrong, 0, allowance),
+            jnp.where(peak_was_wrong, _LOG2_LEAST_MARGIN, margin),
+        )
 
-    def _after_overflow(self) -> _State:
-        num_steps, margin = jnp.asarray(self.num_finite_steps), self.log2_margin
-        log2_scale = _floor_log2(self.current_loss_scale)
-        was_lowered = (num_steps >= _PATIENCE) & (margin > _LOG2_LEAST_MARGIN)
-        is_to_blame = (self.log2_peak > _LOG2_NOTHING) & (was_lowered | ((num_steps > 0) & (num_steps < _SOON)))
-        # A little less, so that no rounding takes another bit from the target.
-        needed = _LOG2_LIMIT - self.log2_headroom - self.log2_peak - (log2_scale - 1) - _LOG2_FORGOTTEN
-        return {
-            # A scale that was set below the floor by hand does not rise on an overflow.
-            "current_loss_scale": jnp.minimum(self._clipped(log2_scale - _LOG2_MOVE), self.current_loss_scale),
-            "log2_peak": jnp.where(self.current_loss_scale <= self.min_loss_scale, _LOG2_NOTHING, self.log2_peak),
-            "log2_margin": jnp.where(is_to_blame, jnp.clip(needed, margin, margin + _LOG2_MOVE), margin),
-            "num_finite_steps": jnp.zeros_like(num_steps),
-        }
+        # Scale.
+        target = self._target(peak, margin, allowance)
+        log2_scale = jnp.minimum(target, jnp.maximum(log2_scale + 1, target - _LOG2_MOVE))
+        return _State(self._clipped(log2_scale), peak, margin, allowance, num_steps)
+
+    def _after_zero(self, now: _State) -> _State:
+        no_peak = now.log2_peak <= _LOG2_NOTHING
+        num_steps = jnp.where(now.num_finite_steps == 0, _ONLY_ZEROS, now.num_finite_steps)
+        peak = jnp.maximum(now.log2_peak - _LOG2_HARDLY_FORGOTTEN, _LOG2_NOTHING)
+        searching = jnp.maximum(now.log2_margin - _LOG2_FORGOTTEN, _LOG2_SEARCH_MARGIN)
+        margin = jnp.where(no_peak, searching, now.log2_margin)
+
+        target = self._target(peak, margin, now.log2_allowance)
+        log2_scale = _floor_log2(now.current_loss_scale)
+        climbed = jnp.maximum(log2_scale + 1, target - _LOG2_MOVE)
+        log2_scale = jnp.minimum(target, jnp.where(no_peak, log2_scale + _LOG2_MOVE, climbed))
+        return _State(self._clipped(log2_scale), peak, margin, now.log2_allowance, num_steps)
+
+    def _after_overflow(self, now: _State) -> _State:
+        no_peak = now.log2_peak <= _LOG2_NOTHING
+        num_steps = now.num_finite_steps
+        only_zeros = num_steps == _ONLY_ZEROS
+        at_once = jnp.where(no_peak, num_steps != 0, (num_steps > 0) & (num_steps < _CLIMB))
+        was_lowered = (now.log2_margin > _LOG2_LEAST_MARGIN) | (now.log2_allowance > 0)
+        is_soon = (num_steps >= _CLIMB) & (num_steps < _SOON)
+        now_and_then = ~no_peak & (only_zeros | is_soon | ((num_steps >= _PATIENCE) & was_lowered))
+
+        # Margin: so many bits more put the target there; a little less, so that no rounding takes another bit from it.
+        log2_scale = _floor_log2(now.current_loss_scale)
+        there = log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, 1)
+        bits_free = _LOG2_LIMIT - self.log2_headroom - now.log2_peak - there - _LOG2_FORGOTTEN
+        more = jnp.maximum(bits_free - now.log2_margin - now.log2_allowance, 0)
+        at_most = jnp.where(no_peak, more, _LOG2_MOVE)
+        margin = now.log2_margin + jnp.where(at_once, jnp.minimum(more, at_most), 0)
+        is_used_up = now.log2_allowance >= _LOG2_MOVE
+        given_back = jnp.where(only_zeros, margin + jnp.minimum(more, 1), _LOG2_LEAST_MARGIN)
+        margin = jnp.where(now_and_then & is_used_up, given_back, margin)
+        allowed = jnp.minimum(now.log2_allowance + more, _LOG2_MOVE)
+        allowance = jnp.where(now_and_then & ~is_used_up, allowed, now.log2_allowance)
+
+        # Scale. One that was set below the floor by hand does not rise.
+        fallen = self._clipped(log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, _LOG2_MOVE))
+        scale = jnp.minimum(fallen, now.current_loss_scale)
+        nothing = jnp.zeros_like(num_steps)
+        learned = _State(scale, now.log2_peak, margin, allowance, nothing)
+        no_peak_yet, whole_search, no_allowance = map(jnp.float32, (_LOG2_NOTHING, _LOG2_SEARCH_MARGIN, 0))
+        lost = _State(scale, no_peak_yet, whole_search, no_allowance, nothing)
+        return _where(now.current_loss_scale <= self.min_loss_scale, lost, learned)
+
+    def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
+        return jnp.floor(_LOG2_LIMIT - self.log2_headroom - peak - margin - allowance)
 
     def _clipped(self, log2_scale: jax.Array) -> jax.Array:
         """The scale, between floor and ceiling."""
         exponent = jnp.clip(log2_scale, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
         return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, self.max_loss_scale)
+
+
+def _where(condition: ArrayLike, moved: _State, otherwise: _State) -> _State:
+    return jax.tree.map(partial(jnp.where, condition), moved, otherwise)
 
 
 def _floor_log2(scale: jax.Array) -> jax.Array:

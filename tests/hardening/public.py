@@ -79,7 +79,8 @@ ROWS = {
                 "current_loss_scale": (*STATE_NUMBER, 0, -1, 1e-39),
                 "log2_peak": STATE_NUMBER,
                 "log2_margin": (*STATE_NUMBER, -1, np.array([-1.0])),
-                "num_finite_steps": STATE_COUNT,
+                "log2_allowance": (*STATE_NUMBER, -1, np.array([-1.0])),
+                "num_finite_steps": ("3", 2.5, -2, 2**31, True, NAN, [3], np.array([1, -2]), np.array([1.0, 2.5])),
             },
         ),
         "DynamicLossScale": (
