@@ -34,10 +34,15 @@ ONLY_IN_CI = (
         "diagnostics/test_compare_gradients.py",
         "diagnostics/test_cost.py",
     ),
-    *("diagnostics/test_explain.py", "diagnostics/test_facts.py", "diagnostics/test_find_precision.py"),
+    *(
+        "diagnostics/test_explain.py",
+        "diagnostics/test_faults_found.py",
+        "diagnostics/test_facts.py",
+        "diagnostics/test_find_precision.py",
+    ),
     *("diagnostics/test_in_precision.py", "diagnostics/test_layers.py", "diagnostics/test_models.py"),
     *("diagnostics/test_names_and_truth.py", "diagnostics/test_range.py", "diagnostics/test_range_report.py"),
-    *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py"),
+    *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
     *("gradients/test_flax_facts.py", "loss_scales/test_jmp_facts.py", "wrapper/test_torch_facts.py"),
 )
 

@@ -16,6 +16,10 @@ from jax_lossscale.diagnostics.programs._operation_range import ACCUMULATED, MAN
 # Of one leaf, an error above this is told even if its network trains.
 _WORTH_SAYING = 0.05
 _TOO_SMALL = "The loss is {:.2g}, too small for {}."
+_NO_OPERATION_MAKES_IT = (
+    "No arithmetic makes it: look for an index that is out of range, for which `jnp.take` and its like give "
+    "NaN, and for a constant that is none."
+)
 _NO_GRADIENTS = (
     "All gradients are zero in float32, too, so there is nothing that float16 could lose. Look for a "
     "`jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the loss does not use."
@@ -54,7 +58,7 @@ def reference_not_finite(evidence: Evidence) -> Finding:
     if lost:
         return Finding("reference not finite", f"{lost} {what} not finite in float32 either.", suffering=tuple(bad))
     made = [operation for operation in evidence.ranges(evidence.scales[0]).bad if math.isnan(operation.largest)]
-    where = f": {_described(made[0])} is not a number. {made[0].cure}" if made else "."
+    where = f": {_described(made[0])} is not a number. {made[0].cure}" if made else f". {_NO_OPERATION_MAKES_IT}"
     where = f"{where} {' '.join(evidence.arguments.nonfinite)}".rstrip()
     return Finding(
         "reference not finite",
@@ -96,7 +100,7 @@ def _diverges(evidence: Evidence) -> str:
         return ""
     return (
         f" But the loss is {evidence.reference_value:.2g} in float32, too. If training made it so large, it diverges "
-        f"in float32 as well: the learning rate is to blame, not {evidence.dtype.name}."
+        f"in float32 as well: look at the learning rate and at the sign of the loss, not at {evidence.dtype.name}."
     )
 
 

@@ -47,6 +47,7 @@ _HAS_BEEN_LOWER = "The scale has been lower since, and no step was bad, as after
 _IS_BACK = (
     "The scale is as high again, {} now and {} then, and steps are finite: so it was that batch, and not the scale."
 )
+_ONE_LOSS = "Losses have been finite since, and no loss scale touches them: so it was that batch, and not the scale."
 _LOOK_INTO_IT = (
     "If it comes again, look in that batch for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
     "`nonfinite_report(batch)`, and `range_report(loss_fn, params, batch)` names the line."
@@ -219,7 +220,9 @@ def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> l
         cause = recorded_cause(record)
         ago = _steps(steps - 1 - int(record.step))
         lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, names)}.")
-        if cause.grads and _moves(state.loss_scale) and not cause.loss:
+        if cause.loss:
+            lines += [_ONE_LOSS, _LOOK_INTO_IT]
+        elif cause.grads and _moves(state.loss_scale):
             lines += _since(record, state)
     if _moves(state.loss_scale) and is_at_its_floor(state.loss_scale) and skipped:
         lines.append(_AT_THE_FLOOR.format(limits_of(jnp.float16).zero / float(state.loss_scale())))
