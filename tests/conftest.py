@@ -28,11 +28,21 @@ ONLY_IN_CI = (
     *("wrapper/test_programs.py", "wrapper/test_resume.py", "wrapper/test_sharded_programs.py"),
     *("autocast/test_acceptance.py", "autocast/test_any_program.py", "autocast/test_mesh.py"),
     *("autocast/test_arguments_and_transformations.py", "autocast/test_wide_product.py"),
-    *("diagnostics/test_autocast_report.py", "diagnostics/test_compare_gradients.py", "diagnostics/test_cost.py"),
-    *("diagnostics/test_explain.py", "diagnostics/test_facts.py", "diagnostics/test_find_precision.py"),
+    *(
+        "diagnostics/test_arguments.py",
+        "diagnostics/test_autocast_report.py",
+        "diagnostics/test_compare_gradients.py",
+        "diagnostics/test_cost.py",
+    ),
+    *(
+        "diagnostics/test_explain.py",
+        "diagnostics/test_faults_found.py",
+        "diagnostics/test_facts.py",
+        "diagnostics/test_find_precision.py",
+    ),
     *("diagnostics/test_in_precision.py", "diagnostics/test_layers.py", "diagnostics/test_models.py"),
     *("diagnostics/test_names_and_truth.py", "diagnostics/test_range.py", "diagnostics/test_range_report.py"),
-    *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py"),
+    *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
     *("gradients/test_flax_facts.py", "loss_scales/test_jmp_facts.py", "wrapper/test_torch_facts.py"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._check import positive_integer
@@ -25,7 +26,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
       ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); also of ``last_bad_leaf`` (``int32[]``), if bad steps
       are recorded, and of ``largest`` (``float32[]``), if the loss scale measures it: the largest magnitude among the
-      unscaled gradients of the last step. A log of it is a trace for `jls.diagnostics.simulate`.
+      unscaled gradients of the last step, and NaN if they were not finite. A log of it is a trace for
+      `jls.diagnostics.simulate`.
 
     Raises:
       ValueError: if there is no such state, or more than one.
@@ -39,7 +41,11 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """
     state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
-    measured = {} if state.largest is None else {"largest": state.largest}
+    # In a log, zeros of steps that overflowed would look like gradients that have vanished.
+    measured = {}
+    if state.largest is not None:
+        is_known = state.grads_finite | (state.largest > 0)
+        measured = {"largest": jnp.where(is_known, state.largest, jnp.nan)}
     return {
         "loss_scale": state.loss_scale(),
         "grads_finite": state.grads_finite,

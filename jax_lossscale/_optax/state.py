@@ -30,6 +30,8 @@ class BadStep(NamedTuple):
       parts_finite: whether all parts of these gradients were finite, if that was given as ``parts_finite``.
       value_finite: whether the loss was finite, if it was given as ``value``.
       skip_if: whether the user's own condition was true, if it was given as ``skip_if``.
+      loss_scale: the scale that the step was made with; 0 before there was one. Where the scale is as high again and
+        steps are finite, that step was not the scale's.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -40,6 +42,7 @@ class BadStep(NamedTuple):
     parts_finite: jax.Array  # shape=(), dtype=jnp.bool_
     value_finite: jax.Array  # shape=(), dtype=jnp.bool_
     skip_if: jax.Array  # shape=(), dtype=jnp.bool_
+    loss_scale: jax.Array  # shape=(), dtype=jnp.float32
 
 
 class LossScaledState(NamedTuple):
@@ -149,6 +152,7 @@ def _last_bad_step(
             parts_finite=_or_true(flags.parts_finite),
             value_finite=_or_true(flags.value_finite),
             skip_if=~_or_true(flags.allowed),
+            loss_scale=jnp.asarray(state.loss_scale(), jnp.float32),
         )
 
     # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
@@ -165,6 +169,7 @@ def _no_bad_step() -> BadStep:
         parts_finite=jnp.array(True),
         value_finite=jnp.array(True),
         skip_if=jnp.array(False),
+        loss_scale=jnp.array(0.0, jnp.float32),
     )
 
 

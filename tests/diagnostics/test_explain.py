@@ -55,17 +55,23 @@ EXPLAINED = {
         "dynamic",
         True,
         [NAN_GRADS, *[GOOD] * 80],
-        ["The last bad step was 80 steps ago", "It went away when the scale fell, as an overflow does"],
-        [],
+        ["The last bad step was 80 steps ago", "The scale has been lower since, and no step was bad"],
+        ["that batch"],
     ),
     "a NaN that no falling scale can have mended": (
         jls.FixedLossScale(8.0, skip_nonfinite=True),
         True,
         [NAN_GRADS, GOOD],
         ["The last bad step was 1 step ago"],
-        ["went away"],
+        ["lower since"],
     ),
-    "an infinity eighty steps ago": ("dynamic", True, [INF_GRADS, *[GOOD] * 80], ["an infinity"], ["went away"]),
+    "an infinity eighty steps ago": (
+        "dynamic",
+        True,
+        [INF_GRADS, *[GOOD] * 80],
+        ["an infinity", "lower since"],
+        ["that batch"],
+    ),
     "a scale that is too low": (
         jls.AutoLossScale(2.0),
         False,
@@ -181,11 +187,17 @@ EXPLAINED = {
         jls.DynamicLossScale(1.0),
         True,
         [NAN_GRADS, *[GOOD] * 4] * 20,
-        ["20% of", "is none"],
-        [],
+        ["20% of", "it was that batch, and not the scale"],
+        ["increment_period"],
     ),
     "often, a loss": ("dynamic", True, [NAN_LOSS, *[GOOD] * 4] * 20, ["20% of", "forward pass"], ["increment_period"]),
-    "often": (jls.DynamicLossScale(2.0**15, 9), True, [INF_GRADS, *[GOOD] * 9] * 10, ["10% of all steps", "often"], []),
+    "often": (
+        jls.DynamicLossScale(2.0**15, 9),
+        True,
+        [INF_GRADS, *[GOOD] * 9] * 10,
+        ["10% of all", "increment_period"],
+        [],
+    ),
 }
 
 
@@ -223,11 +235,14 @@ OF_GRADIENTS = ["nothing to do", "cannot go lower", "overflow goes away", "nonfi
 SENTENCES = {
     # what is said, in this order, and what is not
     "a NaN": (["skipped: there was a NaN in the gradients, first in ['kernel'].", "If that came of an overflow"], []),
-    "a NaN, at the floor": (["first in ['kernel'].", "cannot go lower. An overflow goes away"], ["nothing to do"]),
+    "a NaN, at the floor": (["first in ['kernel'].", "cannot go lower.\nAn overflow goes away"], ["nothing to do"]),
     "an infinity": (["there was an infinity in the gradients, first in ['kernel'].", "how the scale finds"], ["NaN"]),
-    "an infinity, at the floor": (["infinity", "cannot go lower. The gradients overflow"], ["nothing to do", "NaN"]),
-    "an infinity, fixed": (["infinity", "cannot go lower. Take a smaller one"], ["nothing to do"]),
-    "the loss": (["skipped: its loss was not finite.", "That is the forward pass"], ["gradients", *OF_GRADIENTS]),
+    "an infinity, at the floor": (["infinity", "cannot go lower.\nThe gradients overflow"], ["nothing to do", "NaN"]),
+    "an infinity, fixed": (["infinity", "cannot go lower.\nTake a smaller one"], ["nothing to do"]),
+    "the loss": (
+        ["skipped: its loss was not finite.\nNo loss scale", "\nIf it is,", "\nIf it is not"],
+        ["the gradients", *OF_GRADIENTS],
+    ),
     "the condition": (
         ["`skip_if` was true.", "of your own; the scale stays."],
         ["gradients", "loss was", *OF_GRADIENTS],
@@ -238,12 +253,12 @@ SENTENCES = {
     "a part": (["In the last step a micro-batch overflowed, and was left out."], ["gradients", *OF_GRADIENTS]),
     "the condition and a part": (["`skip_if` was true, and a micro-batch", "reacts as to any"], ["scale stays", "NaN"]),
     "perhaps": (
-        ["its gradients; or in a micro-batch", "true or the loss not finite", "If that came of"],
+        ["its gradients.\nOr it was in a micro-batch", "true or the loss not finite", "If that came of"],
         ["['kernel']"],
     ),
     "perhaps, at the floor": (
         [
-            "its gradients; or in a micro-batch",
+            "its gradients.\nOr it was in a micro-batch",
             "true or the loss not finite",
             "cannot go",
             "nonfinite_report",
@@ -252,7 +267,7 @@ SENTENCES = {
         ["nothing to do"],
     ),
     "not the gradients": (
-        ["its loss was not finite, or `skip_if` was true.", "If it was the loss, that"],
+        ["its loss was not finite, or `skip_if` was true.", "If it was the loss: no loss scale"],
         OF_GRADIENTS,
     ),
     "applied": (

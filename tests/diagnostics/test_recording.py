@@ -35,6 +35,7 @@ def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, has_nan,
     assert (record.step, record.leaf, record.has_nan, record.value_finite) == (1, leaf, has_nan, value_finite)
     assert record.skip_if == skip_if
     assert record.parts_finite
+    assert record.loss_scale == jls.get_loss_scale(recorded(tx, PARAMS, [GOOD]))()  # which it was made with
     assert jls.metrics(state)["last_bad_leaf"] == leaf
 
 
@@ -76,6 +77,7 @@ def test_a_fresh_record():
         "parts_finite": True,
         "value_finite": True,
         "skip_if": False,
+        "loss_scale": 0.0,
     }
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -37,6 +38,15 @@ def test_the_largest_gradient_is_finite_also_where_the_caller_was_wrong_that_all
     state = skipping("auto", 1, grads_finite=jnp.array(True))
     assert jls.metrics(state)["largest"] == 0
     assert (state.applied_steps, state.loss_scale()) == (1, 2.0**8)
+
+
+def test_in_a_log_a_step_that_was_not_finite_has_no_largest_gradient():
+    tx = jls.loss_scaled(optax.sgd(0.1), "auto")
+    state = tx.init(PARAMS)
+    assert jls.metrics(state)["largest"] == 0  # before the first step
+    for grads, largest in ((jax.tree.map(jnp.ones_like, PARAMS), 2.0**-8), (BAD_GRADS, np.nan)):
+        _, state = tx.update(grads, state, PARAMS)
+        np.testing.assert_equal(np.asarray(jls.metrics(state)["largest"]), np.float32(largest))
 
 
 STUCK = {

@@ -138,19 +138,24 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
       leaf        dtype     shape  NaN  +inf  -inf   share  largest finite  first at
       ['kernel']  float32  [2, 2]    1     1     1  75.00%               1    [0, 1]
     """
-    with_paths = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(leaf)]
-    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in with_paths):
+    with_paths = jax.tree_util.tree_leaves_with_path(grads)
+    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths if _tree.is_inexact(leaf)]
+    if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
         raise ValueError(
             "`nonfinite_report(grads=...)` got values that are traced, of which nothing is known yet. Return the "
             "gradients from `jax.jit`, or use `first_nonfinite`, or `loss_scaled(..., record_bad_steps=True)`."
         )
-    # Each call is compiled once for all leaves that are alike.
-    statistics = jax.device_get([_statistics(leaf) for _, leaf in with_paths])
-    pairs = zip(with_paths, statistics, strict=True)
-    first = jax.device_get([_first_bad_index(leaf) if any(counts) else None for (_, leaf), (_, *counts) in pairs])
-    leaves = [_report(*of_leaf) for of_leaf in zip(with_paths, statistics, first, strict=True)]
+    leaves = reports_of_named(named)
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
     return NonfiniteReport(tuple(leaves))
+
+
+def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
+    """A report for each leaf, in their order. Each call is compiled once for all leaves that are alike."""
+    statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
+    pairs = zip(named, statistics, strict=True)
+    first = jax.device_get([_first_bad_index(leaf) if any(counts) else None for (_, leaf), (_, *counts) in pairs])
+    return [_report(*of_leaf) for of_leaf in zip(named, statistics, first, strict=True)]
 
 
 def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
@@ -221,11 +226,11 @@ def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
     return index
 
 
-def _report(with_path: tuple[Any, Any], statistics: Sequence[Any], first: Sequence[Any] | None) -> LeafReport:
-    path, leaf = with_path
+def _report(named: tuple[str, Any], statistics: Sequence[Any], first: Sequence[Any] | None) -> LeafReport:
+    path, leaf = named
     largest, nan, posinf, neginf = map(int, statistics)
     return LeafReport(
-        path=jax.tree_util.keystr(path),
+        path=path,
         dtype=str(jnp.result_type(leaf)),
         shape=jnp.shape(leaf),
         nan=nan,

@@ -16,6 +16,8 @@ from jax_lossscale._autocast.transform import checked_half_precision, checked_po
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics.programs._arguments import faults_of
+from jax_lossscale.diagnostics.programs._facts import names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision, bytes_kept, casts, opaque, operations
 
@@ -37,6 +39,7 @@ class AutocastReport(Report[OperationPrecision]):
       bytes_after: the same with `autocast`.
       casts: how many casts between floating dtypes value and gradient hold with `autocast`.
       not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
+      arguments: what is wrong with the arguments themselves, a sentence each.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -45,6 +48,7 @@ class AutocastReport(Report[OperationPrecision]):
     bytes_after: int
     casts: int
     not_followed: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
 
     _name_columns: ClassVar[int] = 5
 
@@ -94,6 +98,7 @@ class AutocastReport(Report[OperationPrecision]):
     def _notes(self) -> list[str]:
         more = len(self.products) - _MOST_ROWS
         notes = [f"... and {more} more: `report.products`."] if more > 0 else []
+        notes += self.arguments
         if self.not_followed:
             notes.append(f"Not followed: {', '.join(self.not_followed)}.")
         return notes
@@ -173,6 +178,7 @@ def autocast_report(
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
+        arguments=faults_of(names_of_leaves(fun, chosen, kwargs), chosen, kwargs, dtype).nan,
     )
 
 

@@ -11,19 +11,22 @@ from jax_lossscale.diagnostics.programs._sites import Graph
 _WRONG = 0.1
 
 
-def blame(graph: Graph, of: Mapping[int, Statistics], results: Collection[int]) -> tuple[set[int], set[int]]:
+def blame(
+    graph: Graph, of: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
+) -> tuple[set[int], set[int]]:
     """The nodes that are wrong, and by way of others that are wrong make a result wrong; and where that begins.
 
     Args:
       graph: the operations.
       of: what was measured of each node that is no carry.
       results: the nodes that the results are.
+      least: an error above this is followed.
     """
-    wrong = _followed(graph, results, lambda node: node not in of or of[node].error > _WRONG)
+    wrong = _followed(graph, results, lambda node: node not in of or of[node].error > least)
     harmful = wrong & of.keys()
     # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
     harmful |= {node for node in _followed(graph, harmful) & of.keys() if of[node].overflow}
-    begins = {node for node in harmful if of[node].error_in <= _WRONG and of[node].amplification > 1}
+    begins = {node for node in harmful if of[node].error_in <= least and of[node].amplification > 1}
     # In a loop that adds up an error over its iterations, no operation multiplies it: what makes the carry is told.
     ends = {node for loop in wrong - of.keys() for node in graph.ends_of_loops[loop]}
     return harmful, begins or harmful & ends

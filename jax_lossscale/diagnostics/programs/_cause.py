@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from jax_lossscale.diagnostics.programs import _findings
-from jax_lossscale.diagnostics.programs._evidence import LARGE_ERROR, Evidence, Finding, start_of, suffering_at
+from jax_lossscale.diagnostics.programs._evidence import Evidence, Finding
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._gradients_by_scale import LARGE_ERROR
 
 # A leaf starves where so many of its numbers are zero.
 _MANY_LOST = 0.25
@@ -31,19 +32,17 @@ def _first_cause(evidence: Evidence) -> Finding:
         return _findings.overflows_forward(evidence, evidence.scales[0])
     if not evidence.total.norm:
         return _findings.no_gradients(evidence)
-    finite = [n for n in range(len(evidence.scales)) if not any(leaf.nonfinite[n] for leaf in evidence.leaves)]
+    errors = evidence.errors
+    finite = errors.finite()
     if not finite:
         return _findings.overflows_at_every_scale(evidence)
 
-    suffering = {n: suffering_at(evidence, n) for n in finite}
-    errors = evidence.total.relative_error
-    # Of scales that are alike, the largest, at which the least underflows.
-    best = min(finite, key=lambda n: (len(suffering[n]), float(f"{errors[n]:.1g}"), -n))
-    if not suffering[best] and errors[best] <= LARGE_ERROR:
+    best = errors.best()
+    if best in errors.working():
         if evidence.facts.products and not evidence.facts.narrow_products:
             return _findings.no_product_narrow(evidence)
-        return _findings.trains(evidence, start_of(evidence, best, finite), finite)
-    return _does_not_train(evidence, suffering[best], best, finite)
+        return _findings.trains(evidence, errors.start(), finite)
+    return _does_not_train(evidence, errors.suffering_at(best), best, finite)
 
 
 def _does_not_train(evidence: Evidence, suffering: list[LeafGradientError], best: int, finite: list[int]) -> Finding:
@@ -59,5 +58,5 @@ def _does_not_train(evidence: Evidence, suffering: list[LeafGradientError], best
         return _findings.rounds(evidence, suffering, best)
     starving = starving or suffering or list(evidence.leaves)
     if is_total_right:
-        return _findings.starves(evidence, starving, start_of(evidence, best, finite), best)
+        return _findings.starves(evidence, starving, evidence.errors.start(), best)
     return _findings.underflows_without_cure(evidence, starving, best, finite)

@@ -15,6 +15,8 @@ from jax_lossscale._check import check_flag, check_function, checked_dtype, is_n
 from jax_lossscale._limits import limits_of
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import percent, power_of_two, tell
+from jax_lossscale.diagnostics.programs._arguments import faults_of
+from jax_lossscale.diagnostics.programs._facts import names_of_leaves
 from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
@@ -96,9 +98,11 @@ def find_precision(
     tolerance = _checked_tolerance(tolerance, dtype)
     program = Program(fun, _all_batches(args, batches), kwargs, argnums, has_aux, dtype, tolerance)
     if not program.is_exact_finite():
+        why = " ".join(faults_of(names_of_leaves(fun, args, kwargs), args, kwargs, dtype).nonfinite)
+        why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
-            "with. `jls.diagnostics.nonfinite_report` tells which. The policy has no rules."
+            f"with. {why} The policy has no rules."
         )
         return PrecisionPolicy()
     search = _Search(program, tolerance, progress)

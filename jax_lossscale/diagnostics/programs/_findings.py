@@ -8,13 +8,18 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jax_lossscale.diagnostics._report import listed, percent, power_of_two
-from jax_lossscale.diagnostics.programs._evidence import LARGE_ERROR, Evidence, Finding, suffering_at
+from jax_lossscale.diagnostics.programs._evidence import Evidence, Finding
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._gradients_by_scale import LARGE_ERROR
 from jax_lossscale.diagnostics.programs._operation_range import ACCUMULATED, MANY_ZEROS, OperationRange
 
 # Of one leaf, an error above this is told even if its network trains.
 _WORTH_SAYING = 0.05
 _TOO_SMALL = "The loss is {:.2g}, too small for {}."
+_NO_OPERATION_MAKES_IT = (
+    "No arithmetic makes it: look for an index that is out of range, for which `jnp.take` and its like give "
+    "NaN, and for a constant that is none."
+)
 _NO_GRADIENTS = (
     "All gradients are zero in float32, too, so there is nothing that float16 could lose. Look for a "
     "`jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the loss does not use."
@@ -46,11 +51,15 @@ def no_product_narrow(evidence: Evidence) -> Finding:
 def reference_not_finite(evidence: Evidence) -> Finding:
     bad = [leaf.path for leaf in evidence.leaves if not math.isfinite(leaf.norm)]
     what = f"the gradients of {listed(bad)} are" if bad else "the loss is"
+    if evidence.arguments.nan:
+        verdict = f"{' '.join(evidence.arguments.nonfinite)} So in float32 {what} not finite either."
+        return Finding("reference not finite", verdict, suffering=tuple(bad))
     lost = _lost_constants(evidence)
     if lost:
         return Finding("reference not finite", f"{lost} {what} not finite in float32 either.", suffering=tuple(bad))
     made = [operation for operation in evidence.ranges(evidence.scales[0]).bad if math.isnan(operation.largest)]
-    where = f": {_described(made[0])} is not a number. {made[0].cure}" if made else "."
+    where = f": {_described(made[0])} is not a number. {made[0].cure}" if made else f". {_NO_OPERATION_MAKES_IT}"
+    where = f"{where} {' '.join(evidence.arguments.nonfinite)}".rstrip()
     return Finding(
         "reference not finite",
         f"In float32 {what} not finite either{where} Repair that first; `jls.diagnostics.nonfinite_report` tells "
@@ -64,7 +73,7 @@ def overflows_forward(evidence: Evidence, scale: float, suffering: Sequence[Leaf
     what = (
         f"The loss is {evidence.value:.4g} in {name} and {evidence.reference_value:.4g} in float32"
         if evidence.is_loss_wrong
-        else f"The gradients are off by {percent(min(evidence.total.relative_error))} at best"
+        else f"The gradients are {_off(min(evidence.total.relative_error))} at best"
     )
     ranges = evidence.ranges(scale)
     over, others = ranges.forward_overflows(), [o for o in ranges.bad if not o.is_backward]
@@ -76,12 +85,27 @@ def overflows_forward(evidence: Evidence, scale: float, suffering: Sequence[Leaf
     else:
         why = "the forward pass leaves its range, perhaps by dividing by a constant that is zero there"
     cure = f" {over[0].cure}" if over else " Compute it in float32."
+    before = " ".join(evidence.arguments.too_large)
     return Finding(
         "forward overflow",
-        f"{what}: {why}. No loss scale reaches it.{cure}",
+        f"{what}: {why}. No loss scale reaches it.{cure} {before}".rstrip() + _diverges(evidence),
         suffering=tuple(leaf.path for leaf in suffering),
         judged_at=scale,
     )
+
+
+def _diverges(evidence: Evidence) -> str:
+    """Of a loss that is beyond the range in float32, too."""
+    if abs(evidence.reference_value) <= float(jnp.finfo(evidence.dtype).max):
+        return ""
+    return (
+        f" But the loss is {evidence.reference_value:.2g} in float32, too. If training made it so large, it diverges "
+        f"in float32 as well: look at the learning rate and at the sign of the loss, not at {evidence.dtype.name}."
+    )
+
+
+def _off(error: float) -> str:
+    return f"off by {percent(error)}" if math.isfinite(error) else "not finite"
 
 
 def overflows_at_every_scale(evidence: Evidence) -> Finding:
@@ -111,7 +135,7 @@ def overflows_at_every_scale(evidence: Evidence) -> Finding:
 
 def rounds(evidence: Evidence, suffering: list[LeafGradientError], best: int) -> Finding:
     names = [leaf.path for leaf in suffering]
-    off = percent(evidence.total.relative_error[best])
+    off = _off(evidence.total.relative_error[best])
     whose = f"those of {listed(names)} most of all" if names else "in all leaves"
     places = evidence.ranges(evidence.scales[best]).begin_forward()
     why = f"{evidence.dtype.name} rounds away what matters in the forward pass"
@@ -125,7 +149,7 @@ def rounds(evidence: Evidence, suffering: list[LeafGradientError], best: int) ->
         cure = "`range_report` shows how far off each operation is."
     return Finding(
         "forward rounding",
-        f"The gradients are off by {off} at best, {whose}, at every scale much alike: {why}. No loss scale brings it "
+        f"The gradients are {off} at best, {whose}, at every scale much alike: {why}. No loss scale brings it "
         f"back. {cure}",
         suffering=tuple(names),
         judged_at=evidence.scales[best],
@@ -136,7 +160,7 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
     facts = evidence.facts
     part = f", of which {facts.narrow_products} of {facts.products} products are in {facts.dtype}"
     it = "It will train" + (part if facts.narrow_products < facts.products else "")
-    but = _but_the_loss(evidence, start) if evidence.is_loss_wrong else ""
+    but = _but_the_loss(evidence, start) if evidence.is_loss_off else ""
     but += _but_some_leaves(evidence, start)
     verdict = f"{it}; start from {power_of_two(start)}"
     if start < 1:
@@ -146,9 +170,9 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
             f", which is below 1: the gradients overflow from {first} on. Allow that: `jls.DynamicLossScale({start!r}, "
             f"min_loss_scale={floor})`; or make the loss smaller, with means for sums."
         )
-        return Finding("backward overflow", verdict + but, True, start, judged_at=start)
+        return Finding("backward overflow", verdict + but + _diverges(evidence), True, start, judged_at=start)
     bare = evidence.scales.index(1.0) if 1.0 in evidence.scales else None
-    starving = [] if bare is None else suffering_at(evidence, bare)
+    starving = [] if bare is None else evidence.errors.suffering_at(bare)
     if bare is None or (evidence.total.relative_error[bare] <= LARGE_ERROR and not starving):
         if bare is not None and jnp.finfo(evidence.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
             return Finding("none", f"{it}, without a loss scale.{but}", True, 1.0, judged_at=1.0)
@@ -206,10 +230,10 @@ def underflows_without_cure(
     evidence: Evidence, starving: Sequence[LeafGradientError], best: int, finite: list[int]
 ) -> Finding:
     names = [leaf.path for leaf in starving]
-    off = percent(evidence.total.relative_error[best])
+    off = _off(evidence.total.relative_error[best])
     verdict = (
         f"The gradients underflow: even at {power_of_two(evidence.scales[best])}, {_lost(starving, best)} of those of "
-        f"{listed(names)} are zero, and all together are off by {off}"
+        f"{listed(names)} are zero, and all together are {off}"
     )
     ends_at = finite[-1] + 1
     if ends_at == len(evidence.scales):

@@ -72,6 +72,7 @@ class GradientComparison(Report[LeafGradientError]):
       reference_value: that of the reference.
       as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
       facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      working_scales: those of the scales compared at which all gradients are right.
     """
 
     verdict: str
@@ -87,12 +88,16 @@ class GradientComparison(Report[LeafGradientError]):
     reference_value: float
     as_they_are: tuple[str, ...]
     facts: ProductFacts = ProductFacts()
+    working_scales: tuple[float, ...] = ()
 
     def _entries(self) -> tuple[LeafGradientError, ...]:
         return self.leaves
 
     def _summary(self) -> str:
         lines = [str(self.facts), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        if self.will_train and len(self.working_scales) > 1:
+            ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
+            lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
         if self.as_they_are:
             lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
         if any(leaf.is_rounding for leaf in self):

@@ -83,6 +83,7 @@ class RangeReport(Report[OperationRange]):
       lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
         a root or a logarithm away from zero; and if anything is no number, the others.
       facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      arguments: what is wrong with the arguments themselves, a sentence each.
     """
 
     operations: tuple[OperationRange, ...]
@@ -91,6 +92,7 @@ class RangeReport(Report[OperationRange]):
     as_they_are: tuple[str, ...]
     lost_constants: tuple[str, ...] = ()
     facts: ProductFacts = ProductFacts()
+    arguments: tuple[str, ...] = ()
 
     _name_columns: ClassVar[int] = 4
 
@@ -119,7 +121,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(each for each in finite if each.zero + each.subnormal > 0)
 
     def _summary(self) -> str:
-        return f"{self.facts}\n{self._in_range()}"
+        return "\n".join([str(self.facts), *self.arguments, self._in_range()])
 
     def _in_range(self) -> str:
         if not self:
@@ -132,6 +134,8 @@ class RangeReport(Report[OperationRange]):
         zero = [operation for operation in self.bad if not operation.overflow and operation.zero > MANY_ZEROS]
         others = len(self.bad) - len(over) - len(zero)
         also = f" In {others}, rounding changes the result." if others else ""
+        if self.arguments and not over and not zero:
+            return "What is made of it is not finite either, in float32 as in any dtype, so nothing else can be told."
         if not over and not zero:
             return f"All {len(narrow)} {self.dtype} operations stay in range {at}.{also}"
         harmless = sum(not operation.changes_result for operation in over)

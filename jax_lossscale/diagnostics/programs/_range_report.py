@@ -16,11 +16,13 @@ from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import tell
+from jax_lossscale.diagnostics.programs._arguments import faults_of
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._cures import cure_of
 from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
+from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
@@ -38,7 +40,7 @@ def range_report(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     dtype: DTypeLike = jnp.float16,
-    loss_scale: Any = 2.0**15,
+    loss_scale: Any = None,
     progress: bool = False,
     **kwargs: Any,
 ) -> RangeReport:
@@ -59,7 +61,8 @@ def range_report(
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
       dtype: the narrow dtype with whose range all narrow results are compared.
-      loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale.
+      loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale. By default the one that
+        `compare_gradients` would start from, which takes a few gradients to find.
       progress: whether to print a line for each tenth of the program, on standard error.
       **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
         beforehand, with `functools.partial`.
@@ -86,11 +89,14 @@ def range_report(
       ('dot_general', 'energy', 80000.0)
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
-    scale = _scale_of(loss_scale)
+    given = None if loss_scale is None else _scale_of(loss_scale)
     check_flag(progress, "range_report(progress=...)")
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
-    traced = gradient_program("range_report", of_leaves, scale, chosen, kwargs, argnums, has_aux)
+    traced = gradient_program("range_report", of_leaves, given or 1.0, chosen, kwargs, argnums, has_aux)
+    if given is None:
+        errors = errors_by_scale(traced, None, chosen, kwargs, argnums, has_aux, dtype)
+        given = errors.start() if errors else 1.0
     of_arguments = names_of_leaves(fun, chosen, kwargs)
     names = names_of_inputs(traced, of_arguments)
     facts = facts_of(traced, dtype, names)
@@ -98,11 +104,14 @@ def range_report(
     ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
     value, grads = traced.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
-    inputs = map(evaluator.constant, traced.inputs, traced.jaxpr.in_avals)
+    inputs = map(evaluator.constant, [jnp.float32(given), *traced.inputs[1:]], traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
-    results = frozenset[int]().union(value[0] if has_aux else value, *jax.tree.leaves(grads))
-    harmful, origins = blame(graph, measured, {node for node in results if not _is_noise(measured.get(node), dtype)})
+    of_value, of_grads = value[0] if has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
+    results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
+    harmful, origins = blame(graph, measured, results)
+    if not harmful:  # a loss that is off by less is told where nothing is worse
+        harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
     positions = [argnums] if isinstance(argnums, int) else argnums
     of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
     gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
@@ -116,7 +125,10 @@ def range_report(
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     lost = tuple(str(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
-    return RangeReport(tuple(operations), dtype.name, scale, tuple(evaluator.evaluator.as_they_are), lost, facts)
+    as_they_are = tuple(evaluator.evaluator.as_they_are)
+    faults = faults_of(of_arguments, chosen, kwargs, dtype)
+    of_args = faults.nonfinite if has_nan else faults.nan
+    return RangeReport(tuple(operations), dtype.name, given, as_they_are, lost, facts, of_args)
 
 
 def _told(total: int) -> Callable[[int], None]:

@@ -14,10 +14,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics.programs._compare_gradients import nudged, value_and_leaves
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._gradients_by_scale import nudged, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 
 # What becomes of the products of a site.

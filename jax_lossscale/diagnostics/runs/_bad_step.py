@@ -17,31 +17,50 @@ from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
 # It takes 15 skipped steps from the default scale, 2**15, down to 1.
 _MANY_SKIPS_IN_A_ROW = 16
 
-_THE_LINE = "`range_report(loss_fn, params, batch)` names the line"
+_IN_FLOAT32 = "`compare_gradients(loss_fn, params, batch)` tells."
+_THE_LINE = "`range_report(loss_fn, params, batch)` names the line."
 _AN_OVERFLOW = "That is how the scale finds what the gradients bear: there is nothing to do."
 _PERHAPS_AN_OVERFLOW = "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
+_NO_LOWER = "The scale cannot go lower."
 _A_NAN_THAT_STAYS = (
-    "An overflow goes away when the scale falls, and a NaN that stays is none. Look for the derivative of a square "
-    "root or a norm at zero, for 0 * inf behind a `jnp.where`, and for masks of -1e9 in float16; "
-    f"{_THE_LINE}."
+    f"An overflow goes away when the scale falls, and a NaN that stays is none. Is it there in float32? {_IN_FLOAT32}",
+    "If it is, look for NaN in the batch, for the derivative of a square root or a norm at zero, for a mean of "
+    "nothing, and for 0 * inf behind a `jnp.where`.",
+    f"If it is not, look for masks of -1e9 in float16; {_THE_LINE}",
 )
 A_FROZEN_SCALE = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _AN_INFINITY_THAT_STAYS = (
-    f"The gradients overflow almost without a scale. Look for {A_FROZEN_SCALE}, for a sum where a mean is meant, for "
-    f"inputs that are not normalized, and for a division by a tiny number ({_THE_LINE}); or allow a scale below 1 with "
-    "`min_loss_scale`."
+    f"The gradients overflow almost without a scale. Look for {A_FROZEN_SCALE}.",
+    f"Look for a sum where a mean is meant, for inputs that are not normalized, and for a division by a tiny number; "
+    f"{_THE_LINE}",
+    "Or allow a lower scale with `min_loss_scale`.",
 )
 _A_HIGH_FLOOR = "Allow a lower one with `min_loss_scale`."
 _A_FIXED_SCALE = 'Take a smaller one, or "dynamic", which finds one.'
 _UNKNOWN_GRADIENTS = "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
-_FORWARD_PASS = (
-    "that is the forward pass, which no loss scale touches, so the scale stays. Look for activations above 65504, for "
-    f"a logarithm or a division of zero, and for masks of -1e9 in float16 ({_THE_LINE}); compute those in float32."
+_THE_LOSS = (
+    f"No loss scale touches the loss, so the scale stays. Is the loss finite in float32? {_IN_FLOAT32}",
+    f"If it is, the forward pass leaves float16's range: {_THE_LINE}",
+    "If it is not, float16 is not to blame: look for NaN in the batch, for a logarithm or a division of zero, and at "
+    "the learning rate.",
 )
-_THE_LOSS = f"T{_FORWARD_PASS[1:]}"
-_PERHAPS_THE_LOSS = f"If it was the loss, {_FORWARD_PASS}"
+_PERHAPS_THE_LOSS = (f"If it was the loss: {_THE_LOSS[0][0].lower()}{_THE_LOSS[0][1:]}", *_THE_LOSS[1:])
 _THE_CONDITION = "That is a condition of your own"
-_OFTEN = "That is often. If these are overflows, a longer `increment_period` makes them rarer."
+_OVERFLOWS_ARE_RARER = "If these are overflows, a longer `increment_period` makes them rarer."
+_HAVE_THEM_KEPT = (
+    "Which leaf it was, whether NaN or infinity, and at which scale, `record_bad_steps=True` keeps; `explain` tells it."
+)
+_NOT_THE_SCALE = (
+    "They come at scales at which other steps are finite, so they are not the scale's.",
+    "Look in those batches for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
+    f"`nonfinite_report(batch)`, and {_THE_LINE}",
+)
+_PERHAPS_A_PART = (
+    "Or it was in a micro-batch that was left out of them, and `skip_if` was true or the loss not finite. Which it "
+    "was, only `record_bad_steps=True` keeps."
+)
+# What `AutoLossScale` learns, at most, from overflows that come now and then: beyond this they are not the scale's.
+_LOG2_ALLOWANCE = 8
 
 
 class Cause(NamedTuple):
@@ -110,10 +129,7 @@ def why(cause: Cause, loss_scale: LossScale, names: chex.ArrayTree | None) -> st
         return "`skip_if` was true" + (", and the gradients were not finite" if cause.grads else also)
     if cause.grads is False or not loss_scale.skip_nonfinite:
         return "its loss was not finite, or `skip_if` was true"
-    return (
-        "there was a NaN or an infinity in its gradients; or in a micro-batch that was left out of them, and `skip_if` "
-        "was true or the loss not finite. Which it was, only `record_bad_steps=True` keeps"
-    )
+    return "there was a NaN or an infinity in its gradients"
 
 
 def fault(record: BadStep, names: chex.ArrayTree | None) -> str:
@@ -136,34 +152,52 @@ def _where(record: BadStep, names: chex.ArrayTree | None) -> str:
     return leaf_path(names, record.leaf) or "the only leaf"
 
 
-def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> str:
-    """What to look at, or that there is nothing to do; ``often``: of many steps, not of one."""
+def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> list[str]:
+    """What to look at, or that there is nothing to do, a line for each case; ``often``: of many steps, not of one."""
     if cause.loss:
-        return _THE_LOSS
+        return [*_THE_LOSS]
     is_about_gradients = cause.grads is not False and state.loss_scale.skip_nonfinite
     if cause.condition and not is_about_gradients:
         if not state.loss_scale.checks_gradients:
-            return f"{_THE_CONDITION}."
+            return [f"{_THE_CONDITION}."]
         if cause.part:
-            return f"{_THE_CONDITION}; to the micro-batch the scale reacts as to any overflow."
-        return f"{_THE_CONDITION}; the scale stays."
+            return [f"{_THE_CONDITION}; to the micro-batch the scale reacts as to any overflow."]
+        return [f"{_THE_CONDITION}; the scale stays."]
     if not is_about_gradients:
-        return _PERHAPS_THE_LOSS
-    if is_at_its_floor(state.loss_scale):
-        return f"The scale cannot go lower. {_why_it_stays(cause, state.loss_scale)}"
+        return [*_PERHAPS_THE_LOSS]
     if often:
-        return _OFTEN
+        return _of_many(cause, state)
+    unknown = [_PERHAPS_A_PART] if cause.record is None else []
+    if is_at_its_floor(state.loss_scale):
+        return [*unknown, _NO_LOWER, *_why_it_stays(cause, state.loss_scale)]
     has_nan = cause.record is None or cause.record.leaf < 0 or bool(cause.record.has_nan)
     if has_nan and state.consecutive_skips >= _MANY_SKIPS_IN_A_ROW:
-        return _why_it_stays(cause, state.loss_scale)
-    return _PERHAPS_AN_OVERFLOW if has_nan else _AN_OVERFLOW
+        return [*unknown, *_why_it_stays(cause, state.loss_scale)]
+    return [*unknown, _PERHAPS_AN_OVERFLOW if has_nan else _AN_OVERFLOW]
 
 
-def _why_it_stays(cause: Cause, loss_scale: LossScale) -> str:
+def _of_many(cause: Cause, state: LossScaledState) -> list[str]:
+    loss_scale = state.loss_scale
+    if is_back(cause.record, state):  # which is said already
+        return []
+    if getattr(loss_scale, "log2_allowance", 0.0) >= _LOG2_ALLOWANCE:
+        return [*_NOT_THE_SCALE]
+    unknown = [_HAVE_THEM_KEPT] if cause.record is None else []
+    return unknown + ([_OVERFLOWS_ARE_RARER] if hasattr(loss_scale, "increment_period") else [])
+
+
+def is_back(record: BadStep | None, state: LossScaledState) -> bool:
+    """Whether the scale is again where the gradients of that step were NaN, and steps are finite there."""
+    if record is None or not record.has_nan or not state.grads_finite or not state.loss_scale.skip_nonfinite:
+        return False
+    return bool(state.loss_scale() >= record.loss_scale > 0)
+
+
+def _why_it_stays(cause: Cause, loss_scale: LossScale) -> list[str]:
     if cause.record is None:
-        return f"{_UNKNOWN_GRADIENTS} {_PERHAPS_THE_LOSS}"
+        return [_UNKNOWN_GRADIENTS, *_PERHAPS_THE_LOSS]
     if cause.record.has_nan:
-        return _A_NAN_THAT_STAYS
+        return [*_A_NAN_THAT_STAYS]
     if isinstance(loss_scale, FixedLossScale):
-        return _A_FIXED_SCALE
-    return _AN_INFINITY_THAT_STAYS if loss_scale() <= 1 else _A_HIGH_FLOOR
+        return [_A_FIXED_SCALE]
+    return [*_AN_INFINITY_THAT_STAYS] if loss_scale() <= 1 else [_A_HIGH_FLOOR]

@@ -11,17 +11,19 @@ import numpy as np
 
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
-from jax_lossscale._optax import LossScaledState
-from jax_lossscale._optax.readers import check_is_concrete
-from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
+from jax_lossscale._optax import BadStep, LossScaledState
+from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor
+from jax_lossscale.diagnostics._report import power_of_two
+from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics.runs._bad_step import (
     A_FROZEN_SCALE,
     Cause,
     cause_of_last_step,
     fault,
+    is_back,
     names_of_leaves,
     recorded_cause,
     what_to_do,
@@ -29,26 +31,44 @@ from jax_lossscale.diagnostics.runs._bad_step import (
 )
 
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
-_LARGE_SHARE_OF_SKIPS = 0.05
+_LARGE_SHARE_OF_SKIPS = 0.01
 _FEW_STEPS = 100
 
 # Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
 _MUCH_ROOM = 6
-# No true gradients are so small; ones that were never scaled seem to be, however high the scale.
+# Gradients that were never scaled seem to be as small as the scale is large: they stay far below float16's limit.
 _FAR_TOO_HIGH = 50
+_FAR_BELOW_THE_LIMIT = 8
 _UNSCALED = (
-    "That is far more than gradients need: most likely they are not scaled, and `jax.grad` stands where "
-    "`jls.scaled_grad` or `jls.value_and_scaled_grad` should."
+    "The scale times the largest gradient is {:.2g}, far below float16's limit, though the scale is so high: most "
+    "likely they are not scaled, and `jax.grad` stands where `jls.scaled_grad` or `jls.value_and_scaled_grad` should."
 )
-_WENT_AWAY = "It went away when the scale fell, as an overflow does, NaN or not."
+_HAS_BEEN_LOWER = "The scale has been lower since, and no step was bad, as after an overflow."
+_IS_BACK = (
+    "The scale is as high again, {} now and {} then, and steps are finite: so it was that batch, and not the scale."
+)
+_ONE_LOSS = "Losses have been finite since, and no loss scale touches them: so it was that batch, and not the scale."
+_LOOK_INTO_IT = (
+    "If it comes again, look in that batch for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
+    "`nonfinite_report(batch)`, and `range_report(loss_fn, params, batch)` names the line."
+)
+_AT_THE_FLOOR = (
+    "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients below {:.1g} are "
+    "zero there."
+)
+_WHAT_BRINGS_IT_DOWN = (
+    "Whether that was an overflow or a NaN of some batches, `record_bad_steps=True` keeps, and `explain` tells it."
+)
 
 _RIGHT_OR_WRONG = (
     "Whether the gradients are those of float32, the state does not tell: `compare_gradients(loss_fn, params, batch)` "
     "does."
 )
 _ALL_ZERO = (
-    "All gradients of the last step were exactly zero. Either float16 lost them, or they are zero in float32, too: "
-    "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
+    "All gradients of the last step were exactly zero. Are they in float32? `compare_gradients(loss_fn, params, "
+    "batch)` tells.",
+    "If they are, as behind a mask or where nothing is rewarded, there is nothing that float16 could lose.",
+    "If they are not, float16 lost them; or they were never scaled: take `jls.value_and_scaled_grad`.",
 )
 _A_PART = "In the last step a micro-batch overflowed, and was left out."
 _THE_OPTIMIZER = f"how they began, at the optimizer (a learning rate that is not finite), and for {A_FROZEN_SCALE}."
@@ -104,6 +124,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     lines = [_the_scale(state), steps, *_the_last_step(state, names_of_leaves(state, params), are_finite)]
     if are_finite is False:
         lines.append(_the_parameters(state.loss_scale, params))
+    elif are_finite and int(state.consecutive_skips) and not cause_of_last_step(state).condition:
+        lines += _too_large(params)
     return "\n".join(lines)
 
 
@@ -114,10 +136,7 @@ def _the_scale(state: LossScaledState) -> str:
     scale = float(loss_scale())
     log2_scale = math.log2(scale)
     power = f"2^{log2_scale:.0f} = " if log2_scale.is_integer() else ""
-    said = f"The loss scale is {power}{scale:.10g} ({type(loss_scale).__name__})."
-    if isinstance(loss_scale, AutoLossScale) and log2_scale > _FAR_TOO_HIGH:
-        return f"{said} {_UNSCALED}"
-    return said
+    return f"The loss scale is {power}{scale:.10g} ({type(loss_scale).__name__})."
 
 
 def _steps(number: int) -> str:
@@ -141,6 +160,19 @@ def _the_parameters(loss_scale: LossScale, params: chex.ArrayTree) -> str:
     return f"The parameters themselves are not finite, first in {where}, and so no loss can be. {cure}"
 
 
+def _too_large(params: chex.ArrayTree) -> list[str]:
+    """Of parameters whose products float16 does not hold, where steps are skipped."""
+    largest = max(nonfinite_report(params), key=lambda leaf: leaf.largest_finite or 0.0)
+    if (largest.largest_finite or 0.0) ** 2 <= limits_of(jnp.float16).largest:
+        return []
+    where = largest.path or "the only leaf"
+    return [
+        f"A parameter is as large as {largest.largest_finite:.2g}, in {where}; float16 ends at 65504, which it passes "
+        "where it is cast, or multiplied.",
+        f"If training brought it there, no step can be applied any more. {_RESTART} Take a smaller learning rate.",
+    ]
+
+
 def _the_last_step(state: LossScaledState, names: chex.ArrayTree | None, are_finite: bool | None) -> list[str]:
     """``are_finite``: whether the parameters are."""
     skips = int(state.consecutive_skips)
@@ -155,7 +187,7 @@ def _the_last_step(state: LossScaledState, names: chex.ArrayTree | None, are_fin
     if skips > 1:
         said = f"The last {skips} steps were skipped, the last one because {reason}."
     # Where the parameters are the cause, no other is to be looked for.
-    return [said] if are_finite is False else [said, what_to_do(cause, state)]
+    return [said] if are_finite is False else [said, *what_to_do(cause, state)]
 
 
 def _applied_all_the_same(
@@ -188,12 +220,36 @@ def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> l
         cause = recorded_cause(record)
         ago = _steps(steps - 1 - int(record.step))
         lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, names)}.")
-        may_fall = state.loss_scale.skip_nonfinite and not isinstance(state.loss_scale, FixedLossScale)
-        if cause.grads and record.has_nan and may_fall and not cause.loss:
-            lines.append(_WENT_AWAY)
-    if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
-        lines.append(f"{skipped / steps:.0%} of all steps were skipped. {what_to_do(cause, state, often=True)}")
-    return lines
+        if cause.loss:
+            lines += [_ONE_LOSS, _LOOK_INTO_IT]
+        elif cause.grads and _moves(state.loss_scale):
+            lines += _since(record, state)
+    if _moves(state.loss_scale) and is_at_its_floor(state.loss_scale) and skipped:
+        lines.append(_AT_THE_FLOOR.format(limits_of(jnp.float16).zero / float(state.loss_scale())))
+        lines += [_WHAT_BRINGS_IT_DOWN] if record is None else []
+    lasting = skipped - _steps_of_a_search(state.loss_scale)
+    if steps >= _FEW_STEPS and lasting > _LARGE_SHARE_OF_SKIPS * steps:
+        lines += [f"{skipped / steps:.0%} of all steps were skipped.", *what_to_do(cause, state, often=True)]
+    return list(dict.fromkeys(lines))
+
+
+def _since(record: BadStep, state: LossScaledState) -> list[str]:
+    """Whether the scale was to blame for a bad step, by where it stands since."""
+    if is_back(record, state):
+        scales = power_of_two(float(state.loss_scale())), power_of_two(float(record.loss_scale))
+        return [_IS_BACK.format(*scales), _LOOK_INTO_IT]
+    return [_HAS_BEEN_LOWER] if state.loss_scale() < record.loss_scale else []
+
+
+def _moves(loss_scale: LossScale) -> bool:
+    """Whether a loss scale is of a kind that bad steps lower."""
+    return loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
+
+
+def _steps_of_a_search(loss_scale: LossScale) -> float:
+    """How many steps may have been skipped on the way down from where the scale started."""
+    start = getattr(loss_scale, "initial_loss_scale", None)
+    return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
 def _the_gradients(state: LossScaledState) -> list[str]:
@@ -204,9 +260,11 @@ def _the_gradients(state: LossScaledState) -> list[str]:
         return [_RIGHT_OR_WRONG]
     largest = float(state.largest)
     if not largest:
-        return [_ALL_ZERO]
+        return [*_ALL_ZERO]
     said = f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(float(state.loss_scale())))
+    if room >= _FAR_BELOW_THE_LIMIT and float(state.loss_scale()) > 2.0**_FAR_TOO_HIGH:
+        return [said, _UNSCALED.format(largest * float(state.loss_scale()))]
     if room >= _MUCH_ROOM:
         said += f" The scale is 2^{room} below what that would allow in float16."
     return [said, _RIGHT_OR_WRONG]

@@ -1,0 +1,183 @@
+"""Gradients at several loss scales, each compared with float32's; and which of the scales is one to start from."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jax_lossscale import _tree
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+
+# A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
+_NUDGE = 2.0**-22
+# Above these the gradients of all leaves together, and those of one, are wrong. Float16 that works stays below 0.01 as
+# a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.
+LARGE_ERROR = 0.1
+_LARGE_ERROR_OF_A_LEAF = 0.5
+# A loss that is further off than this, in float16, is worth a word though its gradients are right.
+_NOTED_ERROR_OF_THE_LOSS = 0.01
+# Two scales are as good as one another if their errors are within this factor.
+_AS_GOOD = 1.5
+# From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
+_LOG2_HEADROOM = 3
+
+
+def noted_error_of_loss(dtype: jnp.dtype) -> float:
+    """The error of a loss that is worth a word: more in a dtype with fewer digits than float16."""
+    return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
+
+
+class GradientErrors(NamedTuple):
+    """Of each leaf, and of all together, the errors at each of the scales; value and reference."""
+
+    leaves: list[LeafGradientError]
+    total: LeafGradientError
+    scales: Sequence[float]
+    value: Any
+    reference_value: float
+    as_they_are: tuple[str, ...]
+
+    def finite(self) -> list[int]:
+        """The scales at which all gradients are finite, by their positions."""
+        return [n for n in range(len(self.scales)) if not any(leaf.nonfinite[n] for leaf in self.leaves)]
+
+    def suffering_at(self, n: int) -> list[LeafGradientError]:
+        """The leaves that are wrong at a scale, the largest gradients first; not those without a true gradient."""
+        wrong = [
+            leaf
+            for leaf in self.leaves
+            if leaf.norm > 0 and not leaf.is_rounding and leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF
+        ]
+        return sorted(wrong, key=lambda leaf: -leaf.norm)
+
+    def working(self) -> list[int]:
+        """The scales at which all gradients are right."""
+        return [n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.suffering_at(n)]
+
+    def best(self) -> int:
+        """The scale with the smallest errors; of scales that are alike, the largest, at which the least underflows."""
+        errors = self.total.relative_error
+        return min(self.finite(), key=lambda n: (len(self.suffering_at(n)), float(f"{errors[n]:.1g}"), -n))
+
+    def start(self) -> float:
+        """The largest scale that is as good as the best, with room above it if there is any; the least, if none is."""
+        finite, errors, scales = self.finite(), self.total.relative_error, self.scales
+        if not finite:
+            return scales[0]
+        best = self.best()
+        wrong = len(self.suffering_at(best))
+        good = [
+            scales[n]
+            for n in finite
+            if len(self.suffering_at(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
+        ]
+        roomy = scales[finite[-1]] * 2.0**-_LOG2_HEADROOM
+        return max([scale for scale in good if scale <= roomy] or [good[0]])
+
+
+def errors_by_scale(
+    narrow: Traced,
+    wide: Traced | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    dtype: jnp.dtype,
+    scales: Sequence[float] | None = None,
+    progress: Callable[[Sequence[float]], Iterable[float]] = lambda scales: scales,
+) -> GradientErrors | None:
+    """The errors of a `gradient_program`; ``None`` if it has no gradients.
+
+    Args:
+      narrow: the program.
+      wide: that of the reference, without a scale; by default it is made from ``narrow``.
+      args: the arguments of both.
+      kwargs: likewise.
+      argnums: what is differentiated.
+      has_aux: whether there is an auxiliary result.
+      dtype: the narrow dtype.
+      scales: those to compare; by default useful ones.
+      progress: what wraps them.
+    """
+    moved = nudged(args, argnums, keep_dtypes=wide is not None)
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    if wide is None:
+        wide, moved = narrow, [np.float32(1), *moved]
+        inputs = [jnp.float32(1), *narrow.inputs[1:]]
+        computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
+    else:
+        inputs = wide.inputs
+        computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
+    reference_value, exact = value_and_leaves(wide.result(computed(*inputs)), has_aux)
+    if not exact:
+        return None
+    of_moved = computed(*wide.inputs_from(moved, kwargs))
+    rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
+    del of_moved  # no two gradients but the reference and those of one scale are held at a time
+    scales = scales or _useful_scales(exact, dtype)
+    value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
+    leaves = reports_of_leaves(exact, measured, rounding)
+    as_they_are = tuple(evaluator.as_they_are)
+    return GradientErrors(leaves, report_of_all(leaves), scales, value, float(reference_value), as_they_are)
+
+
+def _at_scales(
+    narrow: Traced, exact: dict[str, Any], scales: Iterable[float], has_aux: bool
+) -> tuple[Any, list[list[Measurement]]]:
+    """The value, which is that of every scale, and a measurement of each leaf for each scale."""
+    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    value: Any = math.nan
+    measured = []
+    for scale in scales:
+        value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+        measured.append(measure(leaves, exact, scale))  # waits, so that no two scales' gradients are held at a time
+    return value, measured
+
+
+def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
+    """Powers of two around 1, around the default, and around those that bring the largest gradient near the top."""
+    largest = max(float(jnp.max(jnp.abs(leaf), initial=0)) for leaf in exact.values())
+    exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
+    if 0 < largest < math.inf:
+        fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
+        exponents |= {fitting + step for step in (-12, -8, -4, 0, 4)} if not -4 <= fitting <= 20 else set()
+    return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
+
+
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
+    """The arguments, those that are differentiated changed a little."""
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    chosen = [args[position] for position in positions]
+    leaves, structure = jax.tree.flatten(chosen)
+    most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
+    signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
+    leaves = [_nudge(leaf, signs, n, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)]
+    moved = list(args)
+    for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
+        moved[position] = argument
+    return moved
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _nudge(leaf: Any, signs: jax.Array, start: int, keep_dtype: bool) -> jax.Array:
+    (wide,) = _tree.widen([leaf])
+    sign = jax.lax.dynamic_slice_in_dim(signs, start, wide.size).reshape(wide.shape).astype(wide.real.dtype)
+    nudged = wide * (1 + _NUDGE * sign)
+    return nudged.astype(leaf.dtype) if keep_dtype else nudged
+
+
+def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+    """The value, and the gradients by path."""
+    value, grads = result
+    with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
+    return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
