@@ -52,6 +52,24 @@ def judge(
       traces: several, all of the same length (`of_one_length`).
       float16: whether gradients arrive rounded to float16; if not, in float32. Either way float16 is what overflows.
     """
+    unused, skipped = unused_bits(loss_scale, traces, float16)
+    log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
+    counts = np.isfinite(unused)
+    applied = np.sum(counts, axis=0)
+    return Judgement(
+        skipped=np.sum(skipped, axis=0),
+        unused_bits=np.where(applied, np.sum(unused, axis=0, where=counts) / np.maximum(applied, 1), np.nan),
+        steps_to_arrive=_steps_to_arrive(counts & (unused < _LOG2_ARRIVED + 1), np.isfinite(log2_largest)),
+    )
+
+
+def unused_bits(
+    loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace], float16: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many bits each applied step left unused, and which steps were skipped that overflow at some scale only.
+
+    Both ``[steps, traces]``; the first is not finite where a step was skipped, or its gradients are all zero.
+    """
     log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
     log2_first = np.stack([trace.log2_first for trace in traces], axis=1)
     if isinstance(loss_scale, jls.LossScale):
@@ -62,13 +80,7 @@ def judge(
     finite = np.asarray(finite)
     with np.errstate(invalid="ignore", divide="ignore"):  # comparators reach infinity, NaN, and in float32 zero
         unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
-    counts = finite & np.isfinite(unused)
-    applied = np.sum(counts, axis=0)
-    return Judgement(
-        skipped=np.sum(~finite & (log2_first < np.inf), axis=0),
-        unused_bits=np.where(applied, np.sum(unused, axis=0, where=counts) / np.maximum(applied, 1), np.nan),
-        steps_to_arrive=_steps_to_arrive(counts & (unused < _LOG2_ARRIVED + 1), np.isfinite(log2_largest)),
-    )
+    return np.where(finite, unused, np.nan), ~finite & (log2_first < np.inf)
 
 
 def dynamic_family() -> dict[str, jls.DynamicLossScale]:
@@ -108,6 +120,11 @@ def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """How many counted steps come before the first that has arrived, each trace a column."""
     before = np.cumsum(arrived, axis=0) == 0
     return np.sum(before & counted, axis=0)
+
+
+def forget_programs() -> None:
+    """Compile anew, after a rule was changed."""
+    _replay.clear_cache()
 
 
 @partial(jax.jit, static_argnums=3)

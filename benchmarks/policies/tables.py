@@ -8,20 +8,39 @@ import numpy as np
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
-from benchmarks.policies.contenders import AUTO, BEST_FIXED
-from benchmarks.policies.judge import STEPS_PER_SKIP, Judgement, judge
+from benchmarks.policies.constants import MEASURES, NEEDS
+from benchmarks.policies.contenders import AUTO, BEST_FIXED, DYNAMIC
+from benchmarks.policies.judge import STEPS_PER_SKIP, Judgement, judge, unused_bits
 from benchmarks.policies.replay import Group, replay
-from benchmarks.policies.traces import Trace, events, mixtures, recorded, synthetic
+from benchmarks.policies.traces import (
+    Trace,
+    events,
+    hostile,
+    mixtures,
+    mostly_zero,
+    not_a_number,
+    recorded,
+    synthetic,
+)
+from benchmarks.policies.trainings import trainings
 from benchmarks.report import Cell, Mark, Table
 
 # Steps and runs of each synthetic kind. The slowest of the classic rules grows once in 10,000 steps.
 _STEPS, _RUNS = 20_000, 2
 _QUICK_STEPS, _QUICK_RUNS = 2_000, 1
 _EVENT_STEPS = 4_000
+_HOSTILE, _HOSTILE_STEPS = 200, 1_000
 
 # What `AutoLossScale` is held to.
 _STEPS_TO_ARRIVE = 16
 _MORE_THAN_FIXED = 3.0
+# NaN now and then: mean unused bits, and those on 95 of 100 steps; gradients that are mostly zero: skipped of 1,000
+# that are not, and unused bits; 200 random traces: skipped of 1,000 and unused bits on 9 of 10 traces, and the share of
+# them where it is worse than the default dynamic scale by 3, where a bit counts as much as 5 skipped steps in 1,000.
+_NANS, _NANS_MEAN, _NANS_95 = (0.002, 0.01, 0.05), 20.0, 28.0
+_ONE_IN, _ONE_IN_SKIPPED, _ONE_IN_BITS = (3, 5, 50), 10.0, 8.0
+_HOSTILE_SKIPPED, _HOSTILE_BITS, _HOSTILE_WORSE = 30.0, 22.0, 0.1
+_SKIPS_A_BIT, _WORSE = 0.2, 3.0
 _UNUSED_BITS = {"noise below one bit": (0.0, 1.0, 4.0), "noise of one and a half": (1.0, 1.6, 6.0)}
 
 # What is shown trace by trace.
@@ -62,17 +81,21 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
     steps, runs = (_QUICK_STEPS, _QUICK_RUNS) if quick else (_STEPS, _RUNS)
     real = recorded()
     groups = [
-        replay(f"{len(real)} recorded trainings", real, progress.part(0, 4, "recorded")),
-        replay(f"synthetic traces of {steps:,} steps", synthetic(steps, runs), progress.part(1, 4, "synthetic")),
-        replay(f"mixtures of {steps:,} steps", mixtures(steps), progress.part(2, 4, "mixtures")),
-        replay(f"events in {_EVENT_STEPS:,} steps", events(_EVENT_STEPS), progress.part(3, 4, "events")),
+        replay(f"{len(real)} recorded trainings", real, progress.part(0, 7, "recorded")),
+        replay(f"synthetic traces of {steps:,} steps", synthetic(steps, runs), progress.part(1, 7, "synthetic")),
+        replay(f"mixtures of {steps:,} steps", mixtures(steps), progress.part(2, 7, "mixtures")),
+        replay(f"events in {_EVENT_STEPS:,} steps", events(_EVENT_STEPS), progress.part(3, 7, "events")),
     ]
     marks = [*map(marks_of_bits, groups[:2]), *map(marks_beside_fixed, groups[2:])]
     tables = [
         table
         for group, of_bits in zip(groups, marks, strict=True)
-        for table in (summary(group, quick, of_bits), details(group, quick))
+        for table in (summary(group, quick, _marks(group, of_bits)), details(group, quick))
     ]
+    random = [hostile(np.random.default_rng([5, seed]), _HOSTILE_STEPS) for seed in range(_HOSTILE)]
+    group = replay(f"{_HOSTILE} random traces of {_HOSTILE_STEPS:,} steps", random, progress.part(4, 7, "random"))
+    tables += [summary(group, quick, marks_of_random(group)), evidence(steps, quick)]
+    tables += [trainings(quick, progress.part(5, 7, "trainings")), needs(quick, progress.part(6, 7, "constants"))]
     tables.append(Table("AutoLossScale: arriving", _SUMMARY_COLUMNS, (), [_arrival_mark(8), _arrival_mark(120)]))
     if docs:
         from benchmarks.policies.figure import write
@@ -81,8 +104,8 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
     return tables
 
 
-def summary(group: Group, quick: bool, of_bits: Sequence[Mark]) -> Table:
-    """A row for each contender; the marks, ``of_bits`` among them, are those of `AutoLossScale`."""
+def summary(group: Group, quick: bool, marks: Sequence[Mark]) -> Table:
+    """A row for each contender; the marks are those of `AutoLossScale`."""
     steps = np.array([len(trace.log2_largest) for trace in group.traces])
     rows = []
     for name, judged in group.judgements.items():
@@ -91,9 +114,7 @@ def summary(group: Group, quick: bool, of_bits: Sequence[Mark]) -> Table:
         arrive = judged.steps_to_arrive
         numbers = [rate.mean(), rate.max(), unused.mean(), unused.max(), np.median(arrive), arrive.max()]
         rows.append((name, *map(float, numbers), int(group.is_dominated[name].sum())))
-    return Table(
-        f"Loss scales over {group.title}", _SUMMARY_COLUMNS, rows, _marks(group, steps, of_bits), _NOTES, quick
-    )
+    return Table(f"Loss scales over {group.title}", _SUMMARY_COLUMNS, rows, marks, _NOTES, quick)
 
 
 def details(group: Group, quick: bool) -> Table:
@@ -113,8 +134,8 @@ def _cell(judged: Judgement, of_kind: np.ndarray) -> str:
     return f"{skipped:.0f} / {'-' if np.isnan(unused) else f'{unused:.1f}'} / {arrive:.0f}"
 
 
-def _marks(group: Group, steps: np.ndarray, of_bits: Sequence[Mark]) -> list[Mark]:
-    allowed = np.ceil(steps / STEPS_PER_SKIP)
+def _marks(group: Group, of_bits: Sequence[Mark]) -> list[Mark]:
+    allowed = np.ceil(np.array([len(trace.log2_largest) for trace in group.traces]) / STEPS_PER_SKIP)
     skipped = group.judgements[AUTO].skipped / allowed
     worse = group.is_dominated[AUTO]
     number, note = int(worse.sum()), ", ".join(dict.fromkeys(_kinds(group)[worse]))
@@ -124,6 +145,62 @@ def _marks(group: Group, steps: np.ndarray, of_bits: Sequence[Mark]) -> list[Mar
         *of_bits,
         Mark(name, number, 0, True, note=note),
     ]
+
+
+def marks_of_random(group: Group) -> list[Mark]:
+    """On 9 of 10 traces, and beside the default dynamic scale."""
+    skipped, unused = (1000 * group.judgements[AUTO].skipped / _HOSTILE_STEPS, group.judgements[AUTO].unused_bits)
+    classic = group.judgements[DYNAMIC]
+    cost = unused + _SKIPS_A_BIT * skipped
+    worse = cost > classic.unused_bits + _SKIPS_A_BIT * 1000 * classic.skipped / _HOSTILE_STEPS + _WORSE
+    name = f"AutoLossScale, {group.title}:"
+    return [
+        Mark(f"{name} skipped of 1,000, on 9 of 10", float(np.percentile(skipped, 90)), _HOSTILE_SKIPPED),
+        Mark(f"{name} unused bits, on 9 of 10", float(np.nanpercentile(unused, 90)), _HOSTILE_BITS),
+        Mark(f"{name} worse than `DynamicLossScale()`", float(np.mean(worse)), _HOSTILE_WORSE),
+    ]
+
+
+def evidence(steps: int, quick: bool) -> Table:
+    """What NaN now and then, and gradients that are mostly zero, do to the two defaults; the worst of five sizes."""
+    kinds = {share: not_a_number(share, steps) for share in _NANS} | {n: mostly_zero(n, steps) for n in _ONE_IN}
+    rows, marks = [], []
+    for key, traces in kinds.items():
+        cells: list[Cell] = [traces[0].kind]
+        for loss_scale in jls.AutoLossScale(), jls.DynamicLossScale():
+            replayed = unused_bits(loss_scale, traces)
+            cells += [MEASURES[name](*replayed) for name in list(MEASURES)[:3]]
+        rows.append(cells)
+        _, skipped, mean, at_95 = cells[:4]
+        name = f"AutoLossScale, {traces[0].kind}:"
+        if key in _NANS:
+            marks += [Mark(f"{name} unused bits", mean, _NANS_MEAN), Mark(f"{name} on 95 of 100", at_95, _NANS_95)]
+        else:
+            marks += [
+                Mark(f"{name} skipped of 1,000", skipped, _ONE_IN_SKIPPED),
+                Mark(f"{name} unused bits", mean, _ONE_IN_BITS),
+            ]
+    columns = [("trace", "{}")]
+    for who in "auto", "dynamic":
+        columns += [(f"{who}: {name}", "{:.1f}") for name in list(MEASURES)[:3]]
+    title = f"NaN now and then, and gradients that are mostly zero, in {steps:,} steps"
+    return Table(title, tuple(columns), rows, marks, ("The worst of five sizes, 2^-30 to 2^4.",), quick)
+
+
+def needs(quick: bool, progress: Progress) -> Table:
+    """What every number of the rule is for."""
+    rows = []
+    for number, need in enumerate(NEEDS):
+        progress(number / len(NEEDS), need.constant)
+        kind = need.traces()[0].kind
+        rows.append(
+            (need.constant, need.instead, kind, need.measure, need.limit, need.measured(), need.measured_instead())
+        )
+    columns = ("number of the rule", "instead", "trace", "measured", "at most", "as it is", "with the other number")
+    formats = ("{}", "{:.4g}", "{}", "{}", "{:g}", "{:.1f}", "{:.1f}")
+    return Table(
+        "What every number of AutoLossScale is for", tuple(zip(columns, formats, strict=True)), rows, (), (), quick
+    )
 
 
 def marks_of_bits(group: Group) -> list[Mark]:

@@ -174,6 +174,56 @@ def _events() -> Iterator[tuple[str, float, _Kind]]:
     yield "2^20 inside comes", 0.3, lambda m: (m.noise(0.3) - 20, m.jump(20))
 
 
+# Log2 of the largest gradient of the traces below, which are of one size but for some noise.
+_SIZES = (-30.0, -20.0, -10.0, -2.0, 4.0)
+
+
+def not_a_number(share: float, steps: int, seed: int = 3) -> list[Trace]:
+    """Steps that are finite at no scale, now and then: one trace for each size."""
+    return [
+        _trace(f"NaN at {share:.1%}", m, size + m.noise(0.5), m.mostly(share, np.inf))
+        for size, m in _of_each_size(steps, seed, share)
+    ]
+
+
+def mostly_zero(one_in: int, steps: int, seed: int = 4, inside: float = 0.0) -> list[Trace]:
+    """A gradient once in so many steps, at random: one trace for each size."""
+    return [
+        _trace(f"one gradient in {one_in}", m, np.where(m.random.random(steps) < 1 / one_in, size, -np.inf), inside)
+        for size, m in _of_each_size(steps, seed, one_in)
+    ]
+
+
+def _of_each_size(steps: int, seed: int, *key: float) -> Iterator[tuple[float, _Maker]]:
+    for number, size in enumerate(_SIZES):
+        yield size, _Maker(np.random.default_rng([seed, steps, number, *(int(1000 * part) for part in key)]), steps)
+
+
+def _trace(kind: str, maker: _Maker, log2_largest: np.ndarray, log2_inside: np.ndarray | float) -> Trace:
+    """A trace whose gradients are not zero where they are no numbers."""
+    inside = np.broadcast_to(log2_inside, maker.steps).astype(float)
+    return Trace(kind, np.where(np.isinf(inside), 0.0, log2_largest), inside, 0.0)
+
+
+def hostile(random: np.random.Generator, steps: int) -> Trace:
+    """Whatever may come together: a drift, two sizes, phases, something inside, zeros, NaN, alone and in a burst."""
+    m = _Maker(random, steps)
+    log2_largest = random.uniform(-30, 4) + random.uniform(-12, 12) * m.time + m.noise(random.uniform(0, 1.5))
+    inside = np.maximum(random.uniform(-8, 14) + m.noise(random.uniform(0, 1)), 0)
+    if random.random() < 0.4:
+        log2_largest -= m.mostly(random.uniform(0.02, 0.9), random.uniform(4, 20))
+    if random.random() < 0.4:
+        log2_largest += np.repeat(random.normal(size=4) * 5, -(-steps // 4))[:steps]
+    if random.random() < 0.5:
+        log2_largest = np.where(random.random(steps) < random.choice([0.05, 0.5, 0.8, 0.98]), -np.inf, log2_largest)
+    if random.random() < 0.5:
+        inside = np.maximum(inside, m.mostly(random.choice([0.002, 0.01, 0.03]), np.inf))
+    if random.random() < 0.3:
+        start = random.integers(steps // 2)
+        inside[start : start + random.integers(2, 30)] = np.inf
+    return _trace("random", m, log2_largest, inside)
+
+
 def synthetic(steps: int, runs: int = 2, seed: int = 0) -> list[Trace]:
     """``runs`` traces of every kind, each of ``steps`` steps and somewhere else in the range of float16."""
     return _placed(_synthetic(), steps, runs, seed)

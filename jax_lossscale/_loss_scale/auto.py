@@ -20,12 +20,15 @@ from jax_lossscale._loss_scale.base import LossScale, config_of, register, stati
 # Between the largest number of float16 and the one that rounds to infinity: no rounding of log2 decides which it is.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The rule, in bits: what moves at once, at most, and what overflows now and then may teach; the least margin; what is
-# forgotten in a step, and what while little is known; how far above the peak a gradient shows that the peak was wrong;
-# where a search ends (at 2**40 all is seen that is above 2**-65), and how far an overflow throws it back (what does not
-# fit at a scale is seen at 2**-24 of it). `benchmarks/policies/constants.py` has for each the trace that needs it.
+# The rule, in bits: what moves at once, at most; what overflows now and then may teach; the least margin, and the most
+# (what is further below the limit is hardly seen, and so proves nothing); what is forgotten in a step, and what while
+# little is known; how far above the peak a gradient shows that the peak was wrong; where a search ends (at 2**40 all is
+# seen that is above 2**-65), and how far an overflow throws it back (what does not fit at a scale is seen at 2**-24 of
+# it). `benchmarks/policies/constants.py` has for each the trace that needs it.
 _LOG2_MOVE = 8
+LOG2_ALLOWANCE = 6
 _LOG2_LEAST_MARGIN = 1
+_LOG2_MOST_MARGIN = 28
 _LOG2_FORGOTTEN = 1 / 64
 _LOG2_HARDLY_FORGOTTEN = 1 / 1024
 _LOG2_JUMP = 4
@@ -71,15 +74,15 @@ class AutoLossScale(LossScale):
                      target     = floor(log2(65512) - peak' - margin' - allowance' - log2_headroom)
                      s'         = min(target, max(s + 1, target - 8));  min(target, s + 8) where there is no peak
         not finite:  s'         = s - 8,  n' = 0,  and the step is skipped; at the floor, all that was learned is lost
-          0 < n < 9:     margin'    = what makes the target s - 1, at most 8 more
-          9 <= n < 512:  allowance' = likewise, at most 8 in all;  margin' = 1 where it is 8 already
+          0 < n < 9:     margin'    = what makes the target s - 1, at most 8 more, 28 in all
+          9 <= n < 512:  allowance' = likewise, at most 6 in all;  margin' = 1 where it is 6 already
           n >= 2048:     likewise, where margin > 1 or allowance > 0
-          n = -1:        likewise, but  margin' = margin + 1  where the allowance is 8 already
+          n = -1:        likewise, but  margin' = margin + 1  where the allowance is 6 already
           no peak:       s'         = s - 24;  margin' = what makes the target s - 24, where n is not 0
 
     Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
     how much. But an overflow is no proof: a NaN may come from the data. One that comes again at once, while the scale
-    climbs back, proves a limit, and the margin is moved to it. Those that come now and then are believed up to 8 bits,
+    climbs back, proves a limit, and the margin is moved to it. Those that come now and then are believed up to 6 bits,
     which is the allowance; if they still come, they are not the scale's, and what the margin has learned is given back.
     A lone overflow, as from a spike in the data, is made up for in 8 steps. A gradient that is more than 4 bits above
     the peak shows that the peak was to blame.
@@ -109,7 +112,7 @@ class AutoLossScale(LossScale):
       log2_peak: ``float32[]``, a leaf: log2 of the largest gradient seen lately; -127 before there is one.
       log2_margin: ``float32[]``, a leaf: how many bits above the peak are known to be needed. Before there is a peak,
         it ends the search: 102 for ``2**40``, and a bit more for every bit below.
-      log2_allowance: ``float32[]``, a leaf: how many more are kept free for overflows that come now and then, 0 to 8.
+      log2_allowance: ``float32[]``, a leaf: how many more are kept free for overflows that come now and then, 0 to 6.
       num_finite_steps: ``int32[]``, a leaf: finite steps since the last overflow, counted up to 2,048; -1 if all
         gradients were zero since.
 
@@ -264,22 +267,23 @@ class AutoLossScale(LossScale):
         there = log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, 1)
         bits_free = _LOG2_LIMIT - self.log2_headroom - now.log2_peak - there - _LOG2_FORGOTTEN
         more = jnp.maximum(bits_free - now.log2_margin - now.log2_allowance, 0)
-        at_most = jnp.where(no_peak, more, _LOG2_MOVE)
-        margin = now.log2_margin + jnp.where(at_once, jnp.minimum(more, at_most), 0)
-        is_used_up = now.log2_allowance >= _LOG2_MOVE
-        given_back = jnp.where(only_zeros, margin + jnp.minimum(more, 1), _LOG2_LEAST_MARGIN)
+        at_most = jnp.where(no_peak, more, jnp.clip(_LOG2_MOST_MARGIN - now.log2_margin, 0, _LOG2_MOVE))
+        learned = jnp.minimum(more, at_most)
+        margin = now.log2_margin + jnp.where(at_once, learned, 0)
+        is_used_up = now.log2_allowance >= LOG2_ALLOWANCE
+        given_back = jnp.where(only_zeros, margin + jnp.minimum(learned, 1), _LOG2_LEAST_MARGIN)
         margin = jnp.where(now_and_then & is_used_up, given_back, margin)
-        allowed = jnp.minimum(now.log2_allowance + more, _LOG2_MOVE)
+        allowed = jnp.minimum(now.log2_allowance + more, LOG2_ALLOWANCE)
         allowance = jnp.where(now_and_then & ~is_used_up, allowed, now.log2_allowance)
 
         # Scale. One that was set below the floor by hand does not rise.
         fallen = self._clipped(log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, _LOG2_MOVE))
         scale = jnp.minimum(fallen, now.current_loss_scale)
         nothing = jnp.zeros_like(num_steps)
-        learned = _State(scale, now.log2_peak, margin, allowance, nothing)
+        after = _State(scale, now.log2_peak, margin, allowance, nothing)
         no_peak_yet, whole_search, no_allowance = map(jnp.float32, (_LOG2_NOTHING, _LOG2_SEARCH_MARGIN, 0))
         lost = _State(scale, no_peak_yet, whole_search, no_allowance, nothing)
-        return _where(now.current_loss_scale <= self.min_loss_scale, lost, learned)
+        return _where(now.current_loss_scale <= self.min_loss_scale, lost, after)
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
         return jnp.floor(_LOG2_LIMIT - self.log2_headroom - peak - margin - allowance)

@@ -88,13 +88,13 @@ def oracle(config, state, finite, largest):
         if no_peak:
             margin += more if n != 0 else 0
         elif 0 < n < 9:
-            margin += min(more, 8)
-        elif (9 <= n < 512 or n >= 2048) and allowance >= 8:
+            margin += min(more, 8, max(28 - margin, 0))
+        elif (9 <= n < 512 or n >= 2048) and allowance >= 6:
             margin = 1
-        elif n == -1 and allowance >= 8:
-            margin += min(more, 1)
+        elif n == -1 and allowance >= 6:
+            margin += min(more, 1, max(28 - margin, 0))
         elif n == -1 or 9 <= n < 512 or (n >= 2048 and (margin > 1 or allowance > 0)):
-            allowance = min(allowance + more, 8)
+            allowance = min(allowance + more, 6)
         rest = (-127, 102, 0, 0) if scale <= floor else (peak, margin, allowance, 0)
         new = after(s - (24 if no_peak else 8), *rest)
         return {**new, STATE[0]: min(new[STATE[0]], scale)}, False
@@ -181,7 +181,7 @@ def random_state(random):
         "current_loss_scale": np.float32(2.0 ** random.integers(-20, 100)),
         "log2_peak": np.float32(random.choice([-127, random.uniform(-60, 20)])),
         "log2_margin": np.float32(random.choice([0, 0.3, 1, random.uniform(0, 20), random.uniform(100, 140)])),
-        "log2_allowance": np.float32(random.choice([0, 0.01, 8, random.uniform(0, 9)])),
+        "log2_allowance": np.float32(random.choice([0, 0.01, 6, random.uniform(0, 9)])),
         "num_finite_steps": np.int32(max(random.choice([beside, 2**31 - 1]), -1)),
     }
 
@@ -328,11 +328,12 @@ def test_a_gradient_far_above_the_peak_clears_what_was_learned():
             ("one_after_the_other", [0, 0, 0], [1, 1, 1], [0, 0, 0]),
             ("at_once", [8, 7, 4, 2], [3, 4, 8, 14], [0, 0, 0, 0]),
             ("at_the_target", [8, 8], [3, 3], [0, 1]),
+            ("at_once_for_long", [1] * 5, [9, 17, 24, 28, 28], [0] * 5),
             ("now_and_then", [9, 100, 500, 9], [1, 1, 1, 1], [2, 3, 4, 5]),
             ("seldom", [512, 512, 2047, 3000], [1, 1, 1, 1], [0, 0, 0, 0]),
             ("after_it_was_lowered", [9, 2049, 512], [1, 1, 1], [2, 3, 3]),
-            ("now_and_then_all_the_same", [9] * 10, [1] * 10, [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]),
-            ("at_once_and_now_and_then", [8, 7, *[20] * 9], [3, 4, *[4] * 8, 1], [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8]),
+            ("now_and_then_all_the_same", [9] * 10, [1] * 10, [2, 3, 4, 5, 6, 6, 6, 6, 6, 6]),
+            ("at_once_and_now_and_then", [8, 7, *[20] * 7], [3, 4, *[4] * 6, 1], [0, 0, 1, 2, 3, 4, 5, 6, 6]),
         ]
     ),
 )
@@ -348,13 +349,13 @@ def test_what_an_overflow_teaches(gaps, margins, allowances):
 def test_overflows_with_nothing_but_zeros_between_them_are_believed_a_bit_each():
     """A real gradient may come once in 50 steps, and overflow each time; so may a NaN."""
     loss_scale = adjust(at_rest(Auto(), 40, True, 2.0**-20), False)
-    for allowance in range(1, 8):
+    for allowance in range(1, 6):
         loss_scale = adjust(at_rest(loss_scale, 49, True, 0.0), False)
         learned = float(loss_scale.log2_margin), float(loss_scale.log2_allowance)
         assert learned == pytest.approx((1, allowance), abs=1 / 2)
     for margin in [1, 2, 3, 4]:
         loss_scale = adjust(at_rest(loss_scale, 49, True, 0.0), False)
-        assert (float(loss_scale.log2_margin), float(loss_scale.log2_allowance)) == (margin, 8)
+        assert (float(loss_scale.log2_margin), float(loss_scale.log2_allowance)) == (margin, 6)
     # One that was seen at the target disproves it.
     after_one = adjust(at_rest(loss_scale, 49, True, 0.0), True, largest=2.0**-20)
     assert float(adjust(after_one, False).log2_margin) == 1
@@ -447,41 +448,6 @@ def test_nans_at_the_beginning_do_not_end_the_search_for_long(beginning):
     nans[list(beginning)] = np.inf
     _, unused = judged(log2_largest, nans)
     assert np.all(unused[3000:] <= 11)
-
-
-def hostile(random, steps):
-    """A random trace, as `judged` takes it: drifts, two sizes, phases, zeros, NaN now and then, and a burst of them."""
-    time = np.arange(steps) / steps
-    log2 = random.uniform(-30, 4) + random.uniform(-12, 12) * time + random.normal(size=steps) * random.uniform(0, 1.5)
-    if random.random() < 0.4:
-        log2 -= np.where(random.random(steps) < random.uniform(0.02, 0.9), random.uniform(4, 20), 0)
-    if random.random() < 0.4:
-        log2 += np.repeat(random.normal(size=4) * 5, -(-steps // 4))[:steps]
-    inside = np.maximum(random.uniform(-8, 14) + random.normal(size=steps) * random.uniform(0, 1), 0)
-    if random.random() < 0.5:
-        log2 = np.where(random.random(steps) < random.choice([0.05, 0.5, 0.8, 0.98]), -np.inf, log2)
-    if random.random() < 0.5:
-        inside = np.where(random.random(steps) < random.choice([0.002, 0.01, 0.03]), np.inf, inside)
-    if random.random() < 0.3:
-        start = random.integers(steps // 2)
-        inside[start : start + random.integers(2, 30)] = np.inf
-    return np.where(np.isinf(inside), 0.0, log2), inside
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_whatever_comes_the_scale_stays_within_30_bits_of_the_best_fixed_one(seed):
-    """From 2,000 steps on; the best is the highest at which 1 real gradient in 500 overflows."""
-    steps = 3000
-    log2_largest, inside = hostile(np.random.default_rng(seed), steps)
-    skips, unused = judged(log2_largest[:, None], inside[:, None])
-    first = log2_largest + inside
-    real = np.sort(first[np.isfinite(first)])[::-1]
-    applied = np.isfinite(unused[:, 0]) & (np.arange(steps) >= 2000)
-    log2_scale = math.log2(65504) - first[applied] - unused[applied, 0]
-    bits_below = math.log2(65504) - real[len(real) // 500] - log2_scale
-    assert bits_below.size == 0 or (np.percentile(bits_below, 95) <= 36 and np.max(bits_below) <= 50)
-    assert skips.item() <= 20 + 0.6 * len(real)
 
 
 # --- Whatever comes ---

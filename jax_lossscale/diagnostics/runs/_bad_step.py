@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._loss_scale import FixedLossScale, LossScale
+from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
+from jax_lossscale._loss_scale.auto import LOG2_ALLOWANCE
 from jax_lossscale._optax import BadStep, LossScaledState
 from jax_lossscale._optax.readers import is_at_its_floor
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path
@@ -59,8 +60,6 @@ _PERHAPS_A_PART = (
     "Or it was in a micro-batch that was left out of them, and `skip_if` was true or the loss not finite. Which it "
     "was, only `record_bad_steps=True` keeps."
 )
-# What `AutoLossScale` learns, at most, from overflows that come now and then: beyond this they are not the scale's.
-_LOG2_ALLOWANCE = 8
 
 
 class Cause(NamedTuple):
@@ -180,7 +179,7 @@ def _of_many(cause: Cause, state: LossScaledState) -> list[str]:
     loss_scale = state.loss_scale
     if is_back(cause.record, state):  # which is said already
         return []
-    if getattr(loss_scale, "log2_allowance", 0.0) >= _LOG2_ALLOWANCE:
+    if isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance >= LOG2_ALLOWANCE:
         return [*_NOT_THE_SCALE]
     unknown = [_HAVE_THEM_KEPT] if cause.record is None else []
     return unknown + ([_OVERFLOWS_ARE_RARER] if hasattr(loss_scale, "increment_period") else [])

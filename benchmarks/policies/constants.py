@@ -1,0 +1,141 @@
+"""What every number of `AutoLossScale`'s rule is for: a trace on which another number fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+import jax_lossscale as jls
+from benchmarks.policies import traces
+from benchmarks.policies.judge import forget_programs, unused_bits
+from benchmarks.policies.traces import Trace
+from jax_lossscale._loss_scale import auto
+
+
+def _skipped(unused: np.ndarray, skipped: np.ndarray) -> float:
+    real = np.sum(np.isfinite(unused) | skipped, axis=0)
+    return float(np.max(1000 * np.sum(skipped, axis=0) / real))
+
+
+def _mean(unused: np.ndarray, skipped: np.ndarray) -> float:
+    return float(np.max(np.mean(unused, axis=0, where=np.isfinite(unused))))
+
+
+def _at_95(unused: np.ndarray, skipped: np.ndarray) -> float:
+    return float(np.max(np.nanpercentile(np.where(np.isfinite(unused), unused, np.nan), 95, axis=0)))
+
+
+def _to_arrive(unused: np.ndarray, skipped: np.ndarray) -> float:
+    return float(np.max(np.sum(np.cumsum(unused < 7, axis=0) == 0, axis=0)))
+
+
+MEASURES = {
+    "skipped of 1,000 real": _skipped,
+    "unused bits": _mean,
+    "unused bits on 95 of 100": _at_95,
+    "steps to arrive": _to_arrive,
+}
+
+
+class Need(NamedTuple):
+    """That a number of the rule is needed.
+
+    Attributes:
+      constant: its name in `jax_lossscale._loss_scale.auto`.
+      instead: another number.
+      traces: what fails with that one.
+      measure: what is measured there, of `MEASURES`; on the worst of several traces.
+      limit: what is to be held, which it is with the rule's own number.
+    """
+
+    constant: str
+    instead: float
+    traces: Callable[[], Sequence[Trace]]
+    measure: str
+    limit: float
+
+    def measured(self, loss_scale: jls.AutoLossScale | None = None) -> float:
+        """What comes of the rule as it is."""
+        return MEASURES[self.measure](*unused_bits(loss_scale or jls.AutoLossScale(), self.traces()))
+
+    def measured_instead(self) -> float:
+        """What comes of the other number."""
+        with _changed(self.constant, self.instead):
+            return self.measured()
+
+
+@contextmanager
+def _changed(constant: str, instead: float) -> Iterator[None]:
+    """A number of the rule is another one."""
+    own = getattr(auto, constant)
+    setattr(auto, constant, instead)
+    forget_programs()
+    try:
+        yield
+    finally:
+        setattr(auto, constant, own)
+        forget_programs()
+
+
+def _kind(name: str, make: Callable[[int], list[Trace]] = traces.synthetic) -> Callable[[], list[Trace]]:
+    return lambda: [trace for trace in make(20_000) if trace.kind == name]
+
+
+def _recorded(name: str) -> Callable[[], list[Trace]]:
+    return lambda: [trace for trace in traces.recorded() if trace.kind == name]
+
+
+def _decaying_with_nans() -> list[Trace]:
+    (trace,) = (trace for trace in traces.not_a_number(0.02, 20_000) if trace.log2_largest.mean() > 3)
+    return [trace._replace(log2_largest=trace.log2_largest - 20 * np.arange(20_000) / 20_000)]
+
+
+def _zeros_and_nans() -> list[Trace]:
+    pairs = zip(traces.mostly_zero(50, 20_000), traces.not_a_number(0.05, 20_000), strict=True)
+    return [nan._replace(log2_largest=np.where(np.isinf(nan.log2_inside), 0, zero.log2_largest)) for zero, nan in pairs]
+
+
+def _nans_in_a_burst() -> list[Trace]:
+    small = traces.not_a_number(0.05, 3_000)[0]
+    every_other = (np.arange(3_000) >= 500) & (np.arange(3_000) < 520) & (np.arange(3_000) % 2 == 0)
+    return [small._replace(log2_inside=np.where(every_other, np.inf, small.log2_inside))]
+
+
+def _far_inside() -> list[Trace]:
+    return [Trace("inside 2^26", np.full(20_000, -30.0), np.full(20_000, 26.0), 0.0)]
+
+
+def _tiny() -> list[Trace]:
+    return [Trace("2^-60", np.full(64, -60.0), np.zeros(64), 0.0)]
+
+
+_SKIPPED, _UNUSED, _UNUSED_95, _ARRIVING = MEASURES
+
+NEEDS = (
+    Need("_LOG2_MOVE", 12, lambda: traces.not_a_number(0.05, 20_000), _UNUSED_95, 28),
+    Need("_LOG2_MOVE", 4, _kind("2^20 inside comes", lambda steps: traces.events(4_000)), _SKIPPED, 2),
+    Need("LOG2_ALLOWANCE", 12, lambda: traces.not_a_number(0.05, 20_000), _UNUSED_95, 28),
+    Need("LOG2_ALLOWANCE", 4, _kind("spikes, noise 0.5"), _UNUSED, 4),
+    Need("_LOG2_LEAST_MARGIN", 0, _recorded("convnet"), _SKIPPED, 2),
+    Need("_LOG2_MOST_MARGIN", 64, _nans_in_a_burst, _UNUSED_95, 28),
+    Need("_LOG2_MOST_MARGIN", 20, _far_inside, _SKIPPED, 2),
+    Need("_LOG2_FORGOTTEN", 1 / 256, _recorded("many_outputs"), _UNUSED, 4),
+    Need("_LOG2_FORGOTTEN", 1 / 16, _kind("1 in 50 2^16 larger", traces.mixtures), _SKIPPED, 2),
+    Need("_LOG2_HARDLY_FORGOTTEN", 1 / 64, lambda: traces.mostly_zero(50, 20_000), _SKIPPED, 10),
+    Need("_LOG2_HARDLY_FORGOTTEN", 0, _decaying_with_nans, _UNUSED, 20),
+    Need("_LOG2_JUMP", 6, _kind("spikes, noise 0.5"), _UNUSED, 4),
+    Need("_LOG2_JUMP", 2, _kind("1 in 50 2^16 larger", traces.mixtures), _SKIPPED, 2),
+    Need("_LOG2_SEARCH_MARGIN", 122, _tiny, _ARRIVING, 16),  # up to 2^20
+    Need("_LOG2_SEARCH_MARGIN", 16, lambda: traces.mostly_zero(50, 20_000), _SKIPPED, 10),  # up to 2^126
+    Need("_LOG2_SEARCH_FALL", 8, lambda: traces.mostly_zero(50, 20_000), _SKIPPED, 10),
+    Need("_CLIMB", 4, _kind("inside waves"), _SKIPPED, 2),
+    Need("_SOON", 1024, _kind("spikes, noise 0.5"), _UNUSED, 4),
+    Need("_SOON", 256, _kind("blocks of 200, 2^24 apart", traces.mixtures), _SKIPPED, 2),
+    Need("_PATIENCE", 4096, _kind("inside 2^8, noise 1.5"), _UNUSED, 6),
+    Need("_PATIENCE", 512, _kind("inside 2^8, noise 1.5"), _SKIPPED, 2),
+    Need("_ONLY_ZEROS", 9, lambda: traces.mostly_zero(10, 20_000, inside=12.0), _SKIPPED, 10),
+    Need("_ONLY_ZEROS", 1, _zeros_and_nans, _UNUSED, 20),
+)
