@@ -67,7 +67,8 @@ _MESH_NOTES = (
 _NOT_RUN = "GPU program (compiled, not run)"
 
 # An H100 SXM5, by NVIDIA's data sheet and by the table of compute capability 9.0 in its CUDA C++ Programming Guide.
-# Without any one of these XLA fails or makes another program; what makes no difference to it is left out.
+# Without any one of these XLA fails or makes another program (without the versions and the platform, products of float8
+# are not left to cuBLASLt); what makes no difference to it is left out.
 _H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 }
@@ -89,6 +90,9 @@ gpu_device_info {
   device_memory_size: 80000000000
   memory_bandwidth: 3350000000000
 }
+platform_name: "CUDA"
+runtime_version { major: 12 minor: 9 patch: 0 }
+dnn_version_info { major: 9 minor: 10 patch: 0 }
 """
 
 
