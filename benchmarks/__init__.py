@@ -14,7 +14,7 @@ BENCHMARKS = {
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
     "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits",
-    "autocast": "`jls.autocast` beside casts by hand: products, bytes kept, casts, errors, H100 (extra `bench-cuda`)",
+    "autocast": "`jls.autocast` beside casts by hand: steps for an H100 (extra `bench-cuda`), bytes kept, errors",
     "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
 }
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Tables are wide. A file or a pipe has no width that they would have to fit. Brackets are text, not markup.
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    special = {"accuracy": options.for_accuracy, "policies": options.for_policies}
+    special = {"accuracy": options.for_accuracy, "policies": options.for_policies, "autocast": options.for_autocast}
     tables, gpu, failed = _run(options.benchmarks, options.quick, special, console)
     if any(table.marks for table in tables):
         print_summary(tables, console)
@@ -109,6 +109,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workload", action="append", default=[], metavar="NAME", help="accuracy: only this one; may be repeated"
     )
     parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help="autocast: only its step; may be repeated"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="autocast: of each step, the N operations that differ most"
+    )
+    parser.add_argument(
         "--docs", action="store_true", help="accuracy: write table and figure of docs/accuracy.md; policies: its figure"
     )
     options = parser.parse_args(arguments)
@@ -134,8 +140,20 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
         parser.error("--docs needs every workload in full: leave out --workload and --quick")
     if options.docs and importlib.util.find_spec("matplotlib") is None:
         parser.error("--docs needs matplotlib, of the extra `plot`: pip install -e '.[plot]'")
+    if (options.model or options.kernels) and "autocast" not in asked:
+        parser.error("--model and --kernels belong to the benchmark autocast")
+    options.for_autocast = _checked_autocast(parser, options) if "autocast" in asked else {}
     options.for_policies = {"docs": options.docs} if "policies" in asked else {}
     options.for_accuracy = _checked_accuracy(parser, options) if "accuracy" in asked else {}
+
+
+def _checked_autocast(parser: _Parser, options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.autocast.tables import MODELS
+
+    for name in options.model:
+        if name not in MODELS:
+            parser.error(f"there is no model {name!r}; there are {', '.join(MODELS)}")
+    return {"models": tuple(dict.fromkeys(options.model)), "kernels": options.kernels}
 
 
 def _checked_accuracy(parser: _Parser, options: argparse.Namespace) -> dict[str, Any]:
@@ -153,6 +171,8 @@ def _checked_accuracy(parser: _Parser, options: argparse.Namespace) -> dict[str,
 def _given(options: argparse.Namespace) -> list[str]:
     """The options that decide what was run, as they would be written."""
     workloads = [text for name in options.workload for text in ("--workload", name)]
+    workloads += [text for name in options.model for text in ("--model", name)]
+    workloads += ["--kernels", str(options.kernels)] if options.kernels else []
     return [*workloads, *(["--quick"] if options.quick else []), *(["--docs"] if options.docs else [])]
 
 

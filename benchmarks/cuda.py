@@ -128,6 +128,13 @@ def devices(topology: str) -> list[Any]:
     return topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology=topology).devices
 
 
+def compile_for_one(function: Any, *arguments: Any) -> jax.stages.Compiled:
+    """A jitted function, compiled for one H100, of arguments of these shapes."""
+    there = jax.sharding.SingleDeviceSharding(devices("1x1x1")[0])
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
+    return function.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+
+
 def _measure(
     dtype: str,
     contenders: tuple[Contender, ...],

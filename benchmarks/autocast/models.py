@@ -48,19 +48,11 @@ class Model(NamedTuple):
     loss: Callable[[Casts], Loss]
 
 
-def transformer(blocks: int = 4, width: int = 512, heads: int = 8, batch: int = 8, context: int = 256) -> Model:
+def transformer(
+    blocks: int = 4, width: int = 512, heads: int = 8, batch: int = 8, context: int = 256, dropout: float = 0.0
+) -> Model:
     """Blocks of flax linen under a squared error; by hand: ``dtype=float16``, which is all that flax asks for."""
     import flax.linen as nn
-
-    class Block(nn.Module):
-        dtype: Any
-
-        @nn.compact
-        def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-            attention = nn.MultiHeadDotProductAttention(heads, dtype=self.dtype, deterministic=True)
-            x = x + attention(nn.LayerNorm(dtype=self.dtype)(x), mask=mask)
-            hidden = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
-            return x + nn.Dense(width, dtype=self.dtype)(hidden)
 
     class Blocks(nn.Module):
         dtype: Any = None
@@ -68,8 +60,15 @@ def transformer(blocks: int = 4, width: int = 512, heads: int = 8, batch: int = 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+            options = {"dtype": self.dtype}
+            drop = nn.Dropout(dropout, deterministic=False)
             for _ in range(blocks):
-                x = Block(self.dtype)(x, mask)
+                attention = nn.MultiHeadDotProductAttention(
+                    heads, dropout_rate=dropout, broadcast_dropout=False, deterministic=False, **options
+                )
+                x = x + drop(attention(nn.LayerNorm(**options)(x), mask=mask))
+                hidden = nn.gelu(nn.Dense(4 * width, **options)(nn.LayerNorm(**options)(x)))
+                x = x + drop(nn.Dense(width, **options)(hidden))
             return x
 
     def loss(casts: Casts) -> Loss:
@@ -77,7 +76,8 @@ def transformer(blocks: int = 4, width: int = 512, heads: int = 8, batch: int = 
 
         def squared_error(params: Any, batch: Any) -> jax.Array:
             x, targets = batch
-            return jnp.mean((casts.wide(network.apply(params, casts.narrow(x))) - targets) ** 2)
+            outputs = network.apply(params, casts.narrow(x), rngs={"dropout": jax.random.key(1)})
+            return jnp.mean((casts.wide(outputs) - targets) ** 2)
 
         return squared_error
 
