@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks import models, trees
 from benchmarks.isolation import Progress, call_apart
 from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, ApplyIfFinite, Contender, Flax, Jmp
-from benchmarks.report import Cell, Mark, Table
+from benchmarks.report import Cell, Mark, Table, columns
 from benchmarks.timing import Timings
 
 _CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, ApplyIfFinite())
@@ -73,8 +73,10 @@ def _measure(kind: str, shape: tuple[int, ...], quick: bool, progress: Progress)
     if quick:
         note = f"--quick stops at {counts[-1]} leaves"
         marks.append(Mark(f"compile time over bare, {_MARKED_LEAVES} {kind} leaves", None, _GOAL, note=note))
-    columns = (("leaves", "{}"), ("step", "{}"), ("trace, lower and compile", "{:.2f} s"), ("over bare", "{:.2f}"))
-    return Table(f"Compile time, leaves of {shape[0]} x {shape[1]}", columns, rows, marks, quick=quick)
+    title = f"Compile time, leaves of {shape[0]} x {shape[1]}"
+    return Table(
+        title, columns("leaves | step | trace, lower and compile {:.2f} s | over bare {:.2f}"), rows, marks, quick=quick
+    )
 
 
 def _measure_training(quick: bool, progress: Progress) -> Table:
@@ -99,11 +101,12 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
             Mark(f"{name}, {ours.name.removeprefix('ours, ')}", timings.minimum(ours.name) / bare, _TRAINING_GOAL)
             for ours in (OURS, *OTHER_KINDS)
         ]
-    columns = (("step", "{}"), ("trace, lower and compile", "{:.2f} s"), ("over bare", "{:.2f}"))
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
     notes = [f"{' and '.join(it.name for it in _SLOW)}: compiled once, the others several times; the shortest counts."]
-    return Table(title, columns, rows, marks, notes, quick)
+    return Table(
+        title, columns("step | trace, lower and compile {:.2f} s | over bare {:.2f}"), rows, marks, notes, quick
+    )
 
 
 def _interleave(

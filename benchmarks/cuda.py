@@ -22,7 +22,7 @@ from benchmarks.gpu_program import Program, read
 from benchmarks.isolation import Progress
 from benchmarks.meshes import LAYOUTS, Layout, collectives
 from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender, Ours, clipped
-from benchmarks.report import Mark, Table
+from benchmarks.report import Mark, Table, columns
 
 _CONTENDERS: tuple[Contender, ...] = (
     BARE,
@@ -35,30 +35,17 @@ _CONTENDERS: tuple[Contender, ...] = (
 _CLIPPED = clipped(BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS)
 _BYTES_GOALS = {"float32": 1.18, "float16": 1.10}
 _PACKAGES = ("jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
-_COLUMNS = (
-    ("step", "{}"),
-    ("kernels", "{}"),
-    ("before update", "{}"),
-    ("bytes per parameter", "{:.2f}"),
-    ("over bare", "{:.3f}"),
-    ("full-size copies", "{}"),
-    ("conditionals", "{}"),
-    ("temporaries", "{:.1%}"),
+_COLUMNS = columns(
+    "step | kernels | before update | bytes per parameter {:.2f} | over bare {:.3f} | predicted {:.3f} ms | "
+    "full-size copies | conditionals | temporaries {:.1%}"
 )
 _NOTES = (
     "Bytes: the sizes of all operands and results of all kernels. Of a conditional, the branch that moves more counts.",
     "Before update: kernels that wait for gradients, and that a kernel which reads parameters waits for.",
     "Copies: of arrays, not of scalars; in whatever branch. Temporaries: as a share of the parameters.",
 )
-_MESH_COLUMNS = (
-    ("mesh", "{}"),
-    ("sets of axes", "{}"),
-    ("step", "{}"),
-    ("kernels", "{}"),
-    ("before update", "{}"),
-    ("bytes over bare", "{:.3f}"),
-    ("all-reduces", "{}"),
-    ("other collectives", "{}"),
+_MESH_COLUMNS = columns(
+    "mesh | sets of axes | step | kernels | before update | bytes over bare {:.3f} | all-reduces | other collectives"
 )
 _MESH_NOTES = (
     "Of one device of eight. Sets of axes: over which leaves are split; norms are not split.",
@@ -157,6 +144,7 @@ def _measure(
             len(program.before_the_update),
             program.bytes / trees.size(params),
             program.bytes / bare.bytes,
+            1e3 * program.seconds,
             program.copies,
             program.conditionals,
             program.temporaries / trees.bytes_of(params),
@@ -164,7 +152,7 @@ def _measure(
         for name, program in programs.items()
     ]
     ours = programs[OURS.name]
-    marks = [] if contenders is _CLIPPED else _marks(dtype, ours.copies, ours.bytes / bare.bytes, quick=quick)
+    marks = [] if contenders is _CLIPPED else _marks(dtype, ours.copies, ours.bytes / bare.bytes)
     adam = "Adam after clipping by global norm" if contenders is _CLIPPED else "Adam"
     title = f"Program for an H100, not run: {adam}, {trees.size(params) / 1e6:.1f} M parameters, {dtype} gradients"
     return Table(title, _COLUMNS, rows, marks, _NOTES, quick)
@@ -185,9 +173,9 @@ def _measure_on_meshes(devices: list[Any], quick: bool, progress: Progress) -> T
             counts = len(program.kernels), len(program.before_the_update), program.bytes / of_bare[0].bytes
             rows.append((layout.name, layout.sets_of_axes, name, *counts, reduces, found.total()))
         what = f"{_NOT_RUN}: all-reduces of update_and_apply, mesh {layout.name}"
-        marks.append(Mark(what, reduces, layout.sets_of_axes, quick=quick))
+        marks.append(Mark(what, reduces, layout.sets_of_axes))
     what = f"{_NOT_RUN}: other collectives of update_and_apply"
-    marks.append(Mark(what, max(row[-1] for row in rows), 0, exactly=True, quick=quick))
+    marks.append(Mark(what, max(row[-1] for row in rows), 0, exactly=True))
     title = f"Programs for one of eight H100s, not run: Adam over {trees.size(params) / 1e6:.1f} M float32 parameters"
     return Table(title, _MESH_COLUMNS, rows, marks, _MESH_NOTES, quick)
 

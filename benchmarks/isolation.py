@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.report import Table
+from benchmarks.report import Table, environment
 
 
 class BenchmarkError(Exception):
@@ -38,43 +39,22 @@ class Progress:
         return replace(self, start=start, stop=start + width, what=": ".join(filter(None, (self.what, what))))
 
 
-def run_apart(
-    name: str, quick: bool, tell: Callable[[float, str], None], **options: Any
-) -> tuple[list[Table], dict[str, str]]:
+def run_apart(name: str, quick: bool, **options: Any) -> tuple[list[Table], str]:
     """Run ``benchmarks.<name>`` in a process of its own, with the ``options`` that only it has.
 
     Returns:
-      Its tables, and the accelerator and the versions that it ran with.
+      Its tables, and the GPU that it ran on.
 
     Raises:
       BenchmarkError: if it failed, or if its process died.
     """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, quick, options, there))
-    process.start()
-    there.close()
-    try:
-        while True:
-            kind, *content = here.recv()
-            if kind == "progress":
-                tell(*content)
-            elif kind == "error":
-                raise BenchmarkError(content[0])
-            else:
-                tables, environment = content
-                return tables, environment
-    except EOFError:
-        process.join()
-        raise BenchmarkError(f"its process ended with exit code {process.exitcode}; out of memory?") from None
-    except BaseException:
-        process.terminate()
-        raise
-    finally:
-        process.join()
+    result = call_apart(_run, name, quick, options, timeout=None)
+    if not isinstance(result, tuple):
+        raise BenchmarkError(result or "its process died; out of memory?")
+    return result
 
 
-def call_apart(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+def call_apart(function: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
     """``function(*args)`` in a process of its own; ``None`` if it takes more than ``timeout`` seconds or dies."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -90,16 +70,16 @@ def call_apart(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         process.join()
 
 
-def _work(name: str, quick: bool, options: dict[str, Any], connection: Connection) -> None:
-    try:
-        from benchmarks.report import environment
+def _run(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
+    def tell(fraction: float, what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name}: {fraction:.0%} {what}", end="\r", file=sys.stderr, flush=True)
 
-        module = importlib.import_module(f"benchmarks.{name}")
-        progress = Progress(lambda fraction, what: connection.send(("progress", fraction, what)))
-        tables = module.run(quick, progress, **options)
-        connection.send(("result", tables, environment()))
+    try:
+        tables = importlib.import_module(f"benchmarks.{name}").run(quick, Progress(tell), **options)
+        return tables, environment()
     except Exception:
-        connection.send(("error", traceback.format_exc()))
+        return traceback.format_exc()
 
 
 def _send_result(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

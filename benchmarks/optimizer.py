@@ -1,13 +1,12 @@
 """The optimizer's step alone: Adam over 33 M float32 parameters, state donated.
 
 What is compared is everything between the gradients and the new parameters; once more with `optax.clip_by_global_norm`
-inside, which reads the gradients for its norm whether or not they are scaled. On a GPU the sizes are larger, the marks
-those of DESIGN for a GPU, and PyTorch's fused `GradScaler` and `Adam` stand beside, where PyTorch is installed.
+inside, which reads the gradients for its norm whether or not they are scaled. On a GPU the sizes are larger, and the
+marks others.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks import trees
 from benchmarks.isolation import Progress
 from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours, clipped
-from benchmarks.report import Mark, Table
+from benchmarks.report import Mark, Table, columns
 from benchmarks.timing import Repeated, Timings, interleave
 
 _SKIPS: tuple[Contender, ...] = (Ours(skip="cond"), Ours(skip="select"))
@@ -28,14 +27,9 @@ _SIZES = {"cpu": [33_000_000], "gpu": [100_000_000, 1_000_000_000]}
 _QUICK_SIZES = {"cpu": [4_000_000], "gpu": [33_000_000]}
 _LARGE = 500_000_000  # parameters, from which on only the contenders without copies of everything fit beside each other
 _LARGEST_SHARE = 1 / 3  # of the parameters' bytes, in temporaries
-_COLUMNS = (
-    ("step", "{}"),
-    ("median", "{:.2f} ms"),
-    ("minimum", "{:.2f} ms"),
-    ("over bare", "{:.2f}"),
-    ("spread", "{}"),
-    ("temporaries", "{:.0f} MB"),
-    ("of parameters", "{:.0%}"),
+_COLUMNS = columns(
+    "step | median {:.2f} ms | minimum {:.2f} ms | over bare {:.2f} | spread | temporaries {:.0f} MB | "
+    "of parameters {:.0%}"
 )
 
 
@@ -82,32 +76,17 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
         progress(0, f"compiling {contender.name}")
         state = jax.jit(contender.init)(trees.fill(shapes, jnp.float32))
         compiled = jax.jit(contender.apply, donate_argnums=0).lower(state, grads).compile()
-        if memory := compiled.memory_analysis():
-            temporaries[contender.name] = memory.temp_size_in_bytes
+        temporaries[contender.name] = compiled.memory_analysis().temp_size_in_bytes
         steps[contender.name] = Repeated(compiled, state, grads)
-    if _with_torch(case):
-        from benchmarks import peers_torch
-
-        steps |= peers_torch.steps([leaf.shape for leaf in jax.tree.leaves(grads)])
-
     timings = interleave(steps, 7 if quick else 25, progress)
     rows = [
-        (
-            name,
-            1e3 * timings.median(name),
-            1e3 * timings.minimum(name),
-            timings.ratio(name, BARE.name).median,
-            timings.ratio(name, BARE.name).spread,
-            temporaries[name] / 1e6 if name in temporaries else None,
-            temporaries[name] / params_bytes if name in temporaries else None,
-        )
-        for name in steps
+        (*timings.row(name, BARE.name), temporaries[name] / 1e6, temporaries[name] / params_bytes) for name in steps
     ]
     # With clipping there is no goal: what the check costs is then part of what the norm costs anyway.
-    marks = [] if case.clips else _marks(case, timings, temporaries[OURS.name] / params_bytes, quick)
+    marks = [] if case.clips else _marks(case, timings, temporaries[OURS.name] / params_bytes)
     if case.platform == "gpu" and not case.clips:
         name = f"GPU: host waits for the device in a step, {case.what}"
-        marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True, quick=quick))
+        marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True))
     adam = "Adam after clipping by global norm" if case.clips else "Adam"
     title = f"{adam}, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
     is_compared = case.size < _LARGE and not case.clips
@@ -115,12 +94,7 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
     return Table(title, _COLUMNS, rows, marks, notes, quick=quick)
 
 
-def _with_torch(case: _Case) -> bool:
-    small_and_plain = case.size < _LARGE and case.dtype == "float32" and not case.clips
-    return case.platform == "gpu" and small_and_plain and importlib.util.find_spec("torch") is not None
-
-
-def _marks(case: _Case, timings: Timings, temporaries: float, quick: bool) -> list[Mark]:
+def _marks(case: _Case, timings: Timings, temporaries: float) -> list[Mark]:
     """Of ours, in one call: the time over bare, and temporaries as a share of the parameters."""
     on = "GPU: " if case.platform == "gpu" else ""
     goal = _GOALS[case.platform][case.dtype]
@@ -128,8 +102,8 @@ def _marks(case: _Case, timings: Timings, temporaries: float, quick: bool) -> li
     for contender in (OURS, *OTHER_KINDS):
         ratio = timings.ratio(contender.name, BARE.name)
         name = f"{on}{contender.name.removeprefix('ours, ')} over bare, {case.what}"
-        marks.append(Mark(name, ratio.median, goal, quick=quick, note=f"spread {ratio.spread}"))
-    marks.append(Mark(f"{on}temporaries over parameters, {case.what}", temporaries, _LARGEST_SHARE, quick=quick))
+        marks.append(Mark(name, ratio.median, goal, note=f"spread {ratio.spread}"))
+    marks.append(Mark(f"{on}temporaries over parameters, {case.what}", temporaries, _LARGEST_SHARE))
     return marks
 
 

@@ -12,18 +12,11 @@ import jax_lossscale as jls
 from benchmarks.isolation import Progress
 from benchmarks.meshes import LAYOUTS, Layout, collectives
 from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, Contender
-from benchmarks.report import Mark, Table
+from benchmarks.report import Mark, Table, columns
 
 _DEVICES = 8
 _SHAPES = ((64, 1024), (256, 512))
-_COLUMNS = (
-    ("mesh", "{}"),
-    ("sets of axes", "{}"),
-    ("leaves", "{}"),
-    ("program", "{}"),
-    ("all-reduces", "{}"),
-    ("other collectives", "{}"),
-)
+_COLUMNS = columns("mesh | sets of axes | leaves | program | all-reduces | other collectives")
 _NOTES = (
     "Sets of axes: over which leaves are split. With explicit axes one all-reduce serves all sets.",
     "With automatic axes XLA for a CPU makes one for each dimension that is split; for a GPU see `cuda`.",
@@ -51,11 +44,11 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     ours = [row for row in rows if row[3] != BARE.name]
     marks = [
         *(
-            Mark(f"all-reduces for the verdict, mesh {layout.name}", worst, layout.sets_of_axes, quick=quick)
+            Mark(f"all-reduces for the verdict, mesh {layout.name}", worst, layout.sets_of_axes)
             for layout in LAYOUTS
             for worst in [max(reduces for name, _, _, _, reduces, _ in ours if name == layout.name)]
         ),
-        Mark("other collectives for the verdict", max(row[5] for row in ours), 0, exactly=True, quick=quick),
+        Mark("other collectives for the verdict", max(row[5] for row in ours), 0, exactly=True),
     ]
     title = f"Collectives over meshes of {_DEVICES} devices"
     return [Table(title, _COLUMNS, rows, marks, _NOTES, quick)]

@@ -60,6 +60,11 @@ class Timings:
         """The one of ``names`` with the smallest median."""
         return min(names, key=self.median)
 
+    def row(self, name: str, over: str) -> tuple[str, float, float, float, str]:
+        """Of a table: the name, median and minimum in milliseconds, the ratio and its spread."""
+        ratio = self.ratio(name, over)
+        return name, 1e3 * self.median(name), 1e3 * self.minimum(name), ratio.median, ratio.spread
+
     def ratio(self, name: str, over: str) -> Ratio:
         """How many times the time of ``over`` the contender ``name`` takes."""
         ratios = [a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)]

@@ -11,7 +11,7 @@ import jax_lossscale as jls
 from benchmarks import models, trees
 from benchmarks.isolation import Progress
 from benchmarks.peers import BARE, OURS, OURS_IN_TWO_CALLS, PEERS, Bare, Contender, Loss
-from benchmarks.report import Mark, Table
+from benchmarks.report import Mark, Table, columns
 from benchmarks.timing import Repeated, Timings, interleave
 
 # The bare step stands against itself as well: what then looks like overhead is noise.
@@ -19,13 +19,7 @@ _AGAIN = Bare("bare, again")
 _CONTENDERS: tuple[Contender, ...] = (BARE, _AGAIN, OURS, OURS_IN_TWO_CALLS, *PEERS)
 _GOAL = 0.5
 _HEADS = 4
-_COLUMNS = (
-    ("step", "{}"),
-    ("median", "{:.1f} ms"),
-    ("minimum", "{:.1f} ms"),
-    ("overhead", "{:.1%}"),
-    ("time over bare", "{}"),
-)
+_COLUMNS = columns("step | median {:.1f} ms | minimum {:.1f} ms | over bare {:.2f} | spread | overhead {:.1%}")
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
@@ -56,22 +50,13 @@ def _measure(name: str, make: Callable[[], Any], loss: Loss, dtype: str, quick: 
         params, batch = make()
         steps[contender.name] = _step(contender, loss, params, batch)
     timings = interleave(steps, 7 if quick else 25, progress)
-    rows = [
-        (
-            name,
-            1e3 * timings.median(name),
-            1e3 * timings.minimum(name),
-            _overhead(timings, name) if name != BARE.name else None,
-            timings.ratio(name, BARE.name).spread,
-        )
-        for name in steps
-    ]
+    rows = [(*timings.row(name, BARE.name), _overhead(timings, name) if name != BARE.name else None) for name in steps]
     title = f"Training step in {dtype}: {name}, {trees.size(params) / 1e6:.1f} M parameters"
     short = f"{name.partition(',')[0]}, {dtype}"
     # A skipped step is a short one.
     skipped = int(jls.metrics(steps[OURS.name].state)["skipped_steps"])
     notes = [f"{skipped} steps of ours were skipped: the times are not comparable."] if skipped else []
-    return Table(title, _COLUMNS, rows, [_mark(timings, short, quick)], notes, quick)
+    return Table(title, _COLUMNS, rows, [_mark(timings, short)], notes, quick)
 
 
 def _step(contender: Contender, loss: Loss, params: Any, batch: Any) -> Repeated:
@@ -90,7 +75,7 @@ def _overhead(timings: Timings, name: str) -> float:
     return timings.ratio(name, BARE.name).median - 1
 
 
-def _mark(timings: Timings, what: str, quick: bool) -> Mark:
+def _mark(timings: Timings, what: str) -> Mark:
     best = min((peer.name for peer in PEERS), key=lambda peer: _overhead(timings, peer))
     name = f"overhead over that of the best peer, {what}"
     ours, theirs = _overhead(timings, OURS.name), _overhead(timings, best)
@@ -99,7 +84,7 @@ def _mark(timings: Timings, what: str, quick: bool) -> Mark:
     noise = max(1 - again.low, again.high - 1)
     if theirs <= noise:
         return Mark(name, None, _GOAL, note=f"{note}, which is within the noise ({noise:.1%}) of 0")
-    return Mark(name, max(ours, 0.0) / theirs, _GOAL, quick=quick, note=note)
+    return Mark(name, max(ours, 0.0) / theirs, _GOAL, note=note)
 
 
 def _describe(what: str, sizes: dict[str, int]) -> str:

@@ -13,17 +13,16 @@ import optax
 
 import jax_lossscale as jls
 from benchmarks import cuda
-from benchmarks.autocast.models import Model, transformer
-from benchmarks.autocast.networks import networks
+from benchmarks.autocast.models import Model, Transformer, model_of, networks
 from benchmarks.autocast.ways import FLOAT32, WAYS
 from benchmarks.gpu_program import Program, read
 from benchmarks.isolation import Progress
 from benchmarks.timing import Repeated, Timings, interleave
 
 
-def training_step(model: Model, way: str) -> tuple[Any, Any]:
+def training_step(trained: Model, way: str) -> tuple[Any, Any]:
     """A step of Adam on one batch, and a function that makes what it starts from."""
-    loss = WAYS[way](model)
+    loss = WAYS[way](trained)
     tx = jls.loss_scaled(optax.adam(1e-3), None if way == FLOAT32 else "auto")
 
     def step(state: Any, batch: Any) -> Any:
@@ -32,8 +31,8 @@ def training_step(model: Model, way: str) -> tuple[Any, Any]:
         return *tx.update_and_apply(grads, opt_state, params, value=value), value
 
     def begin() -> tuple[Any, Any]:
-        params = model.params()
-        return (params, tx.init(params), jax.numpy.float32(0)), model.batch(0)
+        params = trained.params()
+        return (params, tx.init(params), jax.numpy.float32(0)), trained.batch(0)
 
     return jax.jit(step, donate_argnums=0), begin
 
@@ -52,11 +51,11 @@ def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     first = [(ways[0], 1)]  # which pays for what is made only once
     for way, count in first + [(way, blocks) for way in ways] * rounds:
-        model = transformer(count, 768, 12, 8, 1024)
-        arguments = jax.eval_shape(lambda model=model: (model.params(), model.batch(0)))
+        compiled = model_of(Transformer, (8, 1024, 768), blocks=count, heads=12)
+        arguments = jax.eval_shape(lambda it=compiled: (it.params(), it.batch(0)))
         jax.clear_caches()
         start = time.process_time()
-        cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](model))), *arguments)
+        cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](compiled))), *arguments)
         seconds[way].append(time.process_time() - start)
     return Timings({way: found[-rounds:] for way, found in seconds.items()})
 

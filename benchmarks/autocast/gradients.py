@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.autocast.models import Casts, Model
+from benchmarks.autocast.models import Model
 from benchmarks.peers import Loss
 
 SCALES = tuple(2.0**exponent for exponent in (0, 6, 12, 18))
@@ -26,7 +26,7 @@ class Trained:
     """
 
     def __init__(self, model: Model, steps: int, batches: int) -> None:
-        self.loss = model.loss(Casts())
+        self.loss = model.loss(None)
         params = jax.jit(model.params)()
         optimizer = optax.adam(_LEARNING_RATE)
         state = optimizer.init(params)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 import jax_lossscale as jls
-from benchmarks.autocast.models import Casts, Model
+from benchmarks.autocast.models import Model
 from benchmarks.peers import Loss
 
 FLOAT32 = "float32"
@@ -17,8 +17,8 @@ KEPT = "autocast, nothing recomputed"
 
 # By name. All but the one by hand are made of the program that is written for float32.
 WAYS: dict[str, Callable[[Model], Loss]] = {
-    FLOAT32: lambda model: model.loss(Casts()),
-    BY_HAND: lambda model: model.loss(Casts(jnp.float16)),
-    AUTOCAST: lambda model: jls.autocast(model.loss(Casts())),
-    KEPT: lambda model: jls.autocast(model.loss(Casts()), policy=jls.PrecisionPolicy(recompute=False)),
+    FLOAT32: lambda model: model.loss(None),
+    BY_HAND: lambda model: model.loss(jnp.float16),
+    AUTOCAST: lambda model: jls.autocast(model.loss(None)),
+    KEPT: lambda model: jls.autocast(model.loss(None), policy=jls.PrecisionPolicy(recompute=False)),
 }
