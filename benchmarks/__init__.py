@@ -7,7 +7,7 @@ that returns tables.
 """
 
 BENCHMARKS = {
-    "optimizer": "the optimizer's step: Adam over 33 M parameters, with and without clipping",
+    "optimizer": "the optimizer's step: Adam over 33 M parameters",
     "finite": "`all_finite` alone, and the ways to write it",
     "training": "the whole training step, forward and backward included",
     "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",

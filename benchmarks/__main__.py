@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import BENCHMARKS, ON_REQUEST
-from benchmarks.isolation import BenchmarkError, run_apart
+from benchmarks.isolation import run_apart
 from benchmarks.report import about_this_run, as_json, as_markdown, marks_as_markdown
 
 
@@ -32,17 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     tables, gpu, failed = [], "none", False
     for name in options.benchmarks:
-        try:
-            new, gpu = run_apart(name, options.quick, **getattr(options, f"for_{name}", {}))
-        except BenchmarkError as error:
+        result = run_apart(name, options.quick, getattr(options, f"for_{name}", {}))
+        if isinstance(result, str):
             failed = True
-            print(f"benchmarks.{name} failed: {error}", file=sys.stderr)
+            print(f"benchmarks.{name} failed: {result}", file=sys.stderr)
             continue
+        new, gpu = result
         for table in new:
             print("\n".join([*table.as_markdown(), *marks_as_markdown([table])]), flush=True)
         tables += new
-    print("\n".join(["## All marks", "", *marks_as_markdown(tables)]))
-    about = about_this_run(shlex.join(["python", "-m", "benchmarks", *_without_paths(arguments)]), gpu)
+    print("\n".join(marks_as_markdown(tables)))
+    about = about_this_run(shlex.join(["python", "-m", "benchmarks", *arguments]), gpu)
     if options.json:
         options.json.write_text(as_json(tables, about))
     if options.results:
@@ -119,13 +119,6 @@ def _known(parser: _Parser, what: str, names: Sequence[str], known: Sequence[str
         if name not in known:
             parser.error(f"there is no {what} {name!r}; there are {', '.join(known)}")
     return tuple(dict.fromkeys(names))
-
-
-def _without_paths(arguments: Sequence[str]) -> list[str]:
-    """What decides what is run."""
-    options = ("--json", "--results")
-    kept = [a for n, a in enumerate(arguments) if a not in options and (not n or arguments[n - 1] not in options)]
-    return [a for a in kept if not a.startswith(tuple(f"{option}=" for option in options))]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads what XLA compiled for a GPU: the kernels that a step launches, and what they wait for."""
+"""Reads what XLA compiled for a GPU: the kernels that a step launches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.hlo import Computation, Instruction, parse
-from benchmarks.kernels import Kernel, is_kernel, kernels
+from benchmarks.kernels import Kernel, kernels
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,12 @@ class Program:
 
     Attributes:
       kernels: with all their launches.
-      before_the_update: the kernels between the gradients and the first use of the parameters.
       copies: of arrays, in whatever branch.
       conditionals: as many of them as there are.
       temporaries: bytes.
     """
 
     kernels: list[Kernel]
-    before_the_update: set[str]
     copies: int
     conditionals: int
     temporaries: int
@@ -37,15 +35,18 @@ class Program:
         """Predicted, of all kernels, on one H100."""
         return sum(kernel.seconds for kernel in self.kernels)
 
+    def over(self, other: Program) -> tuple[float, float]:
+        """Predicted time and temporaries, each over that of another program."""
+        return self.seconds / other.seconds, self.temporaries / other.temporaries
 
-def read(text: str, leaves: int, temporaries: int) -> Program:
-    """Of a step whose first ``leaves`` arguments are the parameters, and whose last are the gradients."""
+
+def read(text: str, temporaries: int) -> Program:
+    """From the text of what XLA compiled."""
     computations, entry = parse(text)
     launched = [entry, *(computations[name] for name in _branches(computations, entry))]
     instructions = [instruction for computation in launched for instruction in computation.values()]
     return Program(
         list(kernels(computations, entry)),
-        _before_the_update(entry, leaves),
         sum(_copies(computations, instruction) for instruction in instructions),
         sum(instruction.opcode == "conditional" for instruction in instructions),
         temporaries,
@@ -59,25 +60,6 @@ def _branches(computations: Mapping[str, Computation], computation: Computation)
             for name in instruction.callees:
                 yield name
                 yield from _branches(computations, computations[name])
-
-
-def _before_the_update(entry: Computation, leaves: int) -> set[str]:
-    arguments = {name: int(each.inside) for name, each in entry.items() if each.opcode == "parameter"}
-    params = {name for name, number in arguments.items() if number < leaves}
-    grads = {name for name, number in arguments.items() if number >= len(arguments) - leaves}
-
-    after_grads = set(grads)
-    reads_params = set(params)  # or only names a parameter, such as a tuple
-    for name, instruction in entry.items():  # operands come first
-        if after_grads.intersection(instruction.operands):
-            after_grads.add(name)
-        if any(n in params or (n in reads_params and not is_kernel(entry[n])) for n in instruction.operands):
-            reads_params.add(name)
-    waited_for: set[str] = set()
-    for name, instruction in reversed(entry.items()):
-        if name in waited_for or (name in reads_params and is_kernel(instruction)):
-            waited_for.update(instruction.operands)
-    return {name for name in waited_for & after_grads - reads_params if is_kernel(entry[name])}
 
 
 def _copies(computations: Mapping[str, Computation], instruction: Instruction) -> int:

@@ -14,10 +14,6 @@ from typing import Any
 from benchmarks.report import Table, environment
 
 
-class BenchmarkError(Exception):
-    """A benchmark did not come to its end; the message says why."""
-
-
 @dataclass(frozen=True)
 class Progress:
     """How far a benchmark, or a part of it, has come."""
@@ -39,19 +35,13 @@ class Progress:
         return replace(self, start=start, stop=start + width, what=": ".join(filter(None, (self.what, what))))
 
 
-def run_apart(name: str, quick: bool, **options: Any) -> tuple[list[Table], str]:
+def run_apart(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
     """Run ``benchmarks.<name>`` in a process of its own, with the ``options`` that only it has.
 
     Returns:
-      Its tables, and the GPU that it ran on.
-
-    Raises:
-      BenchmarkError: if it failed, or if its process died.
+      Its tables, and the GPU that it ran on; or why it failed.
     """
-    result = call_apart(_run, name, quick, options, timeout=None)
-    if not isinstance(result, tuple):
-        raise BenchmarkError(result or "its process died; out of memory?")
-    return result
+    return call_apart(_run, name, quick, options, timeout=None) or "its process died; out of memory?"
 
 
 def call_apart(function: Callable[..., Any], *args: Any, timeout: float | None) -> Any:

@@ -16,7 +16,6 @@ from pathlib import Path
 Cell = str | float | int | None
 
 _VERSIONS = ("jax", "jaxlib", "optax", "chex", "jmp", "flax")
-_NO_VALUE = "-"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Mark:
     def as_text(self, quick: bool) -> tuple[str, ...]:
         """Name, what was measured, the goal, met or not, and a note."""
         number = "{:.0f}" if self.exactly else "{:.2f}"
-        verdict = {None: _NO_VALUE, True: "met", False: "not met"}[self.met]
+        verdict = {None: "-", True: "met", False: "not met"}[self.met]
         value = "not measured" if self.value is None else number.format(self.value)
         goal = f"{'=' if self.exactly else '<='} {number.format(self.goal)}"
         return self.name, value, goal, verdict + (" (quick)" if quick and self.value is not None else ""), self.note
@@ -65,22 +64,14 @@ class Table:
     notes: Sequence[str] = ()
     quick: bool = False
 
-    @property
-    def full_title(self) -> str:
-        """The title, with "quick" where the table is."""
-        return self.title + (" (quick)" if self.quick else "")
-
-    def as_text(self) -> list[list[str]]:
-        """The rows as they are shown."""
-        formats = [template for _, template in self.columns]
-        return [[_show(cell, template) for cell, template in zip(row, formats, strict=True)] for row in self.rows]
-
     def as_markdown(self) -> list[str]:
         """Title, rows and notes, in lines; nothing where there are no rows."""
         if not self.rows:
             return []
+        headings, formats = zip(*self.columns, strict=True)
+        rows = [[_show(cell, template) for cell, template in zip(row, formats, strict=True)] for row in self.rows]
         notes = [line for note in self.notes for line in (note, "")]
-        return [f"### {self.full_title}", "", *_grid([heading for heading, _ in self.columns], self.as_text()), *notes]
+        return [f"### {self.title}" + (" (quick)" if self.quick else ""), "", *_grid(headings, rows), *notes]
 
 
 def columns(text: str) -> tuple[tuple[str, str], ...]:
@@ -104,7 +95,7 @@ def as_json(tables: Sequence[Table], about: dict[str, str]) -> str:
 def as_markdown(tables: Sequence[Table], about: dict[str, str]) -> str:
     """The content of ``RESULTS.md``."""
     lines = [
-        *("# Benchmark results", "", f"Written by `{about['command']} --results ...`, not by hand.", ""),
+        *("# Benchmark results", "", f"Written by `{about['command']}`, not by hand.", ""),
         *_grid(("", ""), [(name, value) for name, value in about.items() if name != "command"]),
         *("## Marks", "", *marks_as_markdown(tables), "## Tables", ""),
         "Ratios are medians of the ratios within a round, in which all contenders take turns; the spread is from the "
@@ -144,7 +135,7 @@ def _content(path: str) -> str:
 
 def _show(cell: Cell, template: str) -> str:
     if cell is None:
-        return _NO_VALUE
+        return "-"
     return cell if isinstance(cell, str) else template.format(cell)
 
 

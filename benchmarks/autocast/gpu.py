@@ -42,7 +42,7 @@ def compiled(name: str, way: str) -> Program:
     cuda.start()
     step, begin = training_step(networks()[name], way)
     program = cuda.compile_for_one(step, *jax.eval_shape(begin))
-    return read(program.as_text() or "", 0, program.memory_analysis().temp_size_in_bytes)
+    return read(program.as_text() or "", program.memory_analysis().temp_size_in_bytes)
 
 
 def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -33,9 +31,6 @@ _QUICK_MODELS = ("LSTM",)
 # Of the gradients' error over by hand: 5 % above that of version 0.3.0.
 _ERROR_GOALS = {"transformer": 0.80, "ResNet": 1.05, "Mamba": 0.83, "LSTM": 0.57}
 _KEPT_GOALS = {0.0: 0.4, 0.1: 0.5}  # by the rate of dropout
-_COMPILE_GOAL = 1.15
-_BLOCKS = 12  # of the transformer that is compiled for that
-_DEPTHS = (5, 10)
 _PATIENCE = 1200.0  # seconds, for a program compiled for an H100
 _COMPARED = (FLOAT32, BY_HAND, AUTOCAST)
 _STEPS = columns(
@@ -74,7 +69,7 @@ def _steps(models: Sequence[str], kernels: int, quick: bool, progress: Progress)
             if (program := call_apart(gpu.compiled, model, way, timeout=_PATIENCE)) is not None:
                 programs[way] = program
         rows += [(model, *row) for row in _rows(programs)]
-        marks += _step_marks(model, programs, quick)
+        marks += _step_marks(model, programs)
         if kernels and {BY_HAND, AUTOCAST} <= programs.keys():
             where.append(_where(model, programs, kernels, quick))
     notes = (
@@ -86,36 +81,24 @@ def _steps(models: Sequence[str], kernels: int, quick: bool, progress: Progress)
     return [Table(title, _STEPS, rows, marks, notes, quick), *where]
 
 
-def _rows(programs: dict[str, Program]) -> list[tuple[Cell, ...]]:
+def _rows(programs: dict[str, Program]) -> Iterator[tuple[Cell, ...]]:
     by_hand = programs.get(BY_HAND)
-    rows = []
     for way, program in programs.items():
         products = ", ".join(f"{n} in {dtype}" for dtype, n in dtypes_of_products(program.kernels).items())
-        over = (
-            (program.seconds / by_hand.seconds, program.temporaries / by_hand.temporaries) if by_hand else (None,) * 2
-        )
-        row = (way, 1e3 * program.seconds, over[0], program.temporaries / _MIB, over[1], program.bytes / 1e9)
-        rows.append((*row, len(program.kernels), products))
-    return rows
+        time, temporaries = program.over(by_hand) if by_hand else (None, None)
+        row = (way, 1e3 * program.seconds, time, program.temporaries / _MIB, temporaries, program.bytes / 1e9)
+        yield (*row, len(program.kernels), products)
 
 
-def _step_marks(model: str, programs: dict[str, Program], quick: bool) -> list[Mark]:
-    time, temporaries = _GOALS[model]
-    marks = [
-        Mark(f"{_NOT_RUN}, {model}: predicted time over by hand", None, time),
-        Mark(f"{_NOT_RUN}, {model}: temporaries over by hand", None, temporaries),
-        Mark(f"{_NOT_RUN}, {model}: predicted time over float32", None, 1.0),
-    ]
-    if programs.keys() != set(_COMPARED):
-        note = cuda.missing() or "XLA did not compile it"
-        return [dataclasses.replace(mark, note=note) for mark in marks]
-    float32, by_hand, ours = (programs[way] for way in _COMPARED)
-    over = (
-        ours.seconds / by_hand.seconds,
-        ours.temporaries / by_hand.temporaries,
-        ours.seconds / float32.seconds,
-    )
-    return [dataclasses.replace(mark, value=value) for mark, value in zip(marks, over, strict=True)]
+def _step_marks(model: str, programs: dict[str, Program]) -> Iterator[Mark]:
+    values, note = [None] * 3, cuda.missing() or "XLA did not compile it"
+    if programs.keys() == set(_COMPARED):
+        ours, note = programs[AUTOCAST], ""
+        values = [*ours.over(programs[BY_HAND]), ours.over(programs[FLOAT32])[0]]
+    goals = (*_GOALS[model], 1.0)
+    whats = ("predicted time over by hand", "temporaries over by hand", "predicted time over float32")
+    for what, value, goal in zip(whats, values, goals, strict=True):
+        yield Mark(f"{_NOT_RUN}, {model}: {what}", value, goal, note=note)
 
 
 def _where(model: str, programs: dict[str, Program], count: int, quick: bool) -> Table:
@@ -130,22 +113,15 @@ def _where(model: str, programs: dict[str, Program], count: int, quick: bool) ->
 
 
 def _compile_time(quick: bool, progress: Progress) -> Table:
-    title = f"Trace, lower and compile for an H100: value and gradients of a transformer, {_BLOCKS} blocks of 768"
-    mark = Mark(f"autocast: trace, lower and compile over float32, {_BLOCKS} blocks", None, _COMPILE_GOAL)
-    if quick or cuda.missing():
-        return Table(title, (), (), [dataclasses.replace(mark, note=cuda.missing() or "left out by --quick")])
+    note = cuda.missing() or ("left out by --quick" if quick else "")
     progress(0)
-    timings = call_apart(gpu.seconds_to_compile, _BLOCKS, 3, tuple(WAYS), timeout=_PATIENCE)
-    if timings is None:
-        return Table(title, (), (), [dataclasses.replace(mark, note="XLA did not compile it")])
-    over = {way: timings.minimum(way) / timings.minimum(FLOAT32) for way in WAYS}
-    rows = [(way, timings.minimum(way), over[way]) for way in WAYS]
-    return Table(
-        title,
-        columns("loss | processor {:.2f} s | over float32 {:.2f}"),
-        rows,
-        [dataclasses.replace(mark, value=over[AUTOCAST])],
-    )
+    timings = None if note else call_apart(gpu.seconds_to_compile, 12, 3, tuple(WAYS), timeout=_PATIENCE)
+    over = {way: timings.minimum(way) / timings.minimum(FLOAT32) for way in WAYS} if timings else {}
+    rows = [(way, timings.minimum(way), ratio) for way, ratio in over.items()]
+    what = "autocast: trace, lower and compile over float32, 12 blocks"
+    mark = Mark(what, over.get(AUTOCAST), 1.15, note=note or ("" if over else "XLA did not compile it"))
+    title = "Trace, lower and compile for an H100: value and gradients of a transformer, 12 blocks of 768"
+    return Table(title, columns("loss | processor {:.2f} s | over float32 {:.2f}"), rows, [mark])
 
 
 def _kept(quick: bool) -> Table:
@@ -185,32 +161,23 @@ def _errors(quick: bool, progress: Progress) -> Table:
 
 
 def _nested(quick: bool) -> Table:
-    rows = [
-        (name, *(jaxprs_made(transformation, depth) for depth in _DEPTHS))
-        for name, transformation in ((FLOAT32, lambda loss: loss), (AUTOCAST, jls.autocast))
-    ]
-    few, many = rows[-1][1:]
+    functions = {FLOAT32: lambda loss: loss, AUTOCAST: jls.autocast}
+    made = {name: [jaxprs_made(function, depth) for depth in (5, 10)] for name, function in functions.items()}
+    few, many = made[AUTOCAST]
     mark = Mark("autocast: jaxprs made for conditionals nested to depth 10 over those for 5", many / few, 2.0)
-    return Table(
-        "Jaxprs made while nested conditionals are traced",
-        columns("function | depth 5 | depth 10"),
-        rows,
-        [mark],
-        quick=quick,
-    )
+    rows = [(name, *numbers) for name, numbers in made.items()]
+    title = "Jaxprs made while nested conditionals are traced"
+    return Table(title, columns("function | depth 5 | depth 10"), rows, [mark], quick=quick)
 
 
 def _timed(quick: bool, progress: Progress) -> Table:
     rows: list[tuple[Cell, ...]] = []
     marks = []
     for n, model in enumerate(_QUICK_MODELS if quick else MODELS):
-        mark = partial(Mark, f"GPU: training step under autocast over by hand, {model}", goal=_GOALS[model][0])
+        what, goal = f"GPU: training step under autocast over by hand, {model}", _GOALS[model][0]
         timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(MODELS), model))
-        if timings is None:
-            marks.append(mark(None, note="no GPU here"))
-            continue
-        rows += [(model, *timings.row(way, BY_HAND)) for way in _COMPARED]
-        ratio = timings.ratio(AUTOCAST, BY_HAND)
-        marks.append(mark(ratio.median, note=f"spread {ratio.spread}"))
+        rows += [(model, *timings.row(way, BY_HAND)) for way in _COMPARED] if timings else []
+        mark = Mark(what, None, goal, note="no GPU here")
+        marks.append(timings.mark(what, AUTOCAST, BY_HAND, goal) if timings else mark)
     heads = columns("model | loss | median {:.2f} ms | minimum {:.2f} ms | over by hand {:.2f} | spread")
     return Table("Training steps on a GPU", heads, rows, marks, quick=quick)

@@ -102,7 +102,7 @@ def test_the_error_of_gradients_is_that_at_the_best_scale():
 
 def launched(*microseconds, path="jit(step)/jvp(Net)/Dense_0/dot_general", temporaries=100):
     kernels = [Kernel(f"k{n}", path, each * 1e-6 * BANDWIDTH, {"f16": 1.0}) for n, each in enumerate(microseconds)]
-    return Program(kernels, set(), 0, 0, temporaries)
+    return Program(kernels, 0, 0, temporaries)
 
 
 PROGRAMS = {

@@ -141,7 +141,7 @@ FMHA += '"dimensions":["2","4","128","128"]}}}'
 
 def program(result):
     text = BODIES + ENTRY.format(result)
-    return read(text, 0, 0)
+    return read(text, 0)
 
 
 # What the last instruction is: bytes, operations of products.
@@ -235,7 +235,7 @@ def test_of_a_conditional_the_branch_that_takes_longest_counts():
 }
 """
     choice = "f32[10,256]{1,0} conditional(%i, %x, %x), branch_computations={%much, %little}"
-    found = read(branches + BODIES + ENTRY.format(choice), 0, 0)
+    found = read(branches + BODIES + ENTRY.format(choice), 0)
     assert [kernel.name for kernel in found.kernels] == ["start", "again"]
 
 
@@ -269,11 +269,11 @@ def test_what_is_not_known_is_an_error(case):
         "  ROOT %result", "  %from_variable = (s32[], f32[10,256]{1,0}) tuple(%i, %x)\n  ROOT %result"
     )
     with pytest.raises(NotImplementedError, match=complaint):
-        read(BODIES + others + entry, 0, 0)
+        read(BODIES + others + entry, 0)
 
 
 def test_what_is_not_read_is_an_error():
     with pytest.raises(ValueError, match="not read as an instruction: %x is odd"):
-        read("ENTRY %main () -> f32[] {\n  %x is odd\n}\n", 0, 0)
+        read("ENTRY %main () -> f32[] {\n  %x is odd\n}\n", 0)
     with pytest.raises(ValueError, match="no entry"):
-        read(BODIES, 0, 0)
+        read(BODIES, 0)
