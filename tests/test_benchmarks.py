@@ -2,7 +2,9 @@
 
 import collections
 import itertools
+import os
 import re
+import time
 import tomllib
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import BENCHMARKS
-from benchmarks.isolation import Progress
+from benchmarks.isolation import Progress, call_apart, run_apart
+from benchmarks.report import Mark, Table, columns, marks_as_markdown
 from benchmarks.timing import interleave
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +61,41 @@ def test_none_always_follows_the_same_one(turns):
 def test_the_order_is_that_of_the_seed(turns):
     assert turns() == turns()
     assert turns(seed=1) != turns(seed=2)
+
+
+def test_tables_are_markdown_that_a_terminal_shows():
+    heads = columns("step | median {:.1f} ms | over bare {:.2f} | spread")
+    assert heads == (("step", "{}"), ("median", "{:.1f} ms"), ("over bare", "{:.2f}"), ("spread", "{}"))
+    rows = [("bare", 2.0, 1.0, "1 to 1"), ("a | b", 20.25, None, "")]
+    marks = [Mark("fast", 1.25, 1.2, note="late"), Mark("copies", 0, 0, exactly=True), Mark("unseen", None, 1.0)]
+    table = Table("Steps", heads, rows, marks, ["A note."], quick=True)
+    assert table.as_markdown() == [
+        "### Steps (quick)",
+        "",
+        "| step   |  median | over bare | spread |",
+        "| ------ | ------: | --------: | -----: |",
+        "| bare   |  2.0 ms |      1.00 | 1 to 1 |",
+        "| a \\| b | 20.2 ms |         - |        |",
+        "",
+        "A note.",
+        "",
+    ]
+    assert Table("Nothing", heads, (), marks).as_markdown() == []
+    assert [mark.as_text(quick) for mark, quick in zip(marks, (False, True, True), strict=True)] == [
+        ("fast", "1.25", "<= 1.20", "not met", "late"),
+        ("copies", "0", "= 0", "met (quick)", ""),
+        ("unseen", "not measured", "<= 1.00", "-", ""),
+    ]
+    assert "| fast   |         1.25 | <= 1.20 | not met (quick) | late |" in marks_as_markdown([table])
+
+
+def test_what_fails_apart_is_told():
+    failed = run_apart("no_such_benchmark", False, {})
+    assert isinstance(failed, str)
+    assert "No module named 'benchmarks.no_such_benchmark'" in failed
+    assert call_apart(pow, 2, 10, timeout=60) == 1024
+    assert call_apart(os._exit, 1, timeout=60) is None
+    assert call_apart(time.sleep, 60, timeout=0.5) is None
 
 
 def test_the_extras_that_the_help_names_exist():

@@ -234,7 +234,7 @@ def test_of_a_conditional_the_branch_that_takes_longest_counts():
   ROOT %again = f32[10,256]{1,0} copy(%p)
 }
 """
-    choice = "f32[10,256]{1,0} conditional(%i, %x, %x), branch_computations={%much, %little}"
+    choice = "f32[10,256]{1,0} conditional(%i, %x, %x), branch_computations={%little, %much}"
     found = read(branches + BODIES + ENTRY.format(choice), 0)
     assert [kernel.name for kernel in found.kernels] == ["start", "again"]
 
