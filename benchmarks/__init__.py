@@ -2,13 +2,14 @@
 
 Needs the extra ``bench``. Reading order: `trees` makes what is worked on, `peers` the steps that are compared, `timing`
 times them in turns, `isolation` gives each benchmark a process of its own, `report` holds and prints what came of it.
+What XLA compiles for an H100 is read by `hlo`, taken apart into `kernels`, and counted as a `gpu_program`.
 The benchmarks themselves are the modules in `BENCHMARKS` and `ON_REQUEST`; each has a function ``run(quick, progress)``
 that returns tables.
 """
 
 BENCHMARKS = {
     "optimizer": "the optimizer's step: Adam over 33 M parameters",
-    "finite": "`all_finite` alone, and the ways to write it",
+    "finite": "`all_finite` alone, beside a plain sum and jmp",
     "training": "the whole training step, forward and backward included",
     "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",
     "sharded": "collectives on a mesh of 8 devices",

@@ -84,20 +84,17 @@ def _turns(computations: Mapping[str, Computation], computation: Computation, lo
     condition, body = (computations[loop.attribute(rf"\b{part}=%([^\s,]+)")] for part in ("condition", "body"))
     counters = [each for each in condition.values() if each.opcode == "get-tuple-element"]
     compared = _inside(computations, condition, root(condition))
-    if len(counters) == 1 and root(compared).attribute(r"direction=(\w+)") == "LT":
+    less, limit = root(compared), compared[root(compared).operands[-1]]
+    if len(counters) == 1 and less.attribute(r"direction=(\w+)") == "LT" and limit.opcode == "constant":
         place = int(counters[0].attribute(r"index=(\d+)"))
         start = computation[computation[loop.operands[0]].operands[place]]
         while start.opcode == "copy":
             start = computation[start.operands[0]]
         added = _inside(computations, body, body[root(body).operands[place]])
-        limits, steps = _constants(compared), _constants(added)
-        if start.opcode == "constant" and root(added).opcode == "add" and len(limits) == 1 and steps == [1]:
-            return max(0, limits[0] - int(start.inside))
+        steps = [each.inside for each in added.values() if each.opcode == "constant"]
+        if start.opcode == "constant" and root(added).opcode == "add" and steps == ["1"]:
+            return max(0, int(limit.inside) - int(start.inside))
     raise NotImplementedError(f"It is not known how often this loop turns: {loop.name}")
-
-
-def _constants(computation: Computation) -> list[int]:
-    return [int(each.inside) for each in computation.values() if each.opcode == "constant"]
 
 
 def _inside(computations: Mapping[str, Computation], computation: Computation, instruction: Instruction) -> Computation:

@@ -243,6 +243,7 @@ UNKNOWN = {
     "loop whose counter is compared with a variable": (LOOP.replace("%condition", "%variable"), "how often"),
     "loop that goes up by two": (LOOP.replace("%body", "%by_two"), "how often"),
     "loop that goes down": (LOOP.replace("%condition", "%down"), "how often"),
+    "loop while a constant is less": (LOOP.replace("%condition", "%turned"), "how often"),
     "loop from a variable": (LOOP.replace("%state", "%from_variable"), "how often"),
     "instruction": ("f32[10,256]{1,0} fft(%x), fft_type=RFFT", "'fft' launches"),
     "library": ('f32[10,256] custom-call(%x, %x), custom_call_target="lapack_getrf"', "'lapack_getrf' multiplies"),
@@ -258,6 +259,8 @@ def test_what_is_not_known_is_an_error(case):
     others = (
         condition.replace("%condition", "%variable").replace("%compared", "%with_variable")
         + condition.replace("%condition", "%down").replace("%compared", "%greater")
+        + condition.replace("%condition", "%turned").replace("%compared", "%greater_than")
+        + compared.replace("%compared", "%greater_than").replace("(%p, %c)", "(%c, %p)")
         + compared.replace("%compared", "%with_variable").replace("constant(7)", "parameter(1)")
         + compared.replace("%compared", "%greater").replace("LT", "GT")
         + BODIES[BODIES.index("%body") : BODIES.index("%compared")]
