@@ -2,19 +2,20 @@
 
 Needs the extra ``bench``. Reading order: `trees` makes what is worked on, `peers` the steps that are compared, `timing`
 times them in turns, `isolation` gives each benchmark a process of its own, `report` holds and prints what came of it.
+What XLA compiles for an H100 is read by `hlo`, taken apart into `kernels`, and counted as a `gpu_program`.
 The benchmarks themselves are the modules in `BENCHMARKS` and `ON_REQUEST`; each has a function ``run(quick, progress)``
 that returns tables.
 """
 
 BENCHMARKS = {
-    "optimizer": "the optimizer's step: Adam over 33 M parameters, with and without clipping",
-    "finite": "`all_finite` alone, and the ways to write it",
+    "optimizer": "the optimizer's step: Adam over 33 M parameters",
+    "finite": "`all_finite` alone, beside a plain sum and jmp",
     "training": "the whole training step, forward and backward included",
     "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",
     "sharded": "collectives on a mesh of 8 devices",
     "noop": "the program under a `NoOpLossScale`",
     "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits",
-    "autocast": "`jls.autocast` beside casts by hand: products, bytes kept, casts, errors, H100 (extra `bench-cuda`)",
+    "autocast": "`jls.autocast` beside casts by hand: steps for an H100 (extra `bench-cuda`), bytes kept, errors",
     "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
 }
 

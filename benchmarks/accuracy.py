@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
-from benchmarks.report import Cell, Table
+from benchmarks.report import Cell, Table, columns
 from benchmarks.workloads import WORKLOADS, Workload
 from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, batch_of, begin, compile_training
 
@@ -32,10 +32,6 @@ MORE_SEEDS = {"wgan_gp": (3,)}  # where chance decides most
 # Trainings in float32 from weights rounded to float16, of each seed: to the nearest, and at random up or down.
 _ROUNDINGS = (0, 1, 2)
 _QUICK_STEPS = 30
-
-
-def _as_it_is(workload: Workload) -> Workload:
-    return workload
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Arm:
     dtype: DTypeLike
     loss_scale: MakeLossScale
     roundings: tuple[int, ...] = (AS_DRAWN,)
-    rewritten: Callable[[Workload], Workload] = _as_it_is
+    rewritten: Callable[[Workload], Workload] = lambda workload: workload
 
 
 def found_policy(workload: Workload) -> jls.PrecisionPolicy:
@@ -77,35 +73,30 @@ def _under_found_policy(workload: Workload) -> Workload:
     return _under_autocast(workload, found_policy(workload))
 
 
-def _no_loss_scale(gradients: Callable[[], Any]) -> jls.LossScale:
-    return jls.NoOpLossScale()
-
-
 def _suggested(gradients: Callable[[], Any]) -> jls.LossScale:
     suggestion = jls.diagnostics.suggest_loss_scale(gradients())
     return jls.FixedLossScale(suggestion.loss_scale, skip_nonfinite=True)
 
 
-def _dynamic(gradients: Callable[[], Any]) -> jls.LossScale:
-    return jls.DynamicLossScale()
+def _always(loss_scale: Any) -> MakeLossScale:
+    return lambda gradients: jls.get(loss_scale)
 
 
-def _auto(gradients: Callable[[], Any]) -> jls.LossScale:
-    return jls.AutoLossScale()
+_NO_SCALE, _DYNAMIC, _AUTO = map(_always, (None, "dynamic", "auto"))
 
 
 def arms() -> list[Arm]:
     """All of them. The first is what the others are compared with, the second says what differs by chance."""
     return [
-        Arm("float32", jnp.float32, _no_loss_scale),
-        Arm("float32, weights rounded", jnp.float32, _no_loss_scale, _ROUNDINGS),
-        Arm("bfloat16", jnp.bfloat16, _no_loss_scale),
-        Arm("float16", jnp.float16, _no_loss_scale),
+        Arm("float32", jnp.float32, _NO_SCALE),
+        Arm("float32, weights rounded", jnp.float32, _NO_SCALE, _ROUNDINGS),
+        Arm("bfloat16", jnp.bfloat16, _NO_SCALE),
+        Arm("float16", jnp.float16, _NO_SCALE),
         Arm("float16, fixed", jnp.float16, _suggested),
-        Arm("float16, dynamic", jnp.float16, _dynamic),
-        Arm("float16, auto", jnp.float16, _auto),
-        Arm("autocast, auto", jnp.float16, _auto, rewritten=_under_autocast),
-        Arm("autocast, found policy", jnp.float16, _auto, rewritten=_under_found_policy),
+        Arm("float16, dynamic", jnp.float16, _DYNAMIC),
+        Arm("float16, auto", jnp.float16, _AUTO),
+        Arm("autocast, auto", jnp.float16, _AUTO, rewritten=_under_autocast),
+        Arm("autocast, found policy", jnp.float16, _AUTO, rewritten=_under_found_policy),
     ]
 
 
@@ -173,7 +164,7 @@ def compare(seeds: dict[str, tuple[int, ...]], steps: int | None, progress: Prog
             )
 
     # Compiling and training leave the interpreter's lock alone, so threads are enough.
-    with ThreadPoolExecutor(_cores()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {pool.submit(train, *job): job for job in jobs}
         try:
             for count, done in enumerate(as_completed(running), 1):
@@ -208,7 +199,7 @@ def _percent(one: Outcome, exact: Outcome) -> float:
 def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
     """Percent above float32's final loss: a row a workload, a column an arm."""
     shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
-    columns = [("workload", "{}"), ("noise floor", "{:.2f} %"), *((one.arm, "{}") for one in shown)]
+    heads = [*columns("workload | noise floor {:.2f} %"), *((one.arm, "{}") for one in shown)]
     rows: list[tuple[Cell, ...]] = [
         (name, each[0].floor, *(_verdict(one) for one in each if one.arm not in _references()))
         for name, each in compared.items()
@@ -218,22 +209,17 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
         "further from 0 than the noise floor is called noise. The noise floor is the largest difference that "
         f"{len(_ROUNDINGS)} roundings of each seed's initial weights to float16 make in a float32 training."
     ]
-    return Table("Final loss above that of float32", columns, rows, notes=notes, quick=quick)
+    return Table("Final loss above that of float32", heads, rows, notes=notes, quick=quick)
 
 
 def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
     """What came of every arm: a row each."""
     seeds = max(len(reference.percent) for reference, *_ in compared.values())
-    columns = [
-        ("workload", "{}"),
-        ("setting", "{}"),
-        ("final loss", "{:.4g}"),
-        *((f"seed {seed}", "{:+z,.2f} %") for seed in range(seeds)),
-        ("", "{}"),
-        ("zero gradients", "{:.1%}"),
-        ("skipped", "{:.0f}"),
-        ("final scale", "{}"),
-    ]
+    of_seeds = "".join(f"seed {seed} {{:+z,.2f}} % | " for seed in range(seeds))
+    heads = columns(
+        f"workload | setting | final loss {{:.4g}} | {of_seeds} | "
+        "zero gradients {:.1%} | skipped {:.0f} | final scale"
+    )
     rows = [_row(one, len(each[0].percent), seeds) for each in compared.values() for one in each]
     notes = [
         "The columns of the seeds: how far above float32 from the same seed; where weights are rounded, the one that "
@@ -244,10 +230,10 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
         "Under `autocast` the workload is written in float32; in the settings before it is cast by hand. The policy is "
         "what `find_precision` finds for the first two batches of the first seed, before any training.",
     ]
-    return Table("Every setting", columns, rows, notes=notes, quick=quick)
+    return Table("Every setting", heads, rows, notes=notes, quick=quick)
 
 
-def _row(one: Compared, seeds: int, columns: int) -> list[Cell]:
+def _row(one: Compared, seeds: int, places: int) -> list[Cell]:
     of_a_seed = len(one.percent) // seeds
     percent = [max(one.percent[n * of_a_seed : (n + 1) * of_a_seed], key=abs) for n in range(seeds)]
     scales = sorted({float(outcome.final_loss_scale) for outcome in one.outcomes})
@@ -261,7 +247,7 @@ def _row(one: Compared, seeds: int, columns: int) -> list[Cell]:
         one.arm,
         median("final_loss"),
         *(value if math.isfinite(value) else None for value in percent),
-        *[""] * (columns - seeds),
+        *[""] * (places - seeds),
         "noise" if one.within_floor and one.arm not in _references() else "",
         median("zero_fraction"),
         median("skipped_steps"),
@@ -286,7 +272,3 @@ def _signed(percent: float) -> str:
         return "NaN"
     digits = 0 if abs(percent) >= 99.5 else 1 if abs(percent) >= 0.95 else 2
     return f"{percent:+z,.{digits}f} %"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from benchmarks.report import Table, tables_as_markdown
+from benchmarks.report import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def write(summary: Table, details: Table) -> None:
     _, found, after = rest.partition(_END)
     if not found:
         raise ValueError(f"{path} must hold the lines {_BEGIN!r} and {_END!r}, between which the tables go.")
-    tables = "\n".join(tables_as_markdown([summary, details]))
+    tables = "\n".join([*summary.as_markdown(), *details.as_markdown()])
     path.write_text(f"{before}{_BEGIN}\n\n{tables}\n{_END}{after}")
     draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=150)
 

@@ -11,70 +11,50 @@ import jax.numpy as jnp
 
 from benchmarks import models, trees
 from benchmarks.isolation import Progress, call_apart
-from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, ApplyIfFinite, Contender, Flax, Jmp
-from benchmarks.report import Cell, Mark, Table
+from benchmarks.peers import APPLY_IF_FINITE, BARE, FLAX, JMP, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender
+from benchmarks.report import Cell, Mark, Table, columns
 from benchmarks.timing import Timings
 
-_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, ApplyIfFinite())
+_CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, APPLY_IF_FINITE)
 _PATIENCE = 20.0  # seconds, for jmp, whose time grows faster than the number of leaves
 _GOAL = 1.75  # by hand, a check, a conditional and one factor take 1.65
 # Of a whole training step, these take so long that they are compiled once, in a process that can be given up.
-_SLOW: tuple[Contender, ...] = (Flax(), Jmp())
+_SLOW: tuple[Contender, ...] = (FLAX, JMP)
 _TRAINING_PATIENCE = 300.0  # seconds
 _TRAINING_GOAL = 1.25
 _MARKED_LAYERS = 12
 _MARKED_LEAVES = 1_000
+_COLUMNS = "step | trace, lower and compile {:.2f} s | over bare {:.2f}"
 _SHAPES = {"small": (64, 64), "large": (256, 512)}
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
     """A table for small leaves, which are checked together, one for large ones, and one for a training step."""
     jax.config.update("jax_enable_compilation_cache", False)
-    shapes = {"small": _SHAPES["small"]} if quick else _SHAPES
-    count = len(shapes) + 1
-    tables = [
-        _measure(kind, shape, quick, progress.part(n, count, f"{kind} leaves"))
-        for n, (kind, shape) in enumerate(shapes.items())
-    ]
-    return [*tables, _measure_training(quick, progress.part(count - 1, count, "training step"))]
+    kinds = list(_SHAPES)[:1] if quick else list(_SHAPES)
+    tables = [_measure(kind, quick, progress.part(n, 3, f"{kind} leaves")) for n, kind in enumerate(kinds)]
+    return [*tables, _measure_training(quick, progress.part(2, 3, "training step"))]
 
 
-def _measure(kind: str, shape: tuple[int, ...], quick: bool, progress: Progress) -> Table:
+def _measure(kind: str, quick: bool, progress: Progress) -> Table:
+    shape = _SHAPES[kind]
     rows: list[tuple[Cell, ...]] = []
-    marks = []
     counts = (30, 200) if quick else (50, 300, _MARKED_LEAVES)
     patience = _PATIENCE / 5 if quick else _PATIENCE
-    jmp_is_bearable = True
+    contenders = (*_CONTENDERS, JMP)
     for n, leaves in enumerate(counts):
         part = progress.part(n, len(counts), f"{leaves} leaves")
-        contenders = _CONTENDERS
-        if jmp_is_bearable:
-            part(0, "trying jmp")
-            jmp_is_bearable = call_apart(_compile, Jmp(), leaves, shape, timeout=patience) is not None
-        if jmp_is_bearable:
-            contenders = (*_CONTENDERS, Jmp())
+        if JMP in contenders and call_apart(_compile, JMP, leaves, shape, timeout=patience) is None:
+            contenders = _CONTENDERS
         _compile(BARE, 2, shape)  # what only the very first compilation pays for
         timings = _interleave(lambda it, n=leaves: _compile(it, n, shape), contenders, 1 if quick else 3, part)  # type: ignore[misc]
-        rows += [
-            (leaves, name, timings.minimum(name), timings.minimum(name) / timings.minimum(BARE.name))
-            for name in timings.seconds
-        ]
-        if not jmp_is_bearable:
-            rows.append((leaves, Jmp().name, f"> {patience:.0f} s", None))
-        if leaves == _MARKED_LEAVES:
-            marks += [
-                Mark(
-                    f"compile time of {ours.name.removeprefix('ours, ')} over bare, {leaves} {kind} leaves",
-                    timings.minimum(ours.name) / timings.minimum(BARE.name),
-                    _GOAL,
-                )
-                for ours in (OURS, OURS_IN_TWO_CALLS)
-            ]
-    if quick:
-        note = f"--quick stops at {counts[-1]} leaves"
-        marks.append(Mark(f"compile time over bare, {_MARKED_LEAVES} {kind} leaves", None, _GOAL, note=note))
-    columns = (("leaves", "{}"), ("step", "{}"), ("trace, lower and compile", "{:.2f} s"), ("over bare", "{:.2f}"))
-    return Table(f"Compile time, leaves of {shape[0]} x {shape[1]}", columns, rows, marks, quick=quick)
+        over = _over_bare(timings)
+        rows += [(leaves, name, timings.minimum(name), over[name]) for name in timings.seconds]
+        rows += [(leaves, JMP.name, f"> {patience:.0f} s", None)] if contenders is _CONTENDERS else []
+    mark = f"compile time of {{}} over bare, {_MARKED_LEAVES} {kind} leaves"
+    marks = _marks(mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, f"--quick stops at {leaves} leaves" if quick else "")
+    title = f"Compile time, leaves of {shape[0]} x {shape[1]}"
+    return Table(title, columns(f"leaves | {_COLUMNS}"), rows, marks, quick=quick)
 
 
 def _measure_training(quick: bool, progress: Progress) -> Table:
@@ -82,28 +62,32 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
     patience = _TRAINING_PATIENCE / 10 if quick else _TRAINING_PATIENCE
     _compile_training(BARE, 1)  # what only the very first compilation pays for
     timings = _interleave(lambda it: _compile_training(it, layers), _CONTENDERS, 1 if quick else 3, progress)
-    seconds: dict[str, float | None] = {name: timings.minimum(name) for name in timings.seconds}
+    over = _over_bare(timings)
+    rows: list[tuple[Cell, ...]] = [(name, timings.minimum(name), ratio) for name, ratio in over.items()]
     for contender in _SLOW:
         progress(1.0, f"trying {contender.name}")
-        seconds[contender.name] = call_apart(_compile_training_first, contender, layers, timeout=patience)
-    bare = timings.minimum(BARE.name)
-    rows = [
-        (name, f"> {patience:.0f} s" if taken is None else taken, None if taken is None else taken / bare)
-        for name, taken in seconds.items()
-    ]
-    name = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer"
-    if quick:
-        marks = [Mark(name, None, _TRAINING_GOAL, note=f"--quick stops at {layers} layers")]
-    else:
-        marks = [
-            Mark(f"{name}, {ours.name.removeprefix('ours, ')}", timings.minimum(ours.name) / bare, _TRAINING_GOAL)
-            for ours in (OURS, *OTHER_KINDS)
-        ]
-    columns = (("step", "{}"), ("trace, lower and compile", "{:.2f} s"), ("over bare", "{:.2f}"))
+        taken = call_apart(_compile_training_first, contender, layers, timeout=patience)
+        seen = (f"> {patience:.0f} s", None) if taken is None else (taken, taken / timings.minimum(BARE.name))
+        rows.append((contender.name, *seen))
+    mark = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer, {{}}"
+    marks = _marks(
+        mark, (OURS, *OTHER_KINDS), over, _TRAINING_GOAL, f"--quick stops at {layers} layers" if quick else ""
+    )
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
     notes = [f"{' and '.join(it.name for it in _SLOW)}: compiled once, the others several times; the shortest counts."]
-    return Table(title, columns, rows, marks, notes, quick)
+    return Table(title, columns(_COLUMNS), rows, marks, notes, quick)
+
+
+def _marks(
+    name: str, contenders: tuple[Contender, ...], over: dict[str, float], goal: float, unmeasured: str
+) -> list[Mark]:
+    ours = {contender.name: contender.name.removeprefix("ours, ") for contender in contenders}
+    return [Mark(name.format(ours[it]), None if unmeasured else over[it], goal, note=unmeasured) for it in ours]
+
+
+def _over_bare(timings: Timings) -> dict[str, float]:
+    return {name: timings.minimum(name) / timings.minimum(BARE.name) for name in timings.seconds}
 
 
 def _interleave(
@@ -119,7 +103,7 @@ def _interleave(
 
 def _compile(contender: Contender, leaves: int, shape: tuple[int, ...]) -> float:
     """Seconds from nothing to a compiled step of the optimizer."""
-    params = trees.abstract(trees.uniform(leaves, shape), jnp.float32)
+    params = trees.abstract([shape] * leaves, jnp.float32)
     state = jax.eval_shape(contender.init, params)
     jax.clear_caches()
     start = time.perf_counter()

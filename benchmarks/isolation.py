@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.report import Table
-
-
-class BenchmarkError(Exception):
-    """A benchmark did not come to its end; the message says why."""
+from benchmarks.report import Table, environment
 
 
 @dataclass(frozen=True)
@@ -38,43 +35,16 @@ class Progress:
         return replace(self, start=start, stop=start + width, what=": ".join(filter(None, (self.what, what))))
 
 
-def run_apart(
-    name: str, quick: bool, tell: Callable[[float, str], None], **options: Any
-) -> tuple[list[Table], dict[str, str]]:
+def run_apart(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
     """Run ``benchmarks.<name>`` in a process of its own, with the ``options`` that only it has.
 
     Returns:
-      Its tables, and the accelerator and the versions that it ran with.
-
-    Raises:
-      BenchmarkError: if it failed, or if its process died.
+      Its tables, and the GPU that it ran on; or why it failed.
     """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(name, quick, options, there))
-    process.start()
-    there.close()
-    try:
-        while True:
-            kind, *content = here.recv()
-            if kind == "progress":
-                tell(*content)
-            elif kind == "error":
-                raise BenchmarkError(content[0])
-            else:
-                tables, environment = content
-                return tables, environment
-    except EOFError:
-        process.join()
-        raise BenchmarkError(f"its process ended with exit code {process.exitcode}; out of memory?") from None
-    except BaseException:
-        process.terminate()
-        raise
-    finally:
-        process.join()
+    return call_apart(_run, name, quick, options, timeout=None) or "its process died; out of memory?"
 
 
-def call_apart(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+def call_apart(function: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
     """``function(*args)`` in a process of its own; ``None`` if it takes more than ``timeout`` seconds or dies."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -90,16 +60,16 @@ def call_apart(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         process.join()
 
 
-def _work(name: str, quick: bool, options: dict[str, Any], connection: Connection) -> None:
-    try:
-        from benchmarks.report import environment
+def _run(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
+    def tell(fraction: float, what: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name}: {fraction:.0%} {what}", end="\r", file=sys.stderr, flush=True)
 
-        module = importlib.import_module(f"benchmarks.{name}")
-        progress = Progress(lambda fraction, what: connection.send(("progress", fraction, what)))
-        tables = module.run(quick, progress, **options)
-        connection.send(("result", tables, environment()))
+    try:
+        tables = importlib.import_module(f"benchmarks.{name}").run(quick, Progress(tell), **options)
+        return tables, environment()
     except Exception:
-        connection.send(("error", traceback.format_exc()))
+        return traceback.format_exc()
 
 
 def _send_result(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -10,17 +10,15 @@ from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.peers import Loss
-from benchmarks.workloads import data
+from benchmarks.workloads import data, layers
+from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
 
 
 def mlp(layers: int, width: int, batch: int) -> tuple[Any, Any]:
     """Parameters, and a batch of inputs and targets: ``float32[batch, width]`` each."""
-    keys = iter(jax.random.split(jax.random.key(0), layers + 2))
-    params = [
-        {"kernel": jax.random.normal(next(keys), (width, width)) * (2 / width) ** 0.5, "bias": jnp.zeros(width)}
-        for _ in range(layers)
-    ]
-    return params, (jax.random.normal(next(keys), (batch, width)), jax.random.normal(next(keys), (batch, width)))
+    *keys, inputs, targets = jax.random.split(jax.random.key(0), layers + 2)
+    params = [init_dense(key, width, width, gain=2**0.5) for key in keys]
+    return params, (jax.random.normal(inputs, (batch, width)), jax.random.normal(targets, (batch, width)))
 
 
 def mlp_loss(dtype: DTypeLike) -> Loss:
@@ -28,11 +26,7 @@ def mlp_loss(dtype: DTypeLike) -> Loss:
 
     def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         inputs, targets = batch
-        params = jls.cast_floating(params, dtype)
-        x = inputs.astype(dtype)
-        for layer in params[:-1]:
-            x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-        outputs = x @ params[-1]["kernel"] + params[-1]["bias"]
+        outputs = layers.mlp(jls.cast_floating(params, dtype), inputs.astype(dtype), jax.nn.relu)
         return ((outputs.astype(jnp.float32) - targets) ** 2).sum(axis=-1).mean()
 
     return loss
@@ -41,25 +35,18 @@ def mlp_loss(dtype: DTypeLike) -> Loss:
 def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any, Any]:
     """Parameters of a decoder, 16 leaves a layer and 3 more, and a batch of text: ``int32[batch, context + 1]``."""
     keys = iter(jax.random.split(jax.random.key(0), 7 * layers + 2))
-
-    def kernel(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
-
-    def linear(fan_in: int, fan_out: int) -> dict[str, jax.Array]:
-        return {"kernel": kernel(fan_in, fan_out), "bias": jnp.zeros(fan_out)}
-
     params = {
-        "characters": kernel(data.CHARACTERS, width),
-        "positions": kernel(context, width),
+        "characters": init_dense(next(keys), data.CHARACTERS, width)["kernel"],
+        "positions": init_dense(next(keys), context, width)["kernel"],
         "norm": jnp.ones(width),
         "layers": [
             {
                 "attention_norm": jnp.ones(width),
-                **{name: linear(width, width) for name in ("query", "key", "value", "output")},
+                **{name: init_dense(next(keys), width, width) for name in ("query", "key", "value", "output")},
                 "feed_forward_norm": jnp.ones(width),
-                "gate": linear(width, 4 * width),
-                "up": linear(width, 4 * width),
-                "down": linear(4 * width, width),
+                "gate": init_dense(next(keys), width, 4 * width),
+                "up": init_dense(next(keys), width, 4 * width),
+                "down": init_dense(next(keys), 4 * width, width),
             }
             for _ in range(layers)
         ],
@@ -74,33 +61,11 @@ def transformer_loss(dtype: DTypeLike, heads: int) -> Loss:
         params = jls.cast_floating(params, dtype)
         x = params["characters"][text[:, :-1]] + params["positions"]
         for layer in params["layers"]:
-            x = x + _attention(_norm(x, layer["attention_norm"]), layer, heads)
-            x = x + _feed_forward(_norm(x, layer["feed_forward_norm"]), layer)
-        logits = _norm(x, params["norm"]) @ params["characters"].T
-        log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return -jnp.take_along_axis(log_probabilities, text[:, 1:, None], axis=-1).sum() / len(text)
+            y = rms_norm(layer["attention_norm"], x)
+            seen = (dense(layer[name], y).reshape(*y.shape[:2], heads, -1) for name in ("query", "key", "value"))
+            x = x + dense(layer["output"], causal_attention(*seen))
+            y = rms_norm(layer["feed_forward_norm"], x)
+            x = x + dense(layer["down"], jax.nn.silu(dense(layer["gate"], y)) * dense(layer["up"], y))
+        return (text.shape[1] - 1) * cross_entropy(rms_norm(params["norm"], x) @ params["characters"].T, text[:, 1:])
 
     return loss
-
-
-def _attention(x: jax.Array, layer: Any, heads: int) -> jax.Array:
-    batch, context, width = x.shape
-    query, key, value = (
-        _linear(x, layer[name]).reshape(batch, context, heads, -1) for name in ("query", "key", "value")
-    )
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * (width / heads) ** -0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tri(context, dtype=bool), logits, -jnp.inf)).astype(x.dtype)
-    return _linear(jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, context, width), layer["output"])
-
-
-def _feed_forward(x: jax.Array, layer: Any) -> jax.Array:
-    return _linear(jax.nn.silu(_linear(x, layer["gate"])) * _linear(x, layer["up"]), layer["down"])
-
-
-def _linear(x: jax.Array, layer: Any) -> jax.Array:
-    return x @ layer["kernel"] + layer["bias"]
-
-
-def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale

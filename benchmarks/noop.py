@@ -17,21 +17,13 @@ import optax
 
 import jax_lossscale as jls
 from benchmarks import trees
+from benchmarks.hlo import parse, root
 from benchmarks.isolation import Progress
 from benchmarks.peers import ADAM
-from benchmarks.report import Mark, Table
+from benchmarks.report import Mark, Table, columns
 
-_COLUMNS = (
-    ("program", "{}"),
-    ("instructions of HLO", "{}"),
-    ("differing from bare", "{}"),
-    ("of them on arrays", "{}"),
-)
+_COLUMNS = columns("program | instructions of HLO | differing from bare | of them on arrays")
 _COUNTERS = ("grads_finite", "applied_steps", "skipped_steps", "consecutive_skips")
-
-_NAME = re.compile(r"%[\w.\-]+")
-_SHAPE_AND_OPCODE = re.compile(r"(\([^()]*\)|\S+) ([\w\-]+)\(")
-_ARRAY = re.compile(r"\[\d")  # in a shape: not that of a scalar
 
 Step = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
 
@@ -59,25 +51,21 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state.inner_state
 
-    programs: dict[str, Step] = {
-        "bare": bare,
-        "update_and_apply": update_and_apply,
-        "update + apply_updates": update,
-        "update_and_apply, counters returned": with_counters,
-    }
-    compiled = {}
-    for n, (name, step) in enumerate(programs.items()):
-        progress(n / len(programs), f"compiling {name}")
-        compiled[name] = _program(step)
-    differing = {name: _differing(compiled[name], compiled["bare"]) for name in programs}
-    rows = [(name, compiled[name].total(), differing[name].total(), _on_arrays(differing[name])) for name in programs]
-    marks = [
-        Mark(f"NoOpLossScale: instructions differing from bare, {name}", differing[name].total(), 0, exactly=True)
-        for name in ("update_and_apply", "update + apply_updates")
-    ]
-    name = "update_and_apply, counters returned"
-    what = f"NoOpLossScale: instructions on arrays differing from bare, {name}"
-    marks.append(Mark(what, _on_arrays(differing[name]), 0, exactly=True))
+    ours = {"update_and_apply": update_and_apply, "update + apply_updates": update}
+    ours["update_and_apply, counters returned"] = with_counters
+    rows, marks, reference = [], [], _program(bare)
+    for n, (name, step) in enumerate([("bare", bare), *ours.items()]):
+        progress(n / 4, f"compiling {name}")
+        program = _program(step)
+        # The instructions of one that the other has not: the larger of both differences.
+        differing = max(program - reference, reference - program, key=Counter.total)
+        on_arrays = sum(number for (_, is_array), number in differing.items() if is_array)
+        rows.append((name, program.total(), differing.total(), on_arrays))
+        if name in ours:
+            what, count = "instructions", differing.total()
+            if step is with_counters:
+                what, count = "instructions on arrays", on_arrays
+            marks.append(Mark(f"NoOpLossScale: {what} differing from bare, {name}", count, 0, exactly=True))
     title = "Programs of Adam in 57 leaves, under `loss_scaled(adam, None)` and bare"
     return [Table(title, _COLUMNS, rows, marks)]
 
@@ -92,47 +80,21 @@ def _program(step: Step) -> Counter[tuple[str, bool]]:
     state = jax.eval_shape(jls.loss_scaled(ADAM, None).init, params)
     counters = {name: getattr(state, name) for name in _COUNTERS}
     lowered = jax.jit(step, donate_argnums=(0, 1, 3)).lower(params, state.inner_state, params, counters)
+    computations, _ = parse(lowered.compile().as_text() or "")
     instructions: Counter[tuple[str, bool]] = Counter()
     meaning: dict[str, str] = {}  # of each name
-    computation = ""
-    content: list[str] = []
-    for line in _without_metadata(lowered.compile().as_text() or ""):
-        if line.endswith("{"):
-            computation, content = _NAME.findall(line)[0], []
-        elif line == "}":
-            meaning[computation] = _digest("".join(sorted(content)))
-        elif " = " in line:
-            name, _, expression = line.removeprefix("ROOT ").partition(" = ")
-            meaning[name] = _digest(_NAME.sub(lambda match: meaning[match[0]], expression))
-            content.append(meaning[name])
-            instructions[meaning[name], _makes_array(expression)] += 1
+    for name, computation in computations.items():
+        for each in computation.values():
+            attributes = re.sub(r", metadata=\{[^}]*\}", "", each.attributes)
+            written = f"{each.shape} {each.opcode}({each.inside}){attributes}"
+            meaning[each.name] = _digest(re.sub(r"%([\w.\-]+)", lambda found: meaning[found[1]], written))
+            is_array = each.opcode not in ("tuple", "get-tuple-element") and re.search(r"\[\d", each.shape)
+            instructions[meaning[each.name], bool(is_array)] += 1
+        meaning[name] = _digest(
+            "".join(sorted(meaning[each] for each in computation)) + meaning[root(computation).name]
+        )
     return instructions
-
-
-def _makes_array(expression: str) -> bool:
-    """Whether an instruction computes an array; scalars, and tuples of what is there already, are none."""
-    match = _SHAPE_AND_OPCODE.match(expression)
-    if match is None:
-        raise ValueError(f"This is not read as an instruction: {expression}")
-    shape, opcode = match.groups()
-    return opcode not in ("tuple", "get-tuple-element") and _ARRAY.search(shape) is not None
-
-
-def _without_metadata(text: str) -> list[str]:
-    lines = text.splitlines()
-    # Tables of files, functions and stack frames may follow the header; computations begin with % or ENTRY.
-    first = next(n for n, line in enumerate(lines) if line.startswith(("%", "ENTRY")))
-    return [re.sub(r", metadata=\{[^}]*\}", "", line).strip() for line in lines[first:]]
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _differing(a: Counter[tuple[str, bool]], b: Counter[tuple[str, bool]]) -> Counter[tuple[str, bool]]:
-    """The instructions of one that the other has not: the larger of both differences."""
-    return max(a - b, b - a, key=Counter.total)
-
-
-def _on_arrays(instructions: Counter[tuple[str, bool]]) -> int:
-    return sum(number for (_, is_array), number in instructions.items() if is_array)

@@ -1,13 +1,11 @@
 """The optimizer's step alone: Adam over 33 M float32 parameters, state donated.
 
-What is compared is everything between the gradients and the new parameters; once more with `optax.clip_by_global_norm`
-inside, which reads the gradients for its norm whether or not they are scaled. On a GPU the sizes are larger, the marks
-those of DESIGN for a GPU, and PyTorch's fused `GradScaler` and `Adam` stand beside, where PyTorch is installed.
+What is compared is everything between the gradients and the new parameters. On a GPU the sizes are larger, and the
+marks others.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,24 +16,18 @@ import jax.numpy as jnp
 
 from benchmarks import trees
 from benchmarks.isolation import Progress
-from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours, clipped
-from benchmarks.report import Mark, Table
+from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours
+from benchmarks.report import Mark, Table, columns
 from benchmarks.timing import Repeated, Timings, interleave
 
 _SKIPS: tuple[Contender, ...] = (Ours(skip="cond"), Ours(skip="select"))
 _GOALS = {"cpu": {"float32": 1.20, "float16": 1.20}, "gpu": {"float32": 1.18, "float16": 1.10}}
 _SIZES = {"cpu": [33_000_000], "gpu": [100_000_000, 1_000_000_000]}
 _QUICK_SIZES = {"cpu": [4_000_000], "gpu": [33_000_000]}
-_LARGE = 500_000_000  # parameters, from which on only the contenders without copies of everything fit beside each other
 _LARGEST_SHARE = 1 / 3  # of the parameters' bytes, in temporaries
-_COLUMNS = (
-    ("step", "{}"),
-    ("median", "{:.2f} ms"),
-    ("minimum", "{:.2f} ms"),
-    ("over bare", "{:.2f}"),
-    ("spread", "{}"),
-    ("temporaries", "{:.0f} MB"),
-    ("of parameters", "{:.0%}"),
+_COLUMNS = columns(
+    "step | median {:.2f} ms | minimum {:.2f} ms | over bare {:.2f} | spread | temporaries {:.0f} MB | "
+    "of parameters {:.0%}"
 )
 
 
@@ -45,28 +37,23 @@ class _Case:
 
     platform: str
     size: int  # parameters, about
-    clips: bool
     dtype: str  # of the gradients
 
     @property
     def what(self) -> str:
-        return f"{self.size / 1e6:.0f} M parameters, {self.dtype} gradients" + (", clipped" if self.clips else "")
+        return f"{self.size / 1e6:.0f} M parameters, {self.dtype} gradients"
 
     @property
-    def contenders(self) -> tuple[Contender, ...]:
-        if self.clips:
-            return clipped(BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)
-        if self.size < _LARGE:
-            return (BARE, OURS, *_SKIPS, *OTHER_KINDS, OURS_IN_TWO_CALLS, *PEERS)
-        return (BARE, OURS, *_SKIPS, *OTHER_KINDS)
+    def is_large(self) -> bool:
+        """From here on, only contenders without copies of everything fit beside each other."""
+        return self.size >= 500_000_000
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each size and dtype of the gradients, and for the first size with clipping."""
+    """A table for each size and dtype of the gradients."""
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
-    cases = [_Case(platform, size, False, dtype) for size in sizes for dtype in ("float32", "float16")]
-    cases += [_Case(platform, sizes[0], True, dtype) for dtype in ("float32", "float16")]
+    cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
     tables = [_measure(case, quick, progress.part(n, len(cases), case.what)) for n, case in enumerate(cases)]
     return [*tables, _elsewhere(platform)]
 
@@ -78,63 +65,40 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
 
     steps: dict[str, Callable[[], Any]] = {}
     temporaries: dict[str, int] = {}
-    for contender in case.contenders:
+    contenders = (BARE, OURS, *_SKIPS, *OTHER_KINDS, *(() if case.is_large else (OURS_IN_TWO_CALLS, *PEERS)))
+    for contender in contenders:
         progress(0, f"compiling {contender.name}")
         state = jax.jit(contender.init)(trees.fill(shapes, jnp.float32))
         compiled = jax.jit(contender.apply, donate_argnums=0).lower(state, grads).compile()
-        if memory := compiled.memory_analysis():
-            temporaries[contender.name] = memory.temp_size_in_bytes
+        temporaries[contender.name] = compiled.memory_analysis().temp_size_in_bytes
         steps[contender.name] = Repeated(compiled, state, grads)
-    if _with_torch(case):
-        from benchmarks import peers_torch
-
-        steps |= peers_torch.steps([leaf.shape for leaf in jax.tree.leaves(grads)])
-
     timings = interleave(steps, 7 if quick else 25, progress)
     rows = [
-        (
-            name,
-            1e3 * timings.median(name),
-            1e3 * timings.minimum(name),
-            timings.ratio(name, BARE.name).median,
-            timings.ratio(name, BARE.name).spread,
-            temporaries[name] / 1e6 if name in temporaries else None,
-            temporaries[name] / params_bytes if name in temporaries else None,
-        )
-        for name in steps
+        (*timings.row(name, BARE.name), temporaries[name] / 1e6, temporaries[name] / params_bytes) for name in steps
     ]
-    # With clipping there is no goal: what the check costs is then part of what the norm costs anyway.
-    marks = [] if case.clips else _marks(case, timings, temporaries[OURS.name] / params_bytes, quick)
-    if case.platform == "gpu" and not case.clips:
+    marks = _marks(case, timings, temporaries[OURS.name] / params_bytes)
+    if case.platform == "gpu":
         name = f"GPU: host waits for the device in a step, {case.what}"
-        marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True, quick=quick))
-    adam = "Adam after clipping by global norm" if case.clips else "Adam"
-    title = f"{adam}, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
-    is_compared = case.size < _LARGE and not case.clips
-    notes = [_against_fastest_peer(timings)] if is_compared else []
+        marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True))
+    title = f"Adam, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
+    notes = [_against_fastest_peer(timings)] if not case.is_large else []
     return Table(title, _COLUMNS, rows, marks, notes, quick=quick)
 
 
-def _with_torch(case: _Case) -> bool:
-    small_and_plain = case.size < _LARGE and case.dtype == "float32" and not case.clips
-    return case.platform == "gpu" and small_and_plain and importlib.util.find_spec("torch") is not None
-
-
-def _marks(case: _Case, timings: Timings, temporaries: float, quick: bool) -> list[Mark]:
+def _marks(case: _Case, timings: Timings, temporaries: float) -> list[Mark]:
     """Of ours, in one call: the time over bare, and temporaries as a share of the parameters."""
     on = "GPU: " if case.platform == "gpu" else ""
     goal = _GOALS[case.platform][case.dtype]
     marks = []
     for contender in (OURS, *OTHER_KINDS):
-        ratio = timings.ratio(contender.name, BARE.name)
         name = f"{on}{contender.name.removeprefix('ours, ')} over bare, {case.what}"
-        marks.append(Mark(name, ratio.median, goal, quick=quick, note=f"spread {ratio.spread}"))
-    marks.append(Mark(f"{on}temporaries over parameters, {case.what}", temporaries, _LARGEST_SHARE, quick=quick))
+        marks.append(timings.mark(name, contender.name, BARE.name, goal))
+    marks.append(Mark(f"{on}temporaries over parameters, {case.what}", temporaries, _LARGEST_SHARE))
     return marks
 
 
 def _against_fastest_peer(timings: Timings) -> str:
-    fastest = timings.fastest(peer.name for peer in PEERS)
+    fastest = min((peer.name for peer in PEERS), key=timings.median)
     ratio = timings.ratio(OURS_IN_TWO_CALLS.name, fastest)
     return (
         f"`update` with `optax.apply_updates` takes {ratio.median:.2f} (spread {ratio.spread}) of the time of the "

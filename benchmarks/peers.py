@@ -1,7 +1,6 @@
 """The optimizer step without loss scaling, with ours, and with each peer: Adam, on float32 master weights.
 
-All have one interface, `Contender`, and one form of state, a pair of the parameters and whatever else must be kept.
-Each is written as its own documentation tells its users to write it; `clipped` makes any of them clip before Adam.
+Each is written as its own documentation tells its users to write it.
 """
 
 # ruff: noqa: D102  (`Contender` documents the methods)
@@ -11,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import flax.training.dynamic_scale
 import jax
@@ -22,7 +21,6 @@ import optax
 import jax_lossscale as jls
 
 ADAM = optax.adam(1e-4)
-_CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 # Small, so that the gradients of `models` are in the range of float16 with and without it: a CPU is slow with subnormal
 # numbers and quick to skip a step, and neither is to be measured.
 LOSS_SCALE = 2.0**8
@@ -38,65 +36,52 @@ State: TypeAlias = tuple[Tree, Any]  # parameters; the rest
 Loss: TypeAlias = Callable[[Tree, Any], jax.Array]  # of parameters and a batch; float32[]
 
 
-class Contender(Protocol):
-    """One way to make an optimizer step; a frozen dataclass."""
+@dataclass(frozen=True)
+class Contender:
+    """One way to make an optimizer step. The state is a pair of the parameters and whatever else must be kept."""
 
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped by their global norm before Adam."""
-
-    @property
-    def name(self) -> str:
-        """For the tables."""
+    name: str
 
     def init(self, params: Tree) -> State:
         """The state to start from."""
+        return params, ADAM.init(params)
 
     def apply(self, state: State, grads: Tree) -> State:
         """One step with given gradients, in float32 or float16, taken to be those of the scaled loss."""
+        raise NotImplementedError
 
     def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
         """One step with the gradients of ``loss``, scaled as this contender does it; the loss as well."""
-
-
-@dataclass(frozen=True)
-class Bare:
-    """No loss scaling. Adam gets its gradients in float32."""
-
-    name: str = "bare"
-    clips: bool = False
-
-    def init(self, params: Tree) -> State:
-        return params, _optimizer(self).init(params)
-
-    def apply(self, state: State, grads: Tree) -> State:
-        params, adam_state = state
-        updates, adam_state = _optimizer(self).update(_to_float32(grads), adam_state, params)
-        return optax.apply_updates(params, updates), adam_state
-
-    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
         value, grads = jax.value_and_grad(loss)(state[0], batch)
         return self.apply(state, grads), value
 
 
+class Bare(Contender):
+    """No loss scaling. Adam gets its gradients in float32."""
+
+    def apply(self, state: State, grads: Tree) -> State:
+        updates, adam_state = ADAM.update(_to_float32(grads), state[1], state[0])
+        return optax.apply_updates(state[0], updates), adam_state
+
+
 @dataclass(frozen=True)
-class Ours:
+class Ours(Contender):
     """`jax_lossscale`, in one call or with the two of the optax protocol."""
 
+    name: str = dataclasses.field(init=False, default="")
     fused: bool = True
     skip: Literal["auto", "cond", "select"] = "auto"
     loss_scale: str = "dynamic"  # a key of `_LOSS_SCALES`
-    clips: bool = False
 
-    @property
-    def name(self) -> str:
+    def __post_init__(self) -> None:
         call = "update_and_apply" if self.fused else "update + apply_updates"
         options = "" if self.skip == "auto" else f", skip={self.skip!r}"
-        return f"ours, {call}{options}" + ("" if self.loss_scale == "dynamic" else f", {self.loss_scale!r}")
+        kind = "" if self.loss_scale == "dynamic" else f", {self.loss_scale!r}"
+        object.__setattr__(self, "name", f"ours, {call}{options}{kind}")
 
     @property
     def _transformation(self) -> jls.LossScaledTransformation:
-        return jls.loss_scaled(_optimizer(self), _LOSS_SCALES[self.loss_scale](), skip=self.skip)
+        return jls.loss_scaled(ADAM, _LOSS_SCALES[self.loss_scale](), skip=self.skip)
 
     def init(self, params: Tree) -> State:
         return params, self._transformation.init(params)
@@ -116,18 +101,14 @@ class Ours:
         return optax.apply_updates(params, updates), opt_state
 
 
-@dataclass(frozen=True)
-class Jmp:
+class Jmp(Contender):
     """``jmp.DynamicLossScale``: unscale (which makes float32 of float16), check, adjust, step, select.
 
     The state holds its two arrays, since the class itself cannot pass through ``jax.jit(...).lower``.
     """
 
-    name: str = "jmp"
-    clips: bool = False
-
     def init(self, params: Tree) -> State:
-        return params, (_optimizer(self).init(params), (jnp.float32(LOSS_SCALE), jnp.int32(0)))
+        return params, (ADAM.init(params), (jnp.float32(LOSS_SCALE), jnp.int32(0)))
 
     def apply(self, state: State, grads: Tree) -> State:
         params, (adam_state, arrays) = state
@@ -135,7 +116,7 @@ class Jmp:
         grads = loss_scale.unscale(grads)
         grads_finite = jmp.all_finite(grads)
         loss_scale = loss_scale.adjust(grads_finite)
-        updates, new_adam_state = _optimizer(self).update(grads, adam_state, params)
+        updates, new_adam_state = ADAM.update(grads, adam_state, params)
         new_params = optax.apply_updates(params, updates)
         params, adam_state = jmp.select_tree(grads_finite, (new_params, new_adam_state), (params, adam_state))
         return params, (adam_state, (loss_scale.loss_scale, loss_scale.counter))
@@ -147,20 +128,16 @@ class Jmp:
         return self.apply(state, grads), loss_scale.unscale(scaled)
 
 
-@dataclass(frozen=True)
-class Flax:
+class Flax(Contender):
     """``flax.training.dynamic_scale.DynamicScale``, with ``jnp.where`` over parameters and state as in its examples.
 
     Its ``value_and_grad`` differentiates, unscales and checks in one. For given gradients it differentiates the sum of
     ``<p, g>``, whose gradient is ``g`` in float32 at no cost: the sum itself is not computed, since nobody reads it.
     """
 
-    name: str = "flax"
-    clips: bool = False
-
     def init(self, params: Tree) -> State:
         dynamic_scale = flax.training.dynamic_scale.DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(LOSS_SCALE))
-        return params, (_optimizer(self).init(params), dynamic_scale)
+        return params, (ADAM.init(params), dynamic_scale)
 
     def apply(self, state: State, grads: Tree) -> State:
         def linear(params: Tree, grads: Tree) -> jax.Array:
@@ -171,7 +148,7 @@ class Flax:
     def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
         params, (adam_state, dynamic_scale) = state
         result = dynamic_scale.value_and_grad(loss)(params, batch)
-        updates, new_adam_state = _optimizer(self).update(result.grad, adam_state, params)
+        updates, new_adam_state = ADAM.update(result.grad, adam_state, params)
         new_params = optax.apply_updates(params, updates)
         params, adam_state = jax.tree.map(
             lambda new, old: jnp.where(result.finite, new, old), (new_params, new_adam_state), (params, adam_state)
@@ -179,16 +156,12 @@ class Flax:
         return (params, (adam_state, result.dynamic_scale)), result.aux
 
 
-@dataclass(frozen=True)
-class ApplyIfFinite:
+class ApplyIfFinite(Contender):
     """``optax.apply_if_finite`` around Adam, with a loss scale by hand, which it cannot adjust."""
-
-    name: str = "apply_if_finite"
-    clips: bool = False
 
     @property
     def _transformation(self) -> optax.GradientTransformation:
-        return optax.apply_if_finite(_optimizer(self), max_consecutive_errors=10)
+        return optax.apply_if_finite(ADAM, max_consecutive_errors=10)
 
     def init(self, params: Tree) -> State:
         return params, self._transformation.init(params)
@@ -204,20 +177,11 @@ class ApplyIfFinite:
         return self.apply(state, grads), scaled / LOSS_SCALE
 
 
-BARE = Bare()
+BARE = Bare("bare")
 OURS = Ours()
 OURS_IN_TWO_CALLS = Ours(fused=False)
 OTHER_KINDS: tuple[Contender, ...] = tuple(Ours(loss_scale=kind) for kind in _LOSS_SCALES if kind != "dynamic")
-PEERS: tuple[Contender, ...] = (Jmp(), Flax(), ApplyIfFinite())
-
-
-def clipped(*contenders: Contender) -> tuple[Contender, ...]:
-    """The same, with clipping by the global norm of the true gradients before Adam."""
-    return tuple(dataclasses.replace(contender, clips=True) for contender in contenders)  # type: ignore[type-var]
-
-
-def _optimizer(contender: Contender) -> optax.GradientTransformation:
-    return _CLIPPED_ADAM if contender.clips else ADAM
+JMP, FLAX, APPLY_IF_FINITE = PEERS = (Jmp("jmp"), Flax("flax"), ApplyIfFinite("apply_if_finite"))
 
 
 def _to_float32(grads: Tree) -> Tree:

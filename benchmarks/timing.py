@@ -16,13 +16,14 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from benchmarks.isolation import Progress
+from benchmarks.report import Mark
 
 # Steps shorter than this are repeated before the clock is read again.
 _SHORTEST_SAMPLE = {"cpu": 0.005, "gpu": 0.05}  # seconds
@@ -56,9 +57,15 @@ class Timings:
         """The time of a step that nothing disturbed, in seconds."""
         return min(self.seconds[name])
 
-    def fastest(self, names: Iterable[str]) -> str:
-        """The one of ``names`` with the smallest median."""
-        return min(names, key=self.median)
+    def row(self, name: str, over: str) -> tuple[str, float, float, float, str]:
+        """Of a table: the name, median and minimum in milliseconds, the ratio and its spread."""
+        ratio = self.ratio(name, over)
+        return name, 1e3 * self.median(name), 1e3 * self.minimum(name), ratio.median, ratio.spread
+
+    def mark(self, what: str, name: str, over: str, goal: float) -> Mark:
+        """That the median of the ratios is at most ``goal``."""
+        ratio = self.ratio(name, over)
+        return Mark(what, ratio.median, goal, note=f"spread {ratio.spread}")
 
     def ratio(self, name: str, over: str) -> Ratio:
         """How many times the time of ``over`` the contender ``name`` takes."""

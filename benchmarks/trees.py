@@ -36,11 +36,6 @@ def transformer(size: int) -> dict[str, Any]:
     return shapes | {"embedding": (vocabulary, width), "norm": (width,), "head": (width, vocabulary)}
 
 
-def uniform(leaves: int, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """``leaves`` times the same shape."""
-    return [shape] * leaves
-
-
 def abstract(shapes: Any, dtype: DTypeLike) -> Any:
     """The tree without values: enough to compile for."""
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=_is_shape)

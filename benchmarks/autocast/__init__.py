@@ -1,9 +1,8 @@
-"""`jls.autocast` beside the same models cast by hand, and beside other ways to compute in half precision.
+"""`jls.autocast` beside the same models cast by hand, and beside float32.
 
-Reading order: `models` and `programs` are what is computed, `ways` how; `interpreter` evaluates programs by the rules
-of others; `counting` reads what comes of it: products, casts, bytes kept; `gradients` measures errors; `mesh` shares
-the weights among devices; `gpu` compiles for an H100 that is not there, and times where there is a GPU; `tables` is
-``python -m benchmarks autocast``.
+Reading order: `models` and `networks` are what is computed, `ways` how; `gpu` compiles training steps for an H100 that
+is not there, and times them where there is a GPU; `counting` counts in programs; `gradients` measures errors; `tables`
+is ``python -m benchmarks autocast``.
 """
 
 from benchmarks.autocast.tables import run

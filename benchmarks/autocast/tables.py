@@ -2,266 +2,182 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 
+import jax_lossscale as jls
 from benchmarks import cuda
-from benchmarks.autocast import gpu, mesh
-from benchmarks.autocast.counting import bytes_kept, casts, compiled_casts, products
-from benchmarks.autocast.gradients import Error, Trained, scaled_gradients, sources
-from benchmarks.autocast.models import Model, gemma, nanogpt, transformer, vae, vit
-from benchmarks.autocast.programs import programs
-from benchmarks.autocast.ways import AUTOCAST, BF16_BF16_F32, BY_HAND, FLOAT32, JMP, KEPT, NOTES, TORCH, ways
+from benchmarks.autocast import gpu
+from benchmarks.autocast.counting import bytes_kept, dtypes_of_products, jaxprs_made
+from benchmarks.autocast.gradients import Trained
+from benchmarks.autocast.models import Transformer, model_of, small
+from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, WAYS
+from benchmarks.gpu_program import Program
 from benchmarks.isolation import Progress, call_apart
-from benchmarks.report import Cell, Mark, Table
-from benchmarks.timing import Timings
+from benchmarks.report import Cell, Mark, Table, columns
 
-_SIZES = {"blocks": 4, "width": 512, "heads": 8, "batch": 8, "context": 256}
-_QUICK_SIZES = {"blocks": 1, "width": 64, "heads": 4, "batch": 2, "context": 32}
-_PATIENCE = 600.0  # seconds, for a program compiled for an H100
+# Of time and of temporaries, over the same model cast by hand.
+_GOALS = {
+    "transformer 4 x 512": (1.0, 0.75),
+    "transformer 12 x 768": (0.93, 0.67),
+    "ResNet-18": (1.0, 0.8),
+    "ResNet-50": (1.1, 0.9),
+    "Mamba": (1.0, 0.96),
+    "LSTM": (0.73, 0.79),
+}
+MODELS = tuple(_GOALS)
+_QUICK_MODELS = ("LSTM",)
+# Of the gradients' error over by hand: 5 % above that of version 0.3.0.
+_ERROR_GOALS = {"transformer": 0.80, "ResNet": 1.05, "Mamba": 0.83, "LSTM": 0.57}
+_KEPT_GOALS = {0.0: 0.4, 0.1: 0.5}  # by the rate of dropout
+_PATIENCE = 1200.0  # seconds, for a program compiled for an H100
+_COMPARED = (FLOAT32, BY_HAND, AUTOCAST)
+_STEPS = columns(
+    "model | loss | time {:.3f} ms | over by hand {:.2f} | temporaries {:.1f} MiB | over by hand {:.2f} | "
+    "read and written {:.2f} GB | kernels | products"
+)
+_WHERE = columns("operation | by hand {:.1f} us | autocast {:.1f} us | more {:+.1f} us")
 _MIB = 2**20
+_NOT_RUN = "GPU program (compiled, not run): autocast"
 
 
-def run(quick: bool, progress: Progress) -> list[Table]:
-    """Products, the transformer's programs, errors of gradients and their sources, the programs for a GPU."""
-    sizes = _QUICK_SIZES if quick else _SIZES
-    tables = [_count_products(quick, progress.part(0, 5, "products"))]
-    trained, errors = _gradients(quick, sizes, progress.part(1, 5, "gradients"))
-    tables.append(_programs(quick, sizes, errors, progress.part(2, 5, "programs")))
-    tables += [_errors(quick, errors), _sources(quick, trained, errors, progress.part(3, 5, "sources of errors"))]
-    tables.append(_on_a_mesh(quick, sizes))
-    tables.append(_for_h100(quick, sizes, progress.part(4, 5, "for an H100")))
-    return [*tables, _timed(quick, sizes, progress)]
+def run(quick: bool, progress: Progress, models: Sequence[str] = (), kernels: int = 0) -> list[Table]:
+    """All tables; or of ``models`` their training steps for an H100. Of each, the ``kernels`` that differ most."""
+    if models:
+        return _steps(models, kernels, quick, progress)
+    return [
+        *_steps(_QUICK_MODELS if quick else MODELS, kernels, quick, progress.part(0, 4, "for an H100")),
+        _compile_time(quick, progress.part(1, 4, "compile time")),
+        _kept(quick),
+        _errors(quick, progress.part(2, 4, "gradients")),
+        _nested(quick),
+        _timed(quick, progress.part(3, 4, "timing")),
+    ]
 
 
-def _count_products(quick: bool, progress: Progress) -> Table:
-    names = [name for name in ways() if name != KEPT]
+def _steps(models: Sequence[str], kernels: int, quick: bool, progress: Progress) -> list[Table]:
+    title = "Training steps for an H100, not run"
     rows: list[tuple[Cell, ...]] = []
-    left = {}
-    cases = programs()
-    for n, model in enumerate(cases):
-        progress(n / len(cases), model.name)
-        arguments = jax.eval_shape(lambda model=model: (model.params(), model.batch(0)))
-        counts = {
-            name: products(jax.make_jaxpr(jax.value_and_grad(ways()[name](model)))(*arguments).jaxpr) for name in names
-        }
-        rows.append((model.name, *(f"{count.narrow} of {count.total}" for count in counts.values())))
-        left[model.name] = counts[AUTOCAST].total - counts[AUTOCAST].narrow
-    note = ", ".join(name for name, count in left.items() if count)
-    what = f"autocast: products left in float32, forward and backward, {len(cases)} programs"
-    mark = Mark(what, sum(left.values()), 0, exactly=True, note=note)
-    columns = [("program", "{}"), *((name, "{}") for name in names)]
-    return Table("Products in half precision, forward and backward", columns, rows, [mark], NOTES, quick)
-
-
-def _gradients(
-    quick: bool, sizes: dict[str, int], progress: Progress
-) -> tuple[dict[Model, Trained], dict[str, dict[str, Error]]]:
-    """Models after a few steps, and the errors of each way to compute their gradients."""
-    cases = [(transformer(**{**sizes, "batch": 2, "context": 32 if quick else 64}), 0, 1)]
-    if not quick:
-        cases += [(make(), 100, 4) for make in (nanogpt, gemma, vit, vae)]
-    trained: dict[Model, Trained] = {}
-    errors: dict[str, dict[str, Error]] = {}
-    names = [name for name in ways() if name not in (FLOAT32, KEPT, BF16_BF16_F32)]
-    for n, (model, steps, batches) in enumerate(cases):
-        part = progress.part(n, len(cases), model.name)
-        trained[model] = Trained(model, steps, batches)
-        errors[model.name] = {}
-        for m, name in enumerate(names):
-            part(m / len(names), name)
-            errors[model.name][name] = trained[model].error(scaled_gradients(ways()[name](model)))
-    return trained, errors
-
-
-def _programs(quick: bool, sizes: dict[str, int], errors: dict[str, dict[str, Error]], progress: Progress) -> Table:
-    model = transformer(**sizes)
-    arguments = jax.eval_shape(lambda: (model.params(), model.batch(0)))
-    kept, counted = {}, {}
-    for n, (name, way) in enumerate(ways().items()):
-        progress(n / 2 / len(ways()), name)
-        kept[name] = bytes_kept(way(model), *arguments)
-        counted[name] = casts(jax.make_jaxpr(jax.value_and_grad(way(model)))(*arguments).jaxpr)
-    lowering = _lowering(model, arguments, 1 if quick else 3, progress)
-    compiled = {name: compiled_casts(error.text) for name, error in next(iter(errors.values())).items()}
-    rows = [
-        (
-            name,
-            kept[name] / _MIB,
-            kept[name] / kept[BY_HAND],
-            counted[name],
-            compiled.get(name),
-            lowering.minimum(name),
-            lowering.minimum(name) / lowering.minimum(FLOAT32),
-        )
-        for name in ways()
-    ]
-    columns = (
-        ("loss", "{}"),
-        ("kept", "{:.1f} MiB"),
-        ("over by hand", "{:.2f}"),
-        ("casts", "{}"),
-        ("casts, compiled for the CPU", "{}"),
-        ("trace and lower", "{:.2f} s"),
-        ("over float32", "{:.2f}"),
-    )
-    marks = [
-        Mark("autocast: bytes kept for the backward pass over by hand", kept[AUTOCAST] / kept[BY_HAND], 0.5),
-        Mark("autocast: casts in the jaxpr over by hand", counted[AUTOCAST] / counted[BY_HAND], 1.15),
-        Mark("autocast: casts compiled for the CPU over by hand", compiled[AUTOCAST] / compiled[BY_HAND], 1.15),
-        Mark("autocast: tracing and lowering over float32", rows[list(ways()).index(AUTOCAST)][-1], 2.0),
-    ]
+    marks: list[Mark] = []
+    where = []
+    for n, model in enumerate(models):
+        part = progress.part(n, len(models), model)
+        programs: dict[str, Program] = {}
+        for m, way in enumerate(_COMPARED if not cuda.missing() else ()):
+            part(m / len(_COMPARED), way)
+            if (program := call_apart(gpu.compiled, model, way, timeout=_PATIENCE)) is not None:
+                programs[way] = program
+        rows += [(model, *row) for row in _rows(programs)]
+        marks += _step_marks(model, programs)
+        if kernels and {BY_HAND, AUTOCAST} <= programs.keys():
+            where.append(_where(model, programs, kernels, quick))
     notes = (
-        "Value and gradients. Kept: what `jax.vjp` hands to the backward pass, without the function's arguments, "
-        "before XLA. Casts: from one floating dtype to another; what is computed again in the backward pass is cast "
-        "again.",
-        "The CPU has no products in float16: XLA casts their operands and results for it, in every way alike.",
+        "Loss, gradients and Adam by `update_and_apply`, donated. Time: predicted, of each kernel what its bytes take "
+        "at 3.35 TB/s, or its products at full speed, whichever is longer; without caches, launches and tuning.",
+        "Transformers: flax, 8 x 256 and 8 x 1024 tokens. ResNets: 64 images of 224 x 224. Mamba: 2 blocks of 512, an "
+        "associative scan in float32, 8 x 512. LSTM: 2 layers of 512, 64 x 256. By hand: `dtype=float16`.",
     )
-    title = f"Programs of {model.name}, {sizes['batch']} x {sizes['context']} tokens"
-    return Table(title, columns, rows, [_quick(mark, quick) for mark in marks], notes, quick)
+    return [Table(title, _STEPS, rows, marks, notes, quick), *where]
 
 
-def _lowering(model: Model, arguments: Any, rounds: int, progress: Progress) -> Timings:
-    """Seconds of the processor from nothing to a lowered program."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways()}
-    for n in range(rounds):
-        progress(0.5 + n / 2 / rounds, "tracing and lowering")
-        for name, way in ways().items():
-            loss = way(model)
-            jax.clear_caches()
-            start = time.process_time()
-            jax.jit(jax.value_and_grad(loss)).lower(*arguments)
-            seconds[name].append(time.process_time() - start)
-    return Timings(seconds)
+def _rows(programs: dict[str, Program]) -> Iterator[tuple[Cell, ...]]:
+    by_hand = programs.get(BY_HAND)
+    for way, program in programs.items():
+        products = ", ".join(f"{n} in {dtype}" for dtype, n in dtypes_of_products(program.kernels).items())
+        time, temporaries = program.over(by_hand) if by_hand else (None, None)
+        row = (way, 1e3 * program.seconds, time, program.temporaries / _MIB, temporaries, program.bytes / 1e9)
+        yield (*row, len(program.kernels), products)
 
 
-def _errors(quick: bool, errors: dict[str, dict[str, Error]]) -> Table:
-    names = list(next(iter(errors.values())))
+def _step_marks(model: str, programs: dict[str, Program]) -> Iterator[Mark]:
+    values, note = [None] * 3, cuda.missing() or "XLA did not compile it"
+    if programs.keys() == set(_COMPARED):
+        ours, note = programs[AUTOCAST], ""
+        values = [*ours.over(programs[BY_HAND]), ours.over(programs[FLOAT32])[0]]
+    goals = (*_GOALS[model], 1.0)
+    whats = ("predicted time over by hand", "temporaries over by hand", "predicted time over float32")
+    for what, value, goal in zip(whats, values, goals, strict=True):
+        yield Mark(f"{_NOT_RUN}, {model}: {what}", value, goal, note=note)
+
+
+def _where(model: str, programs: dict[str, Program], count: int, quick: bool) -> Table:
+    by_hand, ours = (gpu.seconds_by_operation(programs[way]) for way in (BY_HAND, AUTOCAST))
+    operations = sorted(by_hand | ours, key=lambda name: -abs(ours[name] - by_hand[name]))[:count]
+    rows = [(name, *(1e6 * t for t in (by_hand[name], ours[name], ours[name] - by_hand[name]))) for name in operations]
+    notes = (
+        "All kernels whose last operation is this, in all layers together; those that differ most. "
+        "Again: what is recomputed in the backward pass.",
+    )
+    return Table(f"Where the predicted time goes: {model}", _WHERE, rows, notes=notes, quick=quick)
+
+
+def _compile_time(quick: bool, progress: Progress) -> Table:
+    note = cuda.missing() or ("left out by --quick" if quick else "")
+    progress(0)
+    timings = None if note else call_apart(gpu.seconds_to_compile, 12, 3, tuple(WAYS), timeout=_PATIENCE)
+    over = {way: timings.minimum(way) / timings.minimum(FLOAT32) for way in WAYS} if timings else {}
+    rows = [(way, timings.minimum(way), ratio) for way, ratio in over.items()]
+    what = "autocast: trace, lower and compile over float32, 12 blocks"
+    mark = Mark(what, over.get(AUTOCAST), 1.15, note=note or ("" if over else "XLA did not compile it"))
+    title = "Trace, lower and compile for an H100: value and gradients of a transformer, 12 blocks of 768"
+    return Table(title, columns("loss | processor {:.2f} s | over float32 {:.2f}"), rows, [mark])
+
+
+def _kept(quick: bool) -> Table:
     rows, marks = [], []
-    for model, found in errors.items():
-        over = found[AUTOCAST].relative / found[BY_HAND].relative
-        rows.append((model, *(found[name].relative for name in names), over))
-        marks.append(_quick(Mark(f"autocast: gradient error over by hand, {model}", over, 0.5), quick))
-    columns = [("model", "{}"), *((name, "{:.1e}") for name in names), ("autocast over by hand", "{:.2f}")]
+    for rate, goal in _KEPT_GOALS.items():
+        network = model_of(Transformer, (8, 256, 512), blocks=4, heads=8, dropout=rate)
+        arguments = jax.eval_shape(lambda it=network: (it.params(), it.batch(0)))
+        kept = {way: bytes_kept(loss(network), *arguments) for way, loss in WAYS.items()}
+        rows += [(rate, way, number / _MIB, number / kept[BY_HAND]) for way, number in kept.items()]
+        what = "autocast: bytes kept for the backward pass over by hand" + (", with dropout" if rate else "")
+        marks.append(Mark(what, kept[AUTOCAST] / kept[BY_HAND], goal))
+    notes = ("What `jax.vjp` hands to the backward pass, without the function's arguments, before XLA.",)
+    return Table(
+        "Kept for the backward pass: transformer 4 x 512",
+        columns("dropout | loss | kept {:.1f} MiB | over by hand {:.2f}"),
+        rows,
+        marks,
+        notes,
+        quick,
+    )
+
+
+def _errors(quick: bool, progress: Progress) -> Table:
+    rows, marks = [], []
+    for n, (name, network) in enumerate(small().items()):
+        progress(n / len(_ERROR_GOALS), name)
+        trained = Trained(network, *((2, 1) if quick else (100, 4)))
+        by_hand, ours = (trained.error(WAYS[way](network)) for way in (BY_HAND, AUTOCAST))
+        rows.append((name, by_hand, ours, ours / by_hand))
+        marks.append(Mark(f"autocast: gradient error over by hand, {name}", ours / by_hand, _ERROR_GOALS[name]))
+    heads = columns("model | by hand {:.1e} | autocast {:.1e} | over by hand {:.2f}")
     notes = (
         "The norm of the difference from float32's gradients over their norm, at the best of four loss scales from "
-        "1 to 2^18. The first model as initialized, the others after 100 steps of Adam in float32, on four batches.",
-        "BF16_BF16_F32 is not among them: the CPU computes it in float32.",
+        "1 to 2^18: after 100 steps of Adam in float32, on four batches.",
     )
-    return Table("Errors of gradients", columns, rows, marks, notes, quick)
+    return Table("Errors of gradients, small models", heads, rows, marks, notes, quick)
 
 
-def _sources(
-    quick: bool, trained: dict[Model, Trained], errors: dict[str, dict[str, Error]], progress: Progress
-) -> Table:
-    trained = dict(list(trained.items())[:2])
-    found: dict[str, list[float]] = {}
-    for n, each in enumerate(trained.values()):
-        for name, gradients in sources(each.loss).items():
-            progress(n / len(trained), name)
-            found.setdefault(name, []).append(each.error(gradients).relative)
-    for name in (AUTOCAST, BY_HAND):
-        found[name] = [errors[model.name][name].relative for model in trained]
-        if not quick:
-            exactly = f"{name}, no cast left out by XLA"
-            found[exactly] = [
-                each.error(scaled_gradients(ways()[name](model)), excess_precision=False).relative
-                for model, each in trained.items()
-            ]
-    columns = [("float32, but", "{}"), *((model.name, "{:.1e}") for model in trained)]
-    notes = (
-        "Everything is float32 but what is named, forward and backward. Operands and results rounded: what any way to "
-        "compute products in float16 has at least, if all other arithmetic is exact.",
-    )
-    rows = [(name, *values) for name, values in found.items()]
-    marks = [
-        _quick(
-            Mark(f"autocast: gradient error over that of its products alone, {model.name}", value / floor, 1.05), quick
-        )
-        for model, value, floor in zip(trained, found[AUTOCAST], found["operands and results rounded"], strict=True)
-    ]
-    return Table("Where errors of gradients come from", columns, rows, marks, notes, quick)
+def _nested(quick: bool) -> Table:
+    functions = {FLOAT32: lambda loss: loss, AUTOCAST: jls.autocast}
+    made = {name: [jaxprs_made(function, depth) for depth in (5, 10)] for name, function in functions.items()}
+    few, many = made[AUTOCAST]
+    mark = Mark("autocast: jaxprs made for conditionals nested to depth 10 over those for 5", many / few, 2.0)
+    rows = [(name, *numbers) for name, numbers in made.items()]
+    title = "Jaxprs made while nested conditionals are traced"
+    return Table(title, columns("function | depth 5 | depth 10"), rows, [mark], quick=quick)
 
 
-def _on_a_mesh(quick: bool, sizes: dict[str, int]) -> Table:
-    model = mesh.sharded(transformer(**{**sizes, "heads": mesh.DEVICES, "batch": mesh.DEVICES}))
-    arguments = jax.eval_shape(lambda: (model.params(), model.batch(0)))
-    found = {name: mesh.sent(ways()[name](model), *arguments) for name in (FLOAT32, BY_HAND, AUTOCAST)}
-    rows = [(name, f"{each.narrow} of {each.total}", each.bytes / _MIB) for name, each in found.items()]
-    columns = (("loss", "{}"), ("in half precision", "{}"), ("put in by each device", "{:.1f} MiB"))
-    what = f"autocast: gathers of weights and reductions of their gradients in float32, {mesh.DEVICES} devices"
-    mark = Mark(what, found[AUTOCAST].total - found[AUTOCAST].narrow, 0, exactly=True)
-    notes = (
-        "A `jax.shard_map` that gathers each weight where it is used, in the program before XLA. By hand flax casts "
-        "what was gathered.",
-    )
-    return Table(f"Between {mesh.DEVICES} devices: {model.name}", columns, rows, [_quick(mark, quick)], notes, quick)
-
-
-def _for_h100(quick: bool, sizes: dict[str, int], progress: Progress) -> Table:
-    title = f"Programs for an H100, not run: {transformer(**sizes).name}, {sizes['batch']} x {sizes['context']} tokens"
-    what = "GPU program (compiled, not run): autocast,"
-    marks = [
-        Mark(f"{what} products of operands not in float16", None, 0, exactly=True),
-        Mark(f"{what} temporaries over by hand", None, 0.8),
-        Mark(f"{what} casts over by hand", None, 1.15),
-    ]
-    if why := cuda.missing():
-        return Table(title, (), (), [dataclasses.replace(mark, note=why) for mark in marks])
-    found: dict[str, gpu.Compiled] = {}
-    asked = [BY_HAND, AUTOCAST] if quick else [name for name in ways() if name not in (JMP, BF16_BF16_F32)]
-    for n, name in enumerate(asked):
-        progress(n / len(asked), name)
-        program = call_apart(gpu.compiled, name, sizes, timeout=_PATIENCE)
-        if program is not None:
-            found[name] = program
-    if not {BY_HAND, AUTOCAST} <= found.keys():
-        return Table(title, (), (), [dataclasses.replace(mark, note="XLA did not compile it") for mark in marks])
-    rows = []
-    for name, program in found.items():
-        narrow = program.products.get(("f16", "f16"), 0)
-        numbers = (program.temporaries / _MIB, program.temporaries / found[BY_HAND].temporaries)
-        traffic = (program.bytes / _MIB, program.bytes / found[BY_HAND].bytes)
-        rows.append((name, f"{narrow} of {sum(program.products.values())}", *numbers, *traffic, program.kernels))
-        rows[-1] += (program.casts,)
-    ours, by_hand = found[AUTOCAST], found[BY_HAND]
-    left = sum(ours.products.values()) - ours.products.get(("f16", "f16"), 0)
-    values = (left, ours.temporaries / by_hand.temporaries, ours.casts / by_hand.casts)
-    marks = [dataclasses.replace(mark, value=v, quick=quick) for mark, v in zip(marks, values, strict=True)]
-    columns = (
-        ("loss", "{}"),
-        ("products in float16", "{}"),
-        ("temporaries", "{:.1f} MiB"),
-        ("over by hand", "{:.2f}"),
-        ("bytes of kernels", "{:.0f} MiB"),
-        ("over by hand ", "{:.2f}"),
-        ("kernels", "{}"),
-        ("casts", "{}"),
-    )
-    notes = (
-        "Value and gradients. Products in float16: both operands are; where XLA splits a sum, its parts are float32. "
-        "Bytes: the sizes of all operands and results of all kernels. A cast inside a kernel costs no bytes.",
-    )
-    return Table(title, columns, rows, marks, notes, quick)
-
-
-def _timed(quick: bool, sizes: dict[str, int], progress: Progress) -> Table:
-    names: Sequence[str] = (FLOAT32, BY_HAND, AUTOCAST, KEPT, TORCH)
-    timings = gpu.timed(names, sizes, 5 if quick else 30, progress.part(4, 5, "timing"))
-    title = f"GPU: value and gradients of {transformer(**sizes).name}, {sizes['batch']} x {sizes['context']} tokens"
-    what = "GPU: value and gradients under autocast over by hand"
-    if timings is None:
-        return Table(title, (), (), [Mark(what, None, 1.0, note="no GPU here")])
-    ratios = {name: timings.ratio(name, BY_HAND) for name in names}
-    rows = [(name, 1e3 * timings.median(name), ratios[name].median, ratios[name].spread) for name in names]
-    columns = (("loss", "{}"), ("median", "{:.2f} ms"), ("over by hand", "{:.2f}"), ("spread", "{}"))
-    mark = Mark(what, ratios[AUTOCAST].median, 1.0, quick=quick, note=f"spread {ratios[AUTOCAST].spread}")
-    return Table(title, columns, rows, [mark], quick=quick)
-
-
-def _quick(mark: Mark, quick: bool) -> Mark:
-    return dataclasses.replace(mark, quick=quick)
+def _timed(quick: bool, progress: Progress) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    marks = []
+    for n, model in enumerate(_QUICK_MODELS if quick else MODELS):
+        what, goal = f"GPU: training step under autocast over by hand, {model}", _GOALS[model][0]
+        timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(MODELS), model))
+        rows += [(model, *timings.row(way, BY_HAND)) for way in _COMPARED] if timings else []
+        mark = Mark(what, None, goal, note="no GPU here")
+        marks.append(timings.mark(what, AUTOCAST, BY_HAND, goal) if timings else mark)
+    heads = columns("model | loss | median {:.2f} ms | minimum {:.2f} ms | over by hand {:.2f} | spread")
+    return Table("Training steps on a GPU", heads, rows, marks, quick=quick)

@@ -35,6 +35,14 @@ def mlp(layers: Any, x: jax.Array, activation: Activation) -> jax.Array:
     return dense(layers[-1], x)
 
 
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Of ``[batch, length, heads, size]``, the heads side by side again; softmax in float32."""
+    batch, length, _, size = query.shape
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool)[None, None], logits, -jnp.inf)).astype(query.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, -1)
+
+
 def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
     """Divided by the root of its mean square, which is computed in float32."""
     wide = x.astype(jnp.float32)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.workloads import data
-from benchmarks.workloads.layers import cross_entropy, dense, init_dense, rms_norm
+from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
 from benchmarks.workloads.workload import PlainLoss, Workload, adam, without_statistics
 
 _TEXT = 300_000  # characters to train on; as many as are in a batch of evaluation follow
@@ -102,9 +102,6 @@ def _reading(title: str, init: Any, loss: PlainLoss, rate: float, context: int, 
 
 
 def _attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:
-    batch, context, width = x.shape
+    batch, context, _ = x.shape
     query, key, value = jnp.split(dense(layer["query_key_value"], x).reshape(batch, context, heads, -1), 3, axis=-1)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * (width / heads) ** -0.5
-    seen = jnp.tri(context, dtype=bool)[None, None]
-    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)).astype(x.dtype)
-    return dense(layer["output"], jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, context, width))
+    return dense(layer["output"], causal_attention(query, key, value))

@@ -1,37 +1,29 @@
-"""`benchmarks.autocast`: what is counted, the interpreter's rules, the programs and the marks."""
+"""`benchmarks.autocast`: the models, what is counted of them, and which marks follow."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks.autocast import tables
-from benchmarks.autocast.counting import (
-    Products,
-    bytes_kept,
-    casts,
-    compiled_casts,
-    compiled_products,
-    products,
-)
-from benchmarks.autocast.gradients import Error, Trained, scaled_gradients
-from benchmarks.autocast.interpreter import interpreted, products_rounded, torch_rule
-from benchmarks.autocast.models import Casts, Model, gemma, nanogpt, vae, vit
-from benchmarks.autocast.programs import programs
-from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, JMP, TORCH, ways
-from benchmarks.report import Mark
+from benchmarks.autocast.counting import bytes_kept, dtypes_of_products, jaxprs_made
+from benchmarks.autocast.gpu import seconds_by_operation, training_step
+from benchmarks.autocast.gradients import Trained
+from benchmarks.autocast.models import LSTM, MambaStack, Model, ResNet, Transformer, model_of
+from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, WAYS
+from benchmarks.gpu_program import Program
+from benchmarks.isolation import Progress
+from benchmarks.kernels import BANDWIDTH, Kernel
 
 pytest.importorskip("flax")
 pytest.importorskip("jmp")
 
-MODELS = [
-    gemma(layers=1, width=16, heads=2, batch=2, context=8),
-    nanogpt(layers=1, width=16, heads=2, batch=2, context=8),
-    vit(layers=1, width=16, heads=2, batch=4, size=8),
-    vae(width=16, latent=4, batch=4, size=4),
-]
-
-
-QUICK = ("LSTM by scan", "PINN, second derivatives", "`jax.checkpoint`")
+SMALL = {
+    "transformer": model_of(Transformer, (2, 8, 16), blocks=1, heads=2, dropout=0.5),
+    "basic ResNet": model_of(ResNet, (2, 32, 32, 3), stages=(1, 1)),
+    "ResNet": model_of(ResNet, (2, 32, 32, 3), stages=(1,), bottleneck=True),
+    "Mamba": model_of(MambaStack, (2, 8, 16)),
+    "LSTM": model_of(LSTM, (2, 4, 8)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,26 +32,31 @@ def ranks_may_differ():
         yield
 
 
-def half(*shape):
-    return jnp.ones(shape, jnp.float16)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_learns_the_same_in_every_way(name):
+    losses = {}
+    for way in (FLOAT32, BY_HAND, AUTOCAST):
+        step, begin = training_step(SMALL[name], way)
+        state, batch = begin()
+        for _ in range(3):
+            state = step(state, batch)
+        losses[way] = float(state[-1])
+        assert state[-1].dtype == jnp.float32
+    assert losses == pytest.approx(dict.fromkeys(losses, losses[FLOAT32]), rel=0.05)
 
 
-# --- What is counted ---
-
-
-def test_products_also_of_loops_and_calls_and_mixed_ones_are_not_narrow():
-    def function(x, wide):
-        x, _ = jax.lax.scan(lambda x, _: (jax.jit(jnp.matmul)(x, x), None), x, length=3)
-        return x @ x, x @ wide, jnp.matmul(x, x, preferred_element_type=jnp.float32)
-
-    assert products(jax.make_jaxpr(function)(half(2, 2), jnp.ones((2, 2))).jaxpr) == Products(narrow=2, total=4)
-
-
-def test_casts_between_floats_only():
-    def function(x):
-        return x.astype(jnp.float16).astype(jnp.float32), x.astype(jnp.int32).astype(jnp.float32), x.astype(x.dtype)
-
-    assert casts(jax.make_jaxpr(function)(jnp.ones(3)).jaxpr) == 2
+@pytest.mark.parametrize("name", SMALL)
+def test_products_by_hand_are_in_half_precision(name):
+    model = SMALL[name]
+    arguments = jax.eval_shape(lambda: (model.params(), model.batch(0)))
+    texts = {way: str(jax.make_jaxpr(WAYS[way](model))(*arguments)) for way in (FLOAT32, BY_HAND)}
+    lines = {
+        way: [line for line in text.splitlines() if "dot_general[" in line or "conv_general" in line]
+        for way, text in texts.items()
+    }
+    assert len(lines[FLOAT32]) == len(lines[BY_HAND]) > 0
+    assert not any("f16" in line for line in lines[FLOAT32])
+    assert all("f16" in line for line in lines[BY_HAND])
 
 
 def test_bytes_kept_are_those_of_intermediate_values():
@@ -70,130 +67,82 @@ def test_bytes_kept_are_those_of_intermediate_values():
     assert bytes_kept(loss, jnp.ones(100), jnp.ones(100)) == 400
 
 
-def test_compiled_programs_are_counted_in_fusions_too():
-    text = """
-%fused (p.1: f16[8,8], p.2: f16[8,8]) -> f32[8,8] {
-  %p.1 = f16[8,8]{1,0} parameter(0)
-  %p.2 = f16[8,8]{1,0} parameter(1)
-  %dot.1 = f16[8,8]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}
-  ROOT %convert.1 = f32[8,8]{1,0} convert(%dot.1)
-}
+def test_jaxprs_of_nested_conditionals_are_in_proportion_to_the_depth_where_each_is_traced_once():
+    made = [jaxprs_made(lambda loss: loss, depth) for depth in (1, 2, 3)]
+    assert made[0] > 0
+    assert made[2] - made[1] == made[1] - made[0] > 0
 
-ENTRY %main (a: f16[8,8], b: f32[8,8], c: s32[8]) -> f32[8,8] {
-  %a = f16[8,8]{1,0} parameter(0)
-  %b = f32[8,8]{1,0} parameter(1)
-  %c = s32[8]{0} parameter(2)
-  %convert.2 = f32[8]{0} convert(%c)
-  %fusion.1 = f32[8,8]{1,0} fusion(%a, %a), kind=kCustom, calls=%fused
-  ROOT %call.1 = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%fusion.1, %b), custom_call_target="__cublas$gemm"
-}
-"""
-    assert compiled_products(text) == {("f16", "f16"): 1, ("f32", "f32"): 1}
-    assert compiled_casts(text) == 1
+    def twice(loss):
+        return lambda x: (jax.make_jaxpr(loss)(x), loss(x))[1]
 
-
-# --- The rules of others ---
-
-
-def test_torch_rule():
-    def function(x, kernel, bias):
-        y = x @ kernel
-        return jnp.tanh(y), jnp.exp(y), y + bias, y * 2.0, y.sum(-1), jnp.sin(x)
-
-    narrow = jax.make_jaxpr(interpreted(function, torch_rule))(jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.ones(2))
-    dtypes = {eqn.primitive.name: str(eqn.outvars[0].aval.dtype) for eqn in narrow.eqns}
-    in_float16 = {"dot_general", "tanh", "mul"}
-    assert in_float16 <= dtypes.keys()
-    assert {name: dtypes[name] for name in in_float16} == dict.fromkeys(in_float16, "float16")
-    in_float32 = {"exp", "add", "reduce_sum", "sin"}
-    assert {name: dtypes[name] for name in in_float32} == dict.fromkeys(in_float32, "float32")
-    assert {str(aval.dtype) for aval in narrow.out_avals} == {"float32"}
-
-
-def test_products_are_rounded_and_nothing_else():
-    x = jnp.asarray([[1 + 2.0**-12]])
-    results = {
-        name: interpreted(lambda x: (x @ x, x * x), products_rounded(operands, results))(x)
-        for name, operands, results in (("none", 0, 0), ("operands", 1, 0), ("results", 0, 1))
-    }
-    exact = 1 + 2.0**-11
-    assert {name: float(product[0, 0]) for name, (product, _) in results.items()} == {
-        "none": exact,
-        "operands": 1.0,
-        "results": 1.0,
-    }
-    assert all(float(square[0, 0]) == exact for _, square in results.values())
-
-
-# --- Programs and ways ---
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=model.name, marks=() if model.name in QUICK else pytest.mark.slow)
-        for model in (*programs(), *MODELS)
-    ],
-)
-def test_all_products_are_narrow_and_every_way_gives_about_the_same(model):
-    params, batch = jax.jit(lambda: (model.params(), model.batch(0)))()
-    jaxprs = {
-        name: jax.make_jaxpr(jax.value_and_grad(ways()[name](model)))(params, batch).jaxpr
-        for name in (FLOAT32, BY_HAND, AUTOCAST)
-    }
-    assert (products(jaxprs[FLOAT32]).narrow, casts(jaxprs[FLOAT32])) == (0, 0)
-    ours = products(jaxprs[AUTOCAST])
-    assert ours.narrow == ours.total > 0
-    assert products(jaxprs[BY_HAND]).narrow > 0.75 * products(jaxprs[BY_HAND]).total
-    # Of float16 arrays this function of JAX makes a product that the CPU does not have.
-    cast_before = () if "attention" in model.name else (BY_HAND, JMP)
-    losses = {name: ways()[name](model) for name in (FLOAT32, AUTOCAST, TORCH, *cast_before)}
-    values = jax.jit(lambda *arguments: {name: loss(*arguments) for name, loss in losses.items()})(params, batch)
-    assert {value.dtype for value in values.values()} == {jnp.dtype("float32")}
-    for name, value in values.items():
-        assert float(value) == pytest.approx(float(values[FLOAT32]), rel=0.02), name
+    assert jaxprs_made(twice, 2) > made[1]
 
 
 def test_the_error_of_gradients_is_that_at_the_best_scale():
     model = Model(
-        "cubes",
         lambda: jnp.full(4, 0.5),
         lambda number: jnp.full(4, 1.0 + number),
-        lambda casts: lambda params, batch: (params**3 * batch).sum(),
+        lambda dtype: lambda params, batch: (params**3 * batch).sum(),
     )
     trained = Trained(model, steps=2, batches=2)
     assert float(trained.batches[1][0]) == 4.0
-    assert trained.error(scaled_gradients(trained.loss)).relative < 1e-6
-    too_large = trained.error(scaled_gradients(lambda params, batch: 1.5 * trained.loss(params, batch)))
-    assert too_large.relative == pytest.approx(0.5)
+    assert trained.error(trained.loss) < 1e-6
+    assert trained.error(lambda params, batch: 1.5 * trained.loss(params, batch)) == pytest.approx(0.5)
 
-    def overflows(params, batch, scale):
-        value, grads = scaled_gradients(trained.loss)(params, batch, scale)
-        return value, jnp.where(scale > 1, jnp.inf, 2 * grads)
+    @jax.custom_vjp
+    def overflows(x):
+        return x
 
-    assert trained.error(overflows).relative == pytest.approx(1)
-
-
-def test_casts_by_hand_are_none_in_the_program_for_float32():
-    tree = {"kernel": jnp.ones(2), "label": jnp.arange(2)}
-    assert Casts().narrow(tree) is tree
-    narrow = Casts(jnp.float16).narrow(tree)
-    assert [leaf.dtype for leaf in jax.tree.leaves(narrow)] == [jnp.float16, jnp.int32]
-    assert Casts(jnp.float16).wide(narrow)["kernel"].dtype == jnp.float32
+    overflows.defvjp(lambda x: (x, None), lambda _, g: (jnp.where(g > 1, jnp.inf, 2 * g),))
+    assert trained.error(lambda params, batch: overflows(trained.loss(params, batch))) == pytest.approx(1)
 
 
 # --- Tables ---
 
 
-def test_what_is_not_compiled_is_not_measured(monkeypatch):
+def launched(*microseconds, path="jit(step)/jvp(Net)/Dense_0/dot_general", temporaries=100):
+    kernels = [Kernel(f"k{n}", path, each * 1e-6 * BANDWIDTH, {"f16": 1.0}) for n, each in enumerate(microseconds)]
+    return Program(kernels, 0, 0, temporaries)
+
+
+PROGRAMS = {
+    FLOAT32: launched(30, 10),
+    BY_HAND: launched(20, temporaries=80),
+    AUTOCAST: launched(11, 11, temporaries=60),
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(tables.cuda, "missing", lambda: "")
+    monkeypatch.setattr(tables, "call_apart", lambda function, model, way, timeout: PROGRAMS[way])
+
+
+def test_the_marks_of_a_step(compiled):
+    steps, where = tables.run(False, Progress(lambda *_: None), ["LSTM"], kernels=5)
+    assert [mark.value for mark in steps.marks] == pytest.approx([1.1, 0.75, 0.55])
+    assert [mark.goal for mark in steps.marks] == [0.73, 0.79, 1.0]
+    assert steps.rows[2][:4] == ("LSTM", AUTOCAST, pytest.approx(0.022), pytest.approx(1.1))
+    assert where.rows == [("forward: Net/Dense/dot_general", *map(pytest.approx, (20.0, 22.0, 2.0)))]
+
+
+def test_what_is_not_compiled_is_not_measured(compiled, monkeypatch):
     monkeypatch.setattr(tables.cuda, "missing", lambda: "needs a package")
-    table = tables._for_h100(True, tables._QUICK_SIZES, None)
-    assert {(mark.value, mark.note) for mark in table.marks} == {(None, "needs a package")}
-    assert len(table.marks) == 3
+    (steps,) = tables.run(False, Progress(lambda *_: None), ["LSTM", "Mamba"], kernels=5)
+    assert [(mark.value, mark.note) for mark in steps.marks] == 6 * [(None, "needs a package")]
+    monkeypatch.setattr(tables.cuda, "missing", lambda: "")
+    monkeypatch.setattr(tables, "call_apart", lambda *_, timeout: None)
+    (steps,) = tables.run(False, Progress(lambda *_: None), ["LSTM"], kernels=5)
+    assert {(mark.value, mark.note) for mark in steps.marks} == {(None, "XLA did not compile it")}
 
 
-def test_the_marks_of_errors():
-    errors = {"VAE": {BY_HAND: Error(4e-3, ""), AUTOCAST: Error(1e-3, "")}}
-    table = tables._errors(False, errors)
-    assert table.marks == [Mark("autocast: gradient error over by hand, VAE", 0.25, 0.5)]
-    assert table.rows == [("VAE", 4e-3, 1e-3, 0.25)]
+def test_kernels_are_added_up_by_what_they_compute():
+    paths = {
+        "jit(step)/jvp(Net)/Block_3/Dense_1/dot_general": "forward: Net/Block/Dense/dot_general",
+        "jit(step)/transpose(jvp(jvp()))/checkpoint/Net/Block_3/add": "backward: Net/Block/add",
+        "jit(step)/transpose(jvp(jvp()))/checkpoint/rematted_computation/Net/mul": "again: Net/mul",
+        "jit(step)/jvp(Net)/RNN_0/while/body/closed_call/Cell_0/tanh": "forward: Net/RNN/while/body/Cell/tanh",
+    }
+    for path, operation in paths.items():
+        assert dict(seconds_by_operation(launched(1, 2, path=path))) == {operation: pytest.approx(3e-6)}
+    assert dtypes_of_products(PROGRAMS[AUTOCAST].kernels) == {"f16": 2}
