@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.operations import PLACEMENTS
 from jax_lossscale._program.inline import Name, Program, Step
 from jax_lossscale._program.jaxpr import bind, jaxprs_of
+from jax_lossscale._program.primitives import PLACEMENTS
 
 # Computes the numbers; None if they cannot be known.
 Constant: TypeAlias = Callable[[], Any]

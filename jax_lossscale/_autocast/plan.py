@@ -11,24 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale._autocast import linear_algebra
 from jax_lossscale._autocast.calls import CALLS
 from jax_lossscale._autocast.constants import Constant, Constants
-from jax_lossscale._autocast.operations import (
-    COMPUTED_ONCE,
-    MOVES,
-    MOVES_BETWEEN_DEVICES,
-    MOVES_EACH_BY_ITSELF,
-    PRODUCTS,
-    REPEATING_MOVES,
-    is_product,
-)
+from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Program, Step, inlined
+from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.place import place_within
-
-_ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
+from jax_lossscale._program.primitives import (
+    ALL_MOVES,
+    COMPUTED_ONCE,
+    MOVES_BETWEEN_DEVICES,
+    PRODUCTS,
+    is_product,
+)
 
 
 class Kind(enum.Enum):
@@ -90,6 +87,7 @@ class Planner:
         self.policy = policy
         self.matched: set[PrecisionRule] = set()
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
+        self._feeding = Feeding()
         # It marks every product of the program, and so tells nothing about one of them.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
@@ -109,7 +107,7 @@ class Planner:
           known: of each argument, the constant that it is; else None.
         """
         program = inlined(closed)
-        feeding = linear_algebra.feeding(program, outputs_feeding or [False] * len(program.outputs))
+        feeding = self._feeding.values(program, outputs_feeding or [False] * len(program.outputs))
         constants = Constants(program, known)
         inner: dict[int, list[Plan]] = {}
         decisions = []
@@ -131,15 +129,14 @@ class Planner:
 
     def _inner(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: Constants) -> list[Plan]:
         eqn = step.eqn
-        goes_on = [name in feeding for name in step.outputs]
-        if eqn.primitive.name == "scan":
-            goes_on = linear_algebra.outputs_feeding(eqn, goes_on)
         around = (*within, *step.within, eqn)
         known = [constants.of(atom) for atom in step.inputs]
-        jaxprs = CALLS[eqn.primitive.name].jaxprs(eqn)
+        found = inside(eqn)
+        not_known = {operand for _, operand in found.carried}
+        goes_on = self._feeding.results_inside(eqn, [name in feeding for name in step.outputs])
         return [
-            self.plan(closed, around, goes_on if len(goes_on) == len(closed.jaxpr.outvars) else None, arguments)
-            for closed, arguments in zip(jaxprs, _arguments(eqn, known), strict=True)
+            self.plan(body.closed, around, outputs, [None if n in not_known else known[n] for n in body.operands])
+            for body, outputs in zip(found.bodies, goes_on, strict=True)
         ]
 
     def _decide(self, step: Step, within: tuple[Any, ...], feeding: set[Name], constants: Constants) -> Decision:
@@ -151,7 +148,7 @@ class Planner:
             return Decision(Kind.OTHER, is_alone=True)
         rule = self._rule(eqn, around)
         wide_by_rule = rule is not None and rule.precision == "wide"
-        if (name in _ALL_MOVES or _changes_nothing(eqn)) and not wide_by_rule:
+        if (name in ALL_MOVES or _changes_nothing(eqn)) and not wide_by_rule:
             return Decision(Kind.MOVE, is_alone=name in MOVES_BETWEEN_DEVICES)
         if not is_product(eqn):
             return Decision(Kind.OTHER, is_narrow=rule is not None and rule.precision == "narrow")
@@ -211,20 +208,6 @@ def _changes_nothing(eqn: Any) -> bool:
         eqn.invars[0].aval.dtype,
         eqn.params["new_dtype"],
     } == {np.dtype(np.float32)}
-
-
-def _arguments(eqn: Any, inputs: Sequence[Constant | None]) -> list[Sequence[Constant | None]]:
-    """What is known of the arguments of each jaxpr in an equation, from what is known of its inputs."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        return [[*inputs[:first], *[None] * params["num_carry"], *inputs[last:]]]
-    if name == "while":
-        of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        return [inputs[:of_condition], inputs[of_condition:of_both]]
-    if name == "cond":
-        return [inputs[1:]] * len(params["branches"])
-    return [() if name == "linear_call" else inputs]
 
 
 def _is_arithmetic(eqn: Any) -> bool:

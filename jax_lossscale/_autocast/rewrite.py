@@ -12,13 +12,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.calls import CALLS, as_declared, declared
-from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
-from jax_lossscale._autocast.stretches import Stretch, names, stretches
+from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.uses import added_up_in_float32, going_into_products
 from jax_lossscale._autocast.wide_product import wide_product
-from jax_lossscale._program.inline import Name, Step
+from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 
 _LOOPS = ("scan", "while")
 

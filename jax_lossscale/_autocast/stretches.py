@@ -12,9 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
-
-from jax_lossscale._program.inline import Name, Program
+from jax_lossscale._program.inline import Name, Program, names
 from jax_lossscale._program.jaxpr import has_effects
 
 _UNKNOWN = 1024
@@ -143,8 +141,3 @@ def _with_borders(program: Program, groups: list[list[int]]) -> list[Stretch]:
         )
         for number, steps in enumerate(groups)
     ]
-
-
-def names(atoms: Sequence[Name | Literal]) -> tuple[Name, ...]:
-    """The names of the values among operands or results; the others are literals."""
-    return tuple(atom for atom in atoms if not isinstance(atom, Literal))

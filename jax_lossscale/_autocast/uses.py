@@ -7,10 +7,10 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Kind, Plan
-from jax_lossscale._autocast.stretches import Stretch, names
-from jax_lossscale._program.inline import Name
+from jax_lossscale._autocast.stretches import Stretch
+from jax_lossscale._program.inline import Name, names
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 
 
 def going_into_products(plan: Plan) -> set[Name]:
