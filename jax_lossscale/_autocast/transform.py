@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.plan import Planner
+from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.rewrite import Body
+from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
@@ -125,8 +125,7 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
     plan = planner.plan(traced.jaxpr)
     if not plan.is_narrow:
         return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-    body = Body(planner, traced.jaxpr, plan, recompute=planner.policy.recompute)
-    return traced.result(body(traced.inputs, declared=True))
+    return traced.result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:

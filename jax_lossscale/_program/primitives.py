@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-WIDE_PRODUCT = "wide_product"  # the two of `autocast`
-ROUNDED_COTANGENT = "rounded_cotangent"
+WIDE_PRODUCT, KEPT, ROUNDED_COTANGENT = "wide_product", "kept", "rounded_cotangent"  # those of `autocast`
 
 # Matrix products and convolutions: what tensor cores compute.
 PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", WIDE_PRODUCT})
@@ -24,6 +23,7 @@ MOVES = frozenset(
         *("concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims", "name", "pad"),
         *("reshape", "rev", "select_n", "slice", "split", "squeeze", "stack", "stop_gradient", "transpose", "unstack"),
         *PLACEMENTS,
+        KEPT,
     }
 )
 # Likewise, but one number may be moved to many places. Its cotangent is their sum, which is arithmetic.

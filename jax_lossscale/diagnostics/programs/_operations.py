@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
-from jax_lossscale._autocast.calls import CALLS
+from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
@@ -163,7 +163,7 @@ def _is_inexact(atoms: Sequence[Any]) -> bool:
 
 def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
     for eqn in met.within:
-        if eqn.primitive.name not in CALLS and called_plainly(eqn) is None:
+        if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which is computed as it was"
     if exceptions:
         return "; ".join(exceptions)
