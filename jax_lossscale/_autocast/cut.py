@@ -76,6 +76,8 @@ class Cut:
         inputs = {Value(name) for name in stretch.inputs}
         # They mark what they keep, where it is made.
         softmaxes = {Value(name) for step, decision in steps if decision.kind is Kind.SOFTMAX for name in step.outputs}
+        moves = {name for step, decision in steps if decision.kind is Kind.MOVE for name in step.outputs}
+        moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
         differentiated = _differentiated(stretch, steps, types)
         asked = operands | softmaxes
@@ -83,8 +85,7 @@ class Cut:
 
         def size(value: Value) -> int:
             aval = types[value.name]
-            is_as_outside = value in inputs or value.name not in stretch.wide
-            is_narrow = value.is_rounding or (value.name in self._narrow and is_as_outside)
+            is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
             shape = (each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
             return math.prod(shape) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 

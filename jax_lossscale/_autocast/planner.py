@@ -168,7 +168,7 @@ class Planner:
         self,
         program: Program,
         decisions: Sequence[Decision],
-        narrow: Set[Name],
+        narrow: set[Name],
         into_products: Set[Name],
         at: At,
     ) -> Iterator[Stretch]:
@@ -176,16 +176,15 @@ class Planner:
         cut = Cut(narrow, self.dtype, float(self.policy.recompute), self._asked)
         spread = {n for step in program.steps if step.eqn.primitive.name == "broadcast_in_dim" for n in step.outputs}
         is_alone = [decision.is_alone for decision in decisions]
-        is_product = [decision.kind is Kind.PRODUCT for decision in decisions]
-        for stretch in stretches(program, is_alone, is_product):
+        order = stretches(program, is_alone, [decision.kind is Kind.PRODUCT for decision in decisions])
+        if self.policy.narrow_skips:
+            narrow |= {name for stretch in order for name in _streams(program, decisions, stretch)}
+        for stretch in order:
             steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
             wide = _added_up_in_float32(steps, narrow, into_products)
             biased = {n for n in stretch.steps if _adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
-            is_plain = all(
-                d.kind in (Kind.PRODUCT, Kind.MOVE) and s.eqn.primitive.name not in CHOICES for s, d in steps
-            )
-            if at.recompute and not is_alone[stretch.steps[0]] and not is_plain:
+            if at.recompute and not is_alone[stretch.steps[0]] and any(_computes(*each) for each in steps):
                 stretch = stretch._replace(kept=cut.kept(stretch, steps))
             yield stretch
 
@@ -289,6 +288,19 @@ def _added_up_in_float32(
         if decision.kind is Kind.MOVE and not found.isdisjoint(names(step.inputs)):
             found |= {name for name in step.outputs if name in narrow and name not in into_products}
     return found
+
+
+def _streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -> set[Name]:
+    """The float32 values that arithmetic leaves for later stretches, as far as they are as large as any there is."""
+    types = {
+        name: variable.aval
+        for position in stretch.steps
+        for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
+        if decisions[position].kind is Kind.OTHER and not decisions[position].is_alone and is_float32(variable.aval)
+    }
+    leaving = {*stretch.outputs} - {*names(program.outputs)}
+    largest = max((aval.size for name, aval in types.items() if name in leaving), default=0)
+    return {name for name, aval in types.items() if name in leaving and aval.size == largest > 1}
 
 
 def _adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:

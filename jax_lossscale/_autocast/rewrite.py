@@ -82,9 +82,11 @@ class Rewriting:
                     values[name] = as_dtype(values[name], _FLOAT32)
                 outputs = self._step(plan, stretch, position, values)
                 for name, value in zip(step.outputs, outputs, strict=True):
-                    if name not in stretch.wide:
+                    is_lifted = name in stretch.wide
+                    if not (is_lifted and plan.decisions[position].kind is Kind.MOVE):
                         value = self._stored(plan, name, value)
-                    values[name] = _marked(stretch, Value(name), value)
+                    value = _marked(stretch, Value(name), value)
+                    values[name] = as_dtype(value, _FLOAT32) if is_lifted else value
         return [self._stored(plan, name, values[name]) for name in stretch.outputs]
 
     def _step(self, plan: Plan, stretch: Stretch, position: int, values: dict[Name, Any]) -> list[Any]:
