@@ -20,7 +20,7 @@ from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.jaxpr import bind_here
-from jax_lossscale._program.primitives import PLACEMENTS
+from jax_lossscale._program.primitives import PLACEMENTS, REPEATING_MOVES
 
 # They are written by themselves, not within what they go into. A Mamba's scan is made of these, and so it is kept.
 _WRITTEN = frozenset(
@@ -66,17 +66,29 @@ class Cut:
             for name, variable in zip(atoms, variables, strict=True)
             if not isinstance(name, Literal)
         }
+
+        def read(step: Step, decision: Decision) -> list[Value]:
+            """What a step takes: of what is float32, a rounding, if it is computed narrow."""
+            names_of_results = {name for name in step.outputs if name in self._narrow and name not in stretch.wide}
+            follows = decision.kind in (Kind.MOVE, Kind.CHOICE) and len(names_of_results) == len(step.outputs)
+            is_narrow = decision.is_narrow or (follows and step.eqn.primitive.name not in REPEATING_MOVES)
+            return [
+                Value(atom, is_narrow and variable.aval.dtype == jnp.float32 and atom not in self._narrow)
+                for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+                if not isinstance(atom, Literal)
+            ]
+
+        taken = [read(*each) for each in steps]
         operands = {
-            Value(atom, variable.aval.dtype == jnp.float32 and decision.is_narrow and atom not in self._narrow)
-            for step, decision in steps
+            value
+            for (_, decision), values in zip(steps, taken, strict=True)
             if decision.kind is Kind.PRODUCT
-            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
-            if not isinstance(atom, Literal)
+            for value in values
         }
         inputs = {Value(name) for name in stretch.inputs}
         # They mark what they keep, where it is made.
         softmaxes = {Value(name) for step, decision in steps if decision.kind is Kind.SOFTMAX for name in step.outputs}
-        moves = {name for step, decision in steps if decision.kind is Kind.MOVE for name in step.outputs}
+        moves = {name for step, decision in steps if decision.kind in (Kind.MOVE, Kind.CHOICE) for name in step.outputs}
         moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
         differentiated = _differentiated(stretch, steps, types)
@@ -89,36 +101,38 @@ class Cut:
             shape = (each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
             return math.prod(shape) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
-        def add(value: Value, again: float, made_of: Sequence[Value] = ()) -> None:
+        def again(value: Value) -> float:
+            # A residual sum is written again for what reads it; other arithmetic is fused.
+            return size(value) + 1 if value in in_memory else 0
+
+        def add(value: Value, price: float, made_of: Sequence[Value] = ()) -> None:
             # Once if it lies in memory anyway; else it is written and read.
             keep = 1.0 if value in inputs else self._price + (value not in in_memory)
-            edges.append(("source", (value, "needed"), again))
+            edges.append(("source", (value, "needed"), price))
             edges.append(((value, "needed"), (value, "had"), size(value) * keep + 1))
-            edges.extend(((operand, "had"), (value, "needed"), math.inf) for operand in made_of)
+            edges.extend(((operand, "had"), (value, "needed"), math.inf) for operand in {*made_of})
 
         for value in inputs:
             add(value, math.inf)
-        for value in operands:
-            if value.is_rounding:
-                add(value, size(value), [Value(value.name)])
-        for step, decision in steps:
+        for value in {value for values in taken for value in values if value.is_rounding}:
+            add(value, again(value), [Value(value.name)])
+        for (step, decision), made_of in zip(steps, taken, strict=True):
             if decision.kind is Kind.PRODUCT:
                 continue
-            made_of = [Value(name) for name in {*names(step.inputs)}]
             for name in step.outputs:
                 value = Value(name)
                 if value in softmaxes:
                     add(value, math.inf)
                 elif step.eqn.primitive.name in _REDUCING:  # Statistics of norms: sixteen times smaller, and kept.
-                    add(value, sum(map(size, made_of)), made_of)
+                    add(value, sum(map(size, {*made_of})), made_of)
                 elif step.eqn.primitive.name in _WRITTEN:
                     add(value, 2 * size(value), made_of)
-                else:  # A residual sum is written again for what reads it; other arithmetic is fused.
-                    add(value, size(value) if value in in_memory else 0, made_of)
+                else:
+                    add(value, again(value), made_of)
             is_active = decision.kind is not Kind.SOFTMAX and not differentiated.isdisjoint(step.outputs)
             if is_active and not differentiated.isdisjoint(names(step.inputs)):
-                atoms = [step.inputs[n] for n in self._asked(step.eqn)]
-                asked.update(map(Value, names(atoms)))
+                wanted = {step.inputs[n] for n in self._asked(step.eqn) if not isinstance(step.inputs[n], Literal)}
+                asked.update(value for value in made_of if value.name in wanted)
         edges += [((value, "had"), "sink", math.inf) for value in asked]
         needed = _nearest_to_sink(edges)
         return frozenset(

@@ -13,7 +13,8 @@ class Kind(enum.Enum):
     """What a step does."""
 
     PRODUCT = enum.auto()
-    MOVE = enum.auto()  # or a choice
+    MOVE = enum.auto()
+    CHOICE = enum.auto()  # which follows its operands as a move does, and whose derivative asks for a mask
     SOFTMAX = enum.auto()
     CALL = enum.auto()  # of jaxprs that are rewritten
     OTHER = enum.auto()

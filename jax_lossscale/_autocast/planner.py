@@ -21,7 +21,6 @@ from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import LOOPS, REMAT, inside
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.primitives import (
-    CHOICES,
     COMPUTED_ONCE,
     MOVES_BETWEEN_DEVICES,
     MOVES_EACH_BY_ITSELF,
@@ -29,6 +28,7 @@ from jax_lossscale._program.primitives import (
     REPEATING_MOVES,
 )
 
+_FOLLOWING = (Kind.MOVE, Kind.CHOICE)
 _POOLS = ("reduce_window_max", "reduce_window_min")
 
 
@@ -81,7 +81,7 @@ class Planner:
             decision = self._rule.decide(step, at.within, feeding, constants)
             if decision.reason:
                 self.exceptions.append(((*at.within, *step.within, step.eqn), decision.reason))
-            if decision.kind in (Kind.MOVE, Kind.OTHER):
+            if decision.kind in (*_FOLLOWING, Kind.OTHER):
                 constants.add(step)
             decisions.append(decision)
         into_products = _going_into_products(program, decisions)
@@ -95,10 +95,11 @@ class Planner:
         for position, step in enumerate(program.steps):
             if decisions[position].kind is Kind.CALL:
                 found = self._inner(step, at, feeding, constants, narrow)
-                decisions[position] = _called(step, found)
-                if found is not None:
-                    inner[position] = found
-                results: Sequence[bool] = found.results if found else [False] * len(step.outputs)
+                if found is None:
+                    decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
+                    results: Sequence[bool] = [False] * len(step.outputs)
+                else:
+                    inner[position], results = found, found.results
             else:
                 results = self._results(step, decisions[position], narrow, constants)
             narrow |= {
@@ -116,7 +117,7 @@ class Planner:
 
     def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
         """Of each result of a step, whether it comes out narrow."""
-        if decision.kind is not Kind.MOVE:
+        if decision.kind not in _FOLLOWING:
             is_narrow = decision.kind is Kind.SOFTMAX or (decision.is_narrow and not decision.has_wide_result)
             return [is_narrow] * len(step.outputs)
         are_narrow = [
@@ -157,10 +158,9 @@ class Planner:
             )
             for body, outputs in zip(bodies, goes_on, strict=True)
         )
-        chooses = name == "custom_jvp_call" and any(operands) and _chooses(plans[0])
-        if not chooses and not any(plan.is_narrow for plan in plans):
+        if not any(plan.is_narrow for plan in plans):
             return None
-        first = 0 if chooses or name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
+        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
         results = [n >= first and all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
         return Inner(plans, tuple(operands), tuple(results))
 
@@ -184,15 +184,13 @@ class Planner:
             wide = _added_up_in_float32(steps, narrow, into_products)
             biased = {n for n in stretch.steps if _adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
-            if at.recompute and not is_alone[stretch.steps[0]] and any(_computes(*each) for each in steps):
+            if (
+                at.recompute
+                and not is_alone[stretch.steps[0]]
+                and any(d.kind not in (Kind.PRODUCT, Kind.MOVE) for _, d in steps)
+            ):
                 stretch = stretch._replace(kept=cut.kept(stretch, steps))
             yield stretch
-
-
-def _computes(step: Step, decision: Decision) -> bool:
-    """Whether a step makes anything that a backward pass could ask for, and that may be computed again."""
-    is_choice = step.eqn.primitive.name in CHOICES
-    return is_choice or decision.kind not in (Kind.PRODUCT, Kind.MOVE)
 
 
 def _going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
@@ -215,12 +213,11 @@ def _going_into_products(program: Program, decisions: Sequence[Decision]) -> set
             if not isinstance(atom, Literal) and is_float32(variable.aval)
         }
         goes_on = goes_into_any = decision.kind is Kind.PRODUCT and decision.is_narrow
-        if decision.kind is Kind.MOVE:
+        if decision.kind in _FOLLOWING:
             goes_into_any = not into_any.isdisjoint(step.outputs)
-            is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF | CHOICES
+            is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
             goes_on = is_plain and all(each in found and each not in others for each in step.outputs)
             if name in _POOLS and goes_into_any:
-                goes_on = True
                 found.update(step.outputs)
                 others.difference_update(step.outputs)
         if goes_into_any:
@@ -239,21 +236,9 @@ def _with_softmaxes(program: Program, decisions: list[Decision], into_products: 
     return program._replace(steps=tuple(steps))
 
 
-def _called(step: Step, inner: Inner | None) -> Decision:
-    if inner is None:
-        return Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
-    return Decision(Kind.CALL, is_alone=any(plan.is_narrow for plan in inner.plans))
-
-
 def _gives_narrow(plan: Plan, position: int) -> bool:
     atom = plan.program.outputs[position]
     return not isinstance(atom, Literal) and atom in plan.narrow
-
-
-def _chooses(plan: Plan) -> bool:
-    """Whether a function with a rule of its own, such as relu, only chooses among numbers, which are narrow."""
-    are_narrow = [_gives_narrow(plan, n) for n in range(len(plan.program.outputs))]
-    return all(decision.kind is Kind.MOVE for decision in plan.decisions) and all(are_narrow)
 
 
 def _is_arithmetic(eqn: Any) -> bool:
@@ -280,12 +265,12 @@ def _added_up_in_float32(
     uses: Counter[Name] = Counter()
     for step, decision in reversed(steps):
         uses.update(names(step.inputs))
-        is_moved_there = decision.kind is Kind.MOVE and not into_arithmetic.isdisjoint(step.outputs)
+        is_moved_there = decision.kind in _FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
         if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
             into_arithmetic.update(names(step.inputs))
     found = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
     for step, decision in steps:
-        if decision.kind is Kind.MOVE and not found.isdisjoint(names(step.inputs)):
+        if decision.kind in _FOLLOWING and not found.isdisjoint(names(step.inputs)):
             found |= {name for name in step.outputs if name in narrow and name not in into_products}
     return found
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.marks import keeps, kept, with_rounded_cotangent
-from jax_lossscale._autocast.plan import Inner, Kind, Plan
+from jax_lossscale._autocast.plan import At, Inner, Kind, Plan
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.softmax import rounded_softmax
@@ -83,7 +83,7 @@ class Rewriting:
                 outputs = self._step(plan, stretch, position, values)
                 for name, value in zip(step.outputs, outputs, strict=True):
                     is_lifted = name in stretch.wide
-                    if not (is_lifted and plan.decisions[position].kind is Kind.MOVE):
+                    if not (is_lifted and plan.decisions[position].kind in (Kind.MOVE, Kind.CHOICE)):
                         value = self._stored(plan, name, value)
                     value = _marked(stretch, Value(name), value)
                     values[name] = as_dtype(value, _FLOAT32) if is_lifted else value
@@ -112,12 +112,14 @@ class Rewriting:
             return self._call(plan, step, inner, read(inner.operands))
         if decision.kind is Kind.SOFTMAX:
             return [rounded_softmax(read([False])[0], decision.axes, self.dtype)]
-        if decision.kind is Kind.MOVE:
+        if decision.kind in (Kind.MOVE, Kind.CHOICE):
             results = [name in plan.narrow and name not in stretch.wide for name in step.outputs]
             if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
                 return bind_here(eqn, read(results), eqn.params)
             is_repeating = eqn.primitive.name in REPEATING_MOVES and not _only_adds_axes(eqn)
             inputs = read([all(results) and not is_repeating] * number)
+            if eqn.primitive.name == "custom_jvp_call" and all(results):
+                return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
             if eqn.primitive.name == "convert_element_type":  # No longer weakly typed.
                 return [jax.lax.convert_element_type(inputs[0], getattr(inputs[0], "dtype", _FLOAT32))]
             return bind_here(eqn, inputs, eqn.params)
@@ -132,6 +134,12 @@ class Rewriting:
         if decision.has_wide_result:
             return [wide_product(eqn.primitive, inputs, params)]
         return bind_here(eqn, inputs, params)
+
+    def _following(self, at: At, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr of choices, or of their derivatives, all narrow."""
+        arrives = [getattr(value, "dtype", None) == self.dtype for value in inputs]
+        outputs = self.outputs(self.planner.plan(closed, arrives, at), inputs)
+        return self._declared(outputs, closed.out_avals, [True] * len(outputs))
 
     def _call(self, plan: Plan, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
         """The results of a step in which jaxprs are rewritten."""

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from jax_lossscale._autocast.constants import Constant, Constants
 from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
-from jax_lossscale._program.inline import Name, Step
+from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import LOOPS, REMAT
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of
 from jax_lossscale._program.place import place_within
@@ -45,18 +45,19 @@ class Rule:
         """What becomes of a step; ``feeding``: the values that factorizations are made of."""
         eqn, name = step.eqn, step.eqn.primitive.name
         around = (*within, *step.within)
-        if name in REWRITTEN:
+        follows = self._follows(eqn)
+        if name in REWRITTEN and follows is None:
             return Decision(Kind.CALL, is_alone=True)
-        is_move, is_costly = self._moves(eqn), name in COMPUTED_ONCE
-        if has_effects(eqn) or (is_costly and not is_move) or any(map(jaxprs_of, eqn.params.values())):
+        is_costly = name in COMPUTED_ONCE
+        if has_effects(eqn) or (follows is None and (is_costly or any(map(jaxprs_of, eqn.params.values())))):
             return Decision(Kind.OTHER, is_alone=True)
         rule = self._rule(eqn, around)
         wide_by_rule = rule is not None and rule.precision == "wide"
-        if is_move and not wide_by_rule:
-            return Decision(Kind.MOVE, is_alone=is_costly or name in MOVES_BETWEEN_DEVICES)
+        if follows is not None and not wide_by_rule:
+            return Decision(follows, is_alone=is_costly or name in MOVES_BETWEEN_DEVICES)
         if not is_product(eqn):
             is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(eqn)
-            return Decision(Kind.OTHER, is_costly, is_narrow)
+            return Decision(Kind.OTHER, is_narrow=is_narrow)
         if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
         if rule is not None:
@@ -93,14 +94,18 @@ class Rule:
         largest, info = max(abs(constant.low), abs(constant.high)), jnp.finfo(self._dtype)
         return largest in (0, math.inf) or float(info.smallest_normal) <= largest <= float(info.max)
 
-    def _moves(self, eqn: Any) -> bool:
-        """Whether an operation only moves numbers, or chooses among them."""
+    def _follows(self, eqn: Any) -> Kind | None:
+        """Whether an operation only moves numbers, or chooses among them; ``None`` if it computes others."""
         name, params = eqn.primitive.name, eqn.params
         if name == "convert_element_type":  # of float32 to float32, which is done to what follows the dtype of others
-            return {eqn.invars[0].aval.dtype, params["new_dtype"]} == {np.dtype(np.float32)}
-        if name == "gather" and params.get("fill_value") is not None:
-            return self._holds_exactly(params["fill_value"])
-        return name in ALL_MOVES | CHOICES
+            dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
+            return Kind.MOVE if dtypes == {np.dtype(np.float32)} else None
+        if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
+            return None
+        if name == "custom_jvp_call":  # such as relu
+            kinds = {self._follows(step.eqn) for step in inlined(eqn.params["call_jaxpr"]).steps}
+            return Kind.CHOICE if Kind.CHOICE in kinds and None not in kinds else None
+        return Kind.CHOICE if name in CHOICES else Kind.MOVE if name in ALL_MOVES else None
 
     def fits(self, atom: Name | Literal, constants: Constants) -> bool:
         """Whether a value is one number, known, that is the same in half precision."""
