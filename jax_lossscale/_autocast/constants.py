@@ -77,26 +77,20 @@ def _given(value: Any) -> Known | None:
 
 
 def _constant(value: Any) -> Constant:
-    few = value if np.size(value) <= _MOST else None
-    if jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.extended):  # keys
-        return Constant(-math.inf, math.inf, few)
-    numbers = np.asarray(value)
-    few = None if few is None else numbers
-    if np.iscomplexobj(numbers):
-        return Constant(-math.inf, math.inf, few)
-    low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 0.0)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        numbers = np.asarray(numbers, np.float32)
-        low, high = (float(each(numbers, where=np.isfinite(numbers), initial=0)) for each in (np.min, np.max))
-    return Constant(low, high, few)
+    low, high = -math.inf, math.inf
+    if not jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.extended):  # keys
+        value = np.asarray(value)
+        if not np.iscomplexobj(value):
+            finite = value if np.isfinite(value).all() else value[np.isfinite(value)]
+            low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return Constant(low, high, value if np.size(value) <= _MOST else None)
 
 
 def _results(eqn: Any, operands: Sequence[Known]) -> Sequence[Constant | None]:
-    known = [operand() for operand in operands]
+    found = [each for each in (operand() for operand in operands) if each is not None]
     nothing = [None] * len(eqn.outvars)
-    if any(each is None for each in known):
+    if len(found) < len(operands):
         return nothing
-    found = [each for each in known if each is not None]
     # What the body of a loop gets, or one device, is a part of the numbers that are known.
     are_whole = all(
         each.value is not None and np.shape(each.value) == atom.aval.shape
@@ -104,10 +98,10 @@ def _results(eqn: Any, operands: Sequence[Known]) -> Sequence[Constant | None]:
     )
     is_small = all(variable.aval.size <= _MOST for variable in eqn.outvars)
     if are_whole and is_small and not eqn.ctx.cur_abstract_mesh.manual_axes:
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
             return [_constant(value) for value in bind(eqn, [each.value for each in found], eqn.params)]
     bounds = _bounds_of_result(eqn, found)
-    return nothing if bounds is None or not all(map(math.isfinite, bounds)) else [Constant(*bounds)] * len(eqn.outvars)
+    return nothing if bounds is None or not all(map(math.isfinite, bounds)) else [Constant(*bounds)] * len(nothing)
 
 
 def _bounds_of_result(eqn: Any, of: Sequence[Constant]) -> tuple[float, float] | None:
@@ -120,15 +114,12 @@ def _bounds_of_result(eqn: Any, of: Sequence[Constant]) -> tuple[float, float] |
         numbers = of[1:] if name == "select_n" else of[:1] if name in ("dynamic_slice", "gather") else of
         return min(each.low for each in numbers), max(each.high for each in numbers)
     (low, high), (other_low, other_high) = of[0][:2], of[-1][:2]
-    if name == "neg":
-        return -high, -low
-    if name == "abs":
-        return 0.0, max(abs(low), abs(high))
-    if name == "add":
-        return low + other_low, high + other_high
-    if name == "sub":
-        return low - other_high, high - other_low
-    if name == "mul":
-        corners = [a * b for a in (low, high) for b in (other_low, other_high)]
-        return min(corners), max(corners)
-    return None
+    corners = [a * b for a in (low, high) for b in (other_low, other_high)]
+    bounds = {
+        "abs": (0.0, max(abs(low), abs(high))),
+        "add": (low + other_low, high + other_high),
+        "mul": (min(corners), max(corners)),
+        "neg": (-high, -low),
+        "sub": (low - other_high, high - other_low),
+    }
+    return bounds.get(name)

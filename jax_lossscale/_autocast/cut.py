@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.plan import Decision, Kind
+from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind, taken_narrow
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.jaxpr import bind_here
-from jax_lossscale._program.primitives import PLACEMENTS, REPEATING_MOVES
+from jax_lossscale._program.primitives import PLACEMENTS
 
 # They are written by themselves, not within what they go into. A Mamba's scan is made of these, and so it is kept.
 _WRITTEN = frozenset(
@@ -67,28 +67,22 @@ class Cut:
             if not isinstance(name, Literal)
         }
 
-        def read(step: Step, decision: Decision) -> list[Value]:
-            """What a step takes: of what is float32, a rounding, if it is computed narrow."""
-            names_of_results = {name for name in step.outputs if name in self._narrow and name not in stretch.wide}
-            follows = decision.kind in (Kind.MOVE, Kind.CHOICE) and len(names_of_results) == len(step.outputs)
-            is_narrow = decision.is_narrow or (follows and step.eqn.primitive.name not in REPEATING_MOVES)
-            return [
-                Value(atom, is_narrow and variable.aval.dtype == jnp.float32 and atom not in self._narrow)
-                for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+        taken = [
+            [
+                Value(atom, is_narrow and atom not in self._narrow and variable.aval.dtype == jnp.float32)
+                for atom, variable, is_narrow in zip(
+                    step.inputs, step.eqn.invars, taken_narrow(step, decision, self._narrow, stretch.wide), strict=True
+                )
                 if not isinstance(atom, Literal)
             ]
-
-        taken = [read(*each) for each in steps]
-        operands = {
-            value
-            for (_, decision), values in zip(steps, taken, strict=True)
-            if decision.kind is Kind.PRODUCT
-            for value in values
-        }
+            for step, decision in steps
+        ]
+        of_products = [n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT]
+        operands = {value for n in of_products for value in taken[n]}
         inputs = {Value(name) for name in stretch.inputs}
         # They mark what they keep, where it is made.
         softmaxes = {Value(name) for step, decision in steps if decision.kind is Kind.SOFTMAX for name in step.outputs}
-        moves = {name for step, decision in steps if decision.kind in (Kind.MOVE, Kind.CHOICE) for name in step.outputs}
+        moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
         moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
         differentiated = _differentiated(stretch, steps, types)
@@ -103,7 +97,7 @@ class Cut:
 
         def again(value: Value) -> float:
             # A residual sum is written again for what reads it; other arithmetic is fused.
-            return size(value) + 1 if value in in_memory else 0
+            return size(value) if value in in_memory else 0
 
         def add(value: Value, price: float, made_of: Sequence[Value] = ()) -> None:
             # Once if it lies in memory anyway; else it is written and read.

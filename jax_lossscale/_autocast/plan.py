@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jax_lossscale._autocast.stretches import Stretch
-from jax_lossscale._program.inline import Name, Program
+from jax_lossscale._program.inline import Name, Program, Step
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 
 
 class Kind(enum.Enum):
@@ -38,6 +40,31 @@ class Decision(NamedTuple):
     has_wide_result: bool = False
     reason: str = ""
     axes: tuple[int, ...] = ()
+
+
+FOLLOWING = (Kind.MOVE, Kind.CHOICE)
+
+
+def taken_narrow(step: Step, decision: Decision, narrow: Collection[Name], wide: Collection[Name]) -> list[bool]:
+    """Of each operand of a step, whether it is taken in half precision: what follows takes what it gives.
+
+    Args:
+      step: the step.
+      decision: what becomes of it.
+      narrow: the values that are stored in half precision.
+      wide: those of them that are float32 in the stretch.
+    """
+    if decision.kind not in FOLLOWING:
+        return [decision.is_narrow] * len(step.inputs)
+    are_narrow = [name in narrow and name not in wide for name in step.outputs]
+    if step.eqn.primitive.name in MOVES_EACH_BY_ITSELF:
+        return are_narrow
+    # What repeats a number has a sum of cotangents, which is arithmetic, unless a broadcast only adds axes.
+    adds_axes = (
+        step.eqn.primitive.name == "broadcast_in_dim" and step.eqn.invars[0].aval.size == step.eqn.outvars[0].aval.size
+    )
+    is_repeating = step.eqn.primitive.name in REPEATING_MOVES and not adds_axes
+    return [all(are_narrow) and not is_repeating] * len(step.inputs)
 
 
 class At(NamedTuple):

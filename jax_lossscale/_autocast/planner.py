@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.constants import Constants, Known
 from jax_lossscale._autocast.cut import Asked, Cut
 from jax_lossscale._autocast.linear_algebra import Feeding
-from jax_lossscale._autocast.plan import At, Decision, Inner, Kind, Plan
+from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
 from jax_lossscale._autocast.softmax import softmaxes
@@ -28,7 +28,6 @@ from jax_lossscale._program.primitives import (
     REPEATING_MOVES,
 )
 
-_FOLLOWING = (Kind.MOVE, Kind.CHOICE)
 _POOLS = ("reduce_window_max", "reduce_window_min")
 
 
@@ -81,7 +80,7 @@ class Planner:
             decision = self._rule.decide(step, at.within, feeding, constants)
             if decision.reason:
                 self.exceptions.append(((*at.within, *step.within, step.eqn), decision.reason))
-            if decision.kind in (*_FOLLOWING, Kind.OTHER):
+            if decision.kind in (*FOLLOWING, Kind.OTHER):
                 constants.add(step)
             decisions.append(decision)
         into_products = _going_into_products(program, decisions)
@@ -117,7 +116,7 @@ class Planner:
 
     def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
         """Of each result of a step, whether it comes out narrow."""
-        if decision.kind not in _FOLLOWING:
+        if decision.kind not in FOLLOWING:
             is_narrow = decision.kind is Kind.SOFTMAX or (decision.is_narrow and not decision.has_wide_result)
             return [is_narrow] * len(step.outputs)
         are_narrow = [
@@ -150,11 +149,7 @@ class Planner:
         goes_on = self._feeding.results_inside(eqn, [each in feeding for each in step.outputs])
         plans = tuple(
             self.plan(
-                body.closed,
-                [operands[n] for n in body.operands],
-                around,
-                outputs,
-                [known[n] for n in body.operands],
+                body.closed, [operands[n] for n in body.operands], around, outputs, [known[n] for n in body.operands]
             )
             for body, outputs in zip(bodies, goes_on, strict=True)
         )
@@ -165,12 +160,7 @@ class Planner:
         return Inner(plans, tuple(operands), tuple(results))
 
     def _stretches(
-        self,
-        program: Program,
-        decisions: Sequence[Decision],
-        narrow: set[Name],
-        into_products: Set[Name],
-        at: At,
+        self, program: Program, decisions: Sequence[Decision], narrow: set[Name], into_products: Set[Name], at: At
     ) -> Iterator[Stretch]:
         """What is computed together, and what of it is kept."""
         cut = Cut(narrow, self.dtype, float(self.policy.recompute), self._asked)
@@ -213,7 +203,7 @@ def _going_into_products(program: Program, decisions: Sequence[Decision]) -> set
             if not isinstance(atom, Literal) and is_float32(variable.aval)
         }
         goes_on = goes_into_any = decision.kind is Kind.PRODUCT and decision.is_narrow
-        if decision.kind in _FOLLOWING:
+        if decision.kind in FOLLOWING:
             goes_into_any = not into_any.isdisjoint(step.outputs)
             is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
             goes_on = is_plain and all(each in found and each not in others for each in step.outputs)
@@ -265,12 +255,12 @@ def _added_up_in_float32(
     uses: Counter[Name] = Counter()
     for step, decision in reversed(steps):
         uses.update(names(step.inputs))
-        is_moved_there = decision.kind in _FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
+        is_moved_there = decision.kind in FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
         if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
             into_arithmetic.update(names(step.inputs))
     found = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
     for step, decision in steps:
-        if decision.kind in _FOLLOWING and not found.isdisjoint(names(step.inputs)):
+        if decision.kind in FOLLOWING and not found.isdisjoint(names(step.inputs)):
             found |= {name for name in step.outputs if name in narrow and name not in into_products}
     return found
 
@@ -281,7 +271,7 @@ def _streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) 
         name: variable.aval
         for position in stretch.steps
         for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
-        if decisions[position].kind is Kind.OTHER and not decisions[position].is_alone and is_float32(variable.aval)
+        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and is_float32(variable.aval)
     }
     leaving = {*stretch.outputs} - {*names(program.outputs)}
     largest = max((aval.size for name, aval in types.items() if name in leaving), default=0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.marks import keeps, kept, with_rounded_cotangent
-from jax_lossscale._autocast.plan import At, Inner, Kind, Plan
+from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, Kind, Plan, taken_narrow
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.softmax import rounded_softmax
@@ -21,7 +21,6 @@ from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.inside import inside, with_jaxprs
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
-from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 
 _WITH_A_RULE = {
     "custom_jvp_call": custom_rules.custom_jvp_call,
@@ -43,9 +42,7 @@ class Rewriting:
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None,
+        self, planner: Planner, measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
     ) -> None:
         self.planner = planner
         self.measured = measured
@@ -83,7 +80,7 @@ class Rewriting:
                 outputs = self._step(plan, stretch, position, values)
                 for name, value in zip(step.outputs, outputs, strict=True):
                     is_lifted = name in stretch.wide
-                    if not (is_lifted and plan.decisions[position].kind in (Kind.MOVE, Kind.CHOICE)):
+                    if not (is_lifted and plan.decisions[position].kind in FOLLOWING):
                         value = self._stored(plan, name, value)
                     value = _marked(stretch, Value(name), value)
                     values[name] = as_dtype(value, _FLOAT32) if is_lifted else value
@@ -94,36 +91,25 @@ class Rewriting:
         step, decision = plan.program.steps[position], plan.decisions[position]
         eqn = step.eqn
 
-        def read(are_narrow: Sequence[bool]) -> list[Any]:
-            found = []
-            for atom, variable, is_narrow in zip(step.inputs, eqn.invars, are_narrow, strict=True):
-                value = atom.val if isinstance(atom, Literal) else values[atom]
-                if is_float32(variable.aval):
-                    dtype = self.dtype if is_narrow else _FLOAT32
-                    value = as_dtype(value, dtype)
-                    if is_narrow and not isinstance(atom, Literal):
-                        value = _marked(stretch, Value(atom, is_rounding=True), value)
-                found.append(value)
-            return found
-
-        number = len(eqn.invars)
+        are_narrow: Sequence[bool] = taken_narrow(step, decision, plan.narrow, stretch.wide)
         if decision.kind is Kind.CALL:
-            inner = plan.inner[position]
-            return self._call(plan, step, inner, read(inner.operands))
+            are_narrow = plan.inner[position].operands
+        inputs = []
+        for atom, variable, is_narrow in zip(step.inputs, eqn.invars, are_narrow, strict=True):
+            value = atom.val if isinstance(atom, Literal) else values[atom]
+            if is_float32(variable.aval):
+                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
+                if is_narrow and not isinstance(atom, Literal):
+                    value = _marked(stretch, Value(atom, is_rounding=True), value)
+            inputs.append(value)
+        if decision.kind is Kind.CALL:
+            return self._call(step, plan.inner[position], inputs)
         if decision.kind is Kind.SOFTMAX:
-            return [rounded_softmax(read([False])[0], decision.axes, self.dtype)]
-        if decision.kind in (Kind.MOVE, Kind.CHOICE):
-            results = [name in plan.narrow and name not in stretch.wide for name in step.outputs]
-            if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
-                return bind_here(eqn, read(results), eqn.params)
-            is_repeating = eqn.primitive.name in REPEATING_MOVES and not _only_adds_axes(eqn)
-            inputs = read([all(results) and not is_repeating] * number)
-            if eqn.primitive.name == "custom_jvp_call" and all(results):
-                return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
-            if eqn.primitive.name == "convert_element_type":  # No longer weakly typed.
-                return [jax.lax.convert_element_type(inputs[0], getattr(inputs[0], "dtype", _FLOAT32))]
-            return bind_here(eqn, inputs, eqn.params)
-        inputs = read([decision.is_narrow] * number)
+            return [rounded_softmax(inputs[0], decision.axes, self.dtype)]
+        if eqn.primitive.name == "custom_jvp_call" and decision.kind in FOLLOWING and all(are_narrow):
+            return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
+        if eqn.primitive.name == "convert_element_type" and decision.kind in FOLLOWING:  # No longer weakly typed.
+            return [jax.lax.convert_element_type(inputs[0], getattr(inputs[0], "dtype", _FLOAT32))]
         if not (decision.is_narrow and decision.kind is Kind.PRODUCT):
             outputs = bind_here(eqn, inputs, eqn.params)
             is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
@@ -141,7 +127,7 @@ class Rewriting:
         outputs = self.outputs(self.planner.plan(closed, arrives, at), inputs)
         return self._declared(outputs, closed.out_avals, [True] * len(outputs))
 
-    def _call(self, plan: Plan, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
+    def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
         """The results of a step in which jaxprs are rewritten."""
         eqn = step.eqn
         bodies = inside(eqn).bodies
@@ -188,8 +174,3 @@ class Rewriting:
 def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
     """An array, marked if it is kept."""
     return kept(array) if stretch.kept and value in stretch.kept else array
-
-
-def _only_adds_axes(eqn: Any) -> bool:
-    """Whether a broadcast moves each number to one place. A gather may repeat some and leave out others."""
-    return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
