@@ -270,8 +270,9 @@ def _streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) 
     types = {
         name: variable.aval
         for position in stretch.steps
+        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and not decisions[position].is_alone
         for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
-        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and is_float32(variable.aval)
+        if is_float32(variable.aval)
     }
     leaving = {*stretch.outputs} - {*names(program.outputs)}
     largest = max((aval.size for name, aval in types.items() if name in leaving), default=0)

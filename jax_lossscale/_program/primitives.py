@@ -58,8 +58,8 @@ COMPUTED_ONCE = (
     _names(
         "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum "
         "psum2 psum_invariant psum_scatter random_bits random_clone random_fold_in random_gamma random_seed "
-        "random_split random_unwrap random_wrap reduce_scatter rng_bit_generator rng_uniform sort threefry2x32 threefry4x32 "
-        "top_k unreduced_psum unreduced_reduce_scatter"
+        "random_split random_unwrap random_wrap reduce_scatter rng_bit_generator rng_uniform sort threefry2x32 "
+        "threefry4x32 top_k unreduced_psum unreduced_reduce_scatter"
     )
     | LINEAR_ALGEBRA
     | OPAQUE

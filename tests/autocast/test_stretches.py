@@ -293,6 +293,49 @@ def test_random_numbers_are_drawn_once():
     assert text.count("random_bits[") == 1
 
 
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has one `jax.checkpoint` only")
+def test_with_the_other_checkpoint_of_jax_as_much_is_computed_once():
+    """Its program holds what it does not need, which XLA leaves out."""
+
+    def loss(w, v, x):
+        return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
+
+    def counted():
+        compiled = jax.jit(jax.grad(jls.autocast(loss))).lower(W, W.T, X).compile()
+        text = compiled.as_text()
+        return [text.count(f" {name}(") for name in ("exponential", "sine", "dot")], compiled(W, W.T, X)
+
+    plain, expected = counted()
+    jax.config.update("jax_remat3", True)
+    try:
+        other, found = counted()
+    finally:
+        jax.config.update("jax_remat3", False)
+        jax.clear_caches()
+    assert other == plain
+    assert jnp.allclose(expected, found, rtol=1e-3)
+
+
+KEEPING = jax.checkpoint_policies.dots_saveable
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda loss: jax.checkpoint(jls.autocast(loss), policy=KEEPING),
+        lambda loss: jls.autocast(jax.checkpoint(loss, policy=KEEPING)),
+    ],
+    ids=["outside", "inside"],
+)
+def test_a_checkpoint_of_the_user_keeps_what_it_says(around):
+    def loss(w, v, x):
+        return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
+
+    eqns = list(equations(jax.make_jaxpr(jax.grad(around(loss)))(W, W.T, X)))
+    names = [eqn.primitive.name for eqn in eqns]
+    assert (names.count("dot_general"), names.count("exp"), names.count("sin")) == (4, 2, 2)
+
+
 @jax.custom_jvp
 def largest_first(x):
     return -jnp.sort(-x) * 2
