@@ -1,21 +1,45 @@
-"""The constants of a program, and what it makes of constants alone: their numbers, where they are asked for."""
+"""The constants of a program, and what it makes of constants alone: between which numbers they lie, where it is asked.
+
+Bounds need no arrays. Only where none are known, and there are few numbers, are these computed, on the host.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.operations import PLACEMENTS
 from jax_lossscale._program.inline import Name, Program, Step
 from jax_lossscale._program.jaxpr import bind, jaxprs_of
+from jax_lossscale._program.primitives import CHOICES, LINEAR_ALGEBRA, MOVES, OPAQUE, REPEATING_MOVES
 
-# Computes the numbers; None if they cannot be known.
-Constant: TypeAlias = Callable[[], Any]
+_MOST = 2**16  # numbers that are computed while a program is traced
+_BETWEEN_0_AND_1 = ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or")
+_CONVERSIONS = ("convert_element_type", "reduce_precision")
+
+
+class Constant(NamedTuple):
+    """What is known of one.
+
+    Attributes:
+      low: a bound of its finite numbers.
+      high: likewise.
+      value: the numbers, if they are few.
+    """
+
+    low: float
+    high: float
+    value: Any = None
+
+
+# Finds it; ``None`` if nothing is known.
+Known: TypeAlias = Callable[[], Constant | None]
 
 
 class Constants:
@@ -26,44 +50,76 @@ class Constants:
       known: of each argument, the constant that it is, or one of the same numbers; else None.
     """
 
-    def __init__(self, program: Program, known: Sequence[Constant | None]) -> None:
-        self._constants = {name: _constant(value) for name, value in program.constants.items()}
-        self._constants |= dict(zip(program.inputs, known, strict=False))
+    def __init__(self, program: Program, known: Sequence[Known | None]) -> None:
+        self._known = {name: _given(value) for name, value in program.constants.items()}
+        self._known |= dict(zip(program.inputs, known, strict=False))
 
-    def of(self, atom: Name | Literal) -> Constant | None:
-        """The constant that a value is; None if it is none."""
-        return _constant(atom.val) if isinstance(atom, Literal) else self._constants.get(atom)
+    def of(self, atom: Name | Literal) -> Known | None:
+        """What finds the constant that a value is; None if it is none."""
+        return _given(atom.val) if isinstance(atom, Literal) else self._known.get(atom)
 
     def add(self, step: Step) -> None:
-        """Note what a step makes of constants alone, unless it holds a program of its own, as loops do."""
+        """Note what a step makes of constants alone, unless it holds a program of its own, or leaves this one."""
         operands = [operand for operand in map(self.of, step.inputs) if operand is not None]
-        is_a_call = any(map(jaxprs_of, step.eqn.params.values()))
-        if len(operands) < len(step.inputs) or step.eqn.effects or is_a_call:
-            return
-        if step.eqn.primitive.name in PLACEMENTS:
-            self._constants |= dict(zip(step.outputs, operands, strict=True))
-            return
-
-        @functools.cache
-        def outputs() -> list[Any]:
-            inputs = [operand() for operand in operands]
-            # What the body of a loop gets, or one device, is a part of the numbers that are known.
-            are_whole = all(
-                value is not None and np.shape(value) == atom.aval.shape
-                for value, atom in zip(inputs, step.eqn.invars, strict=True)
-            )
-            if not are_whole or step.eqn.ctx.cur_abstract_mesh.manual_axes:
-                return [None] * len(step.outputs)
-            with jax.ensure_compile_time_eval():
-                return bind(step.eqn, inputs, step.eqn.params)
-
-        for position, name in enumerate(step.outputs):
-            self._constants[name] = functools.partial(_result, outputs, position)
+        is_a_call = any(map(jaxprs_of, step.eqn.params.values())) or step.eqn.primitive.name in LINEAR_ALGEBRA | OPAQUE
+        if len(operands) == len(step.inputs) and not step.eqn.effects and not is_a_call:
+            outputs = functools.cache(functools.partial(_results, step.eqn, operands))
+            for position, name in enumerate(step.outputs):
+                self._known[name] = functools.partial(_result, outputs, position)
 
 
-def _result(outputs: Callable[[], list[Any]], position: int) -> Any:
+def _result(outputs: Callable[[], Sequence[Constant | None]], position: int) -> Constant | None:
     return outputs()[position]
 
 
-def _constant(value: Any) -> Constant | None:
-    return None if isinstance(value, jax.core.Tracer) else lambda: value
+def _given(value: Any) -> Known | None:
+    return None if isinstance(value, jax.core.Tracer) else functools.cache(lambda: _constant(value))
+
+
+def _constant(value: Any) -> Constant:
+    low, high = -math.inf, math.inf
+    if not jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.extended):  # keys
+        value = np.asarray(value)
+        if not np.iscomplexobj(value):
+            finite = value if np.isfinite(value).all() else value[np.isfinite(value)]
+            low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return Constant(low, high, value if np.size(value) <= _MOST else None)
+
+
+def _results(eqn: Any, operands: Sequence[Known]) -> Sequence[Constant | None]:
+    found = [each for each in (operand() for operand in operands) if each is not None]
+    nothing = [None] * len(eqn.outvars)
+    if len(found) < len(operands):
+        return nothing
+    # What the body of a loop gets, or one device, is a part of the numbers that are known.
+    are_whole = all(
+        each.value is not None and np.shape(each.value) == atom.aval.shape
+        for each, atom in zip(found, eqn.invars, strict=True)
+    )
+    is_small = all(variable.aval.size <= _MOST for variable in eqn.outvars)
+    if are_whole and is_small and not eqn.ctx.cur_abstract_mesh.manual_axes:
+        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return [_constant(value) for value in bind(eqn, [each.value for each in found], eqn.params)]
+    bounds = _bounds_of_result(eqn, found)
+    return nothing if bounds is None or not all(map(math.isfinite, bounds)) else [Constant(*bounds)] * len(nothing)
+
+
+def _bounds_of_result(eqn: Any, of: Sequence[Constant]) -> tuple[float, float] | None:
+    name = eqn.primitive.name
+    if name == "iota":
+        return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
+    if name in _BETWEEN_0_AND_1 and eqn.outvars[0].aval.dtype == bool:
+        return 0.0, 1.0
+    if name in MOVES | REPEATING_MOVES | CHOICES or name in _CONVERSIONS:
+        numbers = of[1:] if name == "select_n" else of[:1] if name in ("dynamic_slice", "gather") else of
+        return min(each.low for each in numbers), max(each.high for each in numbers)
+    (low, high), (other_low, other_high) = of[0][:2], of[-1][:2]
+    corners = [a * b for a in (low, high) for b in (other_low, other_high)]
+    bounds = {
+        "abs": (0.0, max(abs(low), abs(high))),
+        "add": (low + other_low, high + other_high),
+        "mul": (min(corners), max(corners)),
+        "neg": (-high, -low),
+        "sub": (low - other_high, high - other_low),
+    }
+    return bounds.get(name)

@@ -5,80 +5,68 @@ The Cholesky factor of ``A @ A.T + 1e-3 * I`` is NaN where that product was comp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_lossscale._autocast.operations import LINEAR_ALGEBRA, PRODUCTS
-from jax_lossscale._program.inline import Name, Program, inlined
+from jax_lossscale._program.inline import Name, Program, inlined, names
+from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import jaxprs_of
+from jax_lossscale._program.primitives import LINEAR_ALGEBRA, PRODUCTS
 
 
-def feeding(program: Program, outputs: Sequence[bool]) -> set[Name]:
-    """The names of the values of which a factorization is made, by way of anything but a product.
+class Feeding:
+    """Finds what factorizations are made of, by way of anything but a product.
 
-    Args:
-      program: the steps.
-      outputs: of each result of the program, whether it goes on into a factorization.
+    Each jaxpr is read once for each set of its results that go on into one: loops ask for theirs several times.
     """
-    found = {
-        atom
-        for atom, goes_on in zip(program.outputs, outputs, strict=True)
-        if goes_on and not isinstance(atom, Literal)
-    }
-    for step in reversed(program.steps):
-        goes_on = [name in found for name in step.outputs]
-        found |= {
-            atom
-            for atom, feeds in zip(step.inputs, _inputs_feeding(step.eqn, goes_on), strict=True)
-            if feeds and not isinstance(atom, Literal)
-        }
-    return found
 
+    def __init__(self) -> None:
+        self._arguments: dict[tuple[Jaxpr, tuple[bool, ...]], list[bool]] = {}
 
-def outputs_feeding(eqn: Any, outputs: Collection[bool]) -> list[bool]:
-    """Of a scan: the same for the results of its body, whose carry goes into the next iteration."""
-    goes_on = list(outputs)
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    while True:
-        inputs = _of_jaxpr(eqn.params["jaxpr"].jaxpr, goes_on)[num_consts : num_consts + num_carry]
-        wider = [a or b for a, b in zip(goes_on, inputs, strict=False)] + goes_on[num_carry:]
-        if wider == goes_on:
-            return goes_on
-        goes_on = wider
+    def values(self, program: Program, outputs: Sequence[bool]) -> set[Name]:
+        """The names of such values; ``outputs``: of each result of the program, whether it goes on into one."""
+        found = set(names([atom for atom, goes_on in zip(program.outputs, outputs, strict=True) if goes_on]))
+        for step in reversed(program.steps):
+            feeding, _ = self._equation(step.eqn, [name in found for name in step.outputs])
+            found |= set(names([atom for atom, feeds in zip(step.inputs, feeding, strict=True) if feeds]))
+        return found
 
+    def results_inside(self, eqn: Any, outputs: Sequence[bool]) -> list[list[bool]]:
+        """Of the results of each jaxpr in an equation, which go on into one if these of the equation do."""
+        _, goes_on = self._equation(eqn, outputs)
+        return [[n >= 0 and goes_on[n] for n in body.results] for body in inside(eqn).bodies]
 
-def _inputs_feeding(eqn: Any, outputs: Sequence[bool]) -> Sequence[bool]:
-    name, number = eqn.primitive.name, len(eqn.invars)
-    if name in LINEAR_ALGEBRA:
-        return [True] * number
-    if name in PRODUCTS:
-        return [False] * number
-    inner = [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
-    if not inner:
-        return [any(outputs)] * number
-    if name == "scan":
-        return _of_jaxpr(eqn.params["jaxpr"].jaxpr, outputs_feeding(eqn, outputs))
-    if name == "cond":
-        of_branches = [_of_jaxpr(branch, outputs) for branch in inner]
-        return [False, *map(any, zip(*of_branches, strict=True))]
-    if len(inner) == 1 and len(inner[0].invars) == number and len(inner[0].outvars) == len(outputs):
-        return _of_jaxpr(inner[0], outputs)
-    return [any(outputs) or any(map(_holds_linear_algebra, inner))] * number
+    def _equation(self, eqn: Any, outputs: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+        """Of its operands, which go into one; and of its results, with those that go into the next iteration's."""
+        name, goes_on = eqn.primitive.name, list(outputs)
+        found = inside(eqn)
+        if name in LINEAR_ALGEBRA:
+            return [True] * len(eqn.invars), goes_on
+        if name in PRODUCTS:
+            return [False] * len(eqn.invars), goes_on
+        if not found.bodies:
+            feeds = any(goes_on) or any(map(self._holds_any, jaxprs_of(tuple(eqn.params.values()))))
+            return [feeds] * len(eqn.invars), goes_on
+        while True:
+            feeding = [False] * len(eqn.invars)
+            for body in found.bodies:
+                of_body = self._of_jaxpr(body.closed.jaxpr, tuple(n >= 0 and goes_on[n] for n in body.results))
+                for operand, feeds in zip(body.operands, of_body, strict=True):
+                    feeding[operand] |= feeds
+            again = [result for result, operand in found.carried if feeding[operand] and not goes_on[result]]
+            if not again:
+                return feeding, goes_on
+            for result in again:
+                goes_on[result] = True
 
+    def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[bool, ...]) -> list[bool]:
+        if (jaxpr, outputs) not in self._arguments:
+            program = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
+            found = self.values(program, outputs)
+            self._arguments[jaxpr, outputs] = [name in found for name in program.inputs]
+        return self._arguments[jaxpr, outputs]
 
-def _of_jaxpr(jaxpr: Jaxpr, outputs: Sequence[bool]) -> list[bool]:
-    if not any(outputs) and not _holds_linear_algebra(jaxpr):
-        return [False] * len(jaxpr.invars)
-    program = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
-    found = feeding(program, outputs)
-    return [name in found for name in program.inputs]
-
-
-def _holds_linear_algebra(jaxpr: Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name in LINEAR_ALGEBRA
-        or any(_holds_linear_algebra(inner) for parameter in eqn.params.values() for inner in jaxprs_of(parameter))
-        for eqn in jaxpr.eqns
-    )
+    def _holds_any(self, jaxpr: Jaxpr) -> bool:
+        return any(self._of_jaxpr(jaxpr, (False,) * len(jaxpr.outvars)))

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, overload
 
 import jax
 
-from jax_lossscale._check import check_flag, check_function, positive_normal_number
+from jax_lossscale._check import check_flag, check_function, is_number, positive_normal_number
 from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -99,10 +99,14 @@ class PrecisionPolicy:
 
     Args:
       rules: each a `PrecisionRule`, or the dictionary of one.
-      recompute: whether the arithmetic between products is computed again in the backward pass. If not, its float32
-        intermediate values are kept, which takes more memory and less time.
+      recompute: whether what the backward pass asks for may be computed again. With True it is kept, narrow where it is
+        rounded for a product anyway, or computed again from what is kept, whichever moves fewer bytes; with False all
+        of it is kept. A number is the price of a byte that is kept, relative to one that is moved: 1 is True; with 2
+        less is kept, which takes less memory and more time. No product is computed again, nor anything that is costly.
       loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
         and changes nothing: policies that differ in nothing else are equal.
+      narrow_skips: whether the float32 sums that go from one block of a network to the next (skip connections) are
+        stored in half precision. They take half the memory then, at the accuracy of code that casts by hand.
 
     Raises:
       ValueError: if an argument is not of its kind.
@@ -119,18 +123,20 @@ class PrecisionPolicy:
     """
 
     rules: tuple[PrecisionRule, ...] = ()
-    recompute: bool = True
+    recompute: bool | float = True
     loss_scale: float | None = dataclasses.field(default=None, compare=False)
+    narrow_skips: bool = False
 
     def __post_init__(self) -> None:
-        check_flag(self.recompute, "PrecisionPolicy(recompute=...)")
+        check_flag(self.narrow_skips, "PrecisionPolicy(narrow_skips=...)")
+        object.__setattr__(self, "narrow_skips", bool(self.narrow_skips))
+        object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
             raise ValueError(
                 f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {self.rules!r}. Put a single "
                 "one into a list."
             )
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
-        object.__setattr__(self, "recompute", bool(self.recompute))
         if self.loss_scale is not None:
             loss_scale = positive_normal_number(self.loss_scale, "PrecisionPolicy(loss_scale=...)")
             object.__setattr__(self, "loss_scale", loss_scale)
@@ -139,6 +145,10 @@ class PrecisionPolicy:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
         if not self.recompute:
             lines.append("Nothing is computed again in the backward pass.")
+        elif self.recompute != 1:
+            lines.append(f"A byte kept for the backward pass counts as {self.recompute:g} bytes moved.")
+        if self.narrow_skips:
+            lines.append("What goes from block to block is stored in half precision.")
         if self.loss_scale is not None:
             lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
             if self.loss_scale < 1:
@@ -150,7 +160,8 @@ class PrecisionPolicy:
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, of values that JSON can hold."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
-        return config if self.loss_scale is None else {**config, "loss_scale": self.loss_scale}
+        optional = {"loss_scale": self.loss_scale, "narrow_skips": self.narrow_skips}
+        return config | {name: value for name, value in optional.items() if value not in (None, False)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -159,6 +170,17 @@ class PrecisionPolicy:
             return cls(**config)
         except TypeError as error:
             raise ValueError(f"Could not make a `PrecisionPolicy` of the config {config!r}: {error}.") from error
+
+
+def _checked_recompute(recompute: Any) -> bool | float:
+    if recompute in (True, False) and not isinstance(recompute, str):
+        return bool(recompute)
+    if not is_number(recompute) or not 0 < float(recompute) < math.inf:
+        raise ValueError(
+            f"`PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive "
+            f"number, got {recompute!r}."
+        )
+    return float(recompute)
 
 
 def _as_rule(rule: Any) -> PrecisionRule:

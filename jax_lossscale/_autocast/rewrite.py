@@ -1,257 +1,176 @@
-"""The rewriting: a planned program, evaluated on values that may be narrow where its jaxpr has float32."""
+"""The rewriting: a planned program, evaluated. It casts and binds as the plan says, and decides nothing."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._autocast.calls import CALLS, as_declared, declared
-from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
-from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
-from jax_lossscale._autocast.stretches import Stretch, names, stretches
-from jax_lossscale._autocast.uses import added_up_in_float32, going_into_products
+from jax_lossscale._autocast.marks import keeps, kept, with_rounded_cotangent
+from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, Kind, Plan, taken_narrow
+from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.rule import is_float32
+from jax_lossscale._autocast.softmax import rounded_softmax
+from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._autocast.wide_product import wide_product
-from jax_lossscale._program.inline import Name, Step
+from jax_lossscale._program import custom_rules
+from jax_lossscale._program.inline import Name, Step, names
+from jax_lossscale._program.inside import inside, with_jaxprs
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
-_LOOPS = ("scan", "while")
+_WITH_A_RULE = {
+    "custom_jvp_call": custom_rules.custom_jvp_call,
+    "custom_vjp_call": custom_rules.custom_vjp_call,
+    "custom_vmap_call": custom_rules.custom_vmap_call,
+    "linear_call": custom_rules.linear_call,
+    "shard_map": custom_rules.shard_map,
+}
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """A jaxpr to be rewritten, where it stands.
+class Rewriting:
+    """Evaluates plans.
 
-    Attributes:
-      planner: the rule.
-      closed: the jaxpr.
-      plan: what becomes of it.
-      recompute: whether its stretches are computed again in the backward pass.
-      within: the equations that it lies in, the outermost first.
-      is_iterated: whether it is the body of a loop.
+    Args:
+      planner: what made them, and plans what the rules of functions compute.
       measured: what is done instead of a narrow product, if it is to be measured: from its equation, the equations
         that this lies in, and its operands, to its outputs. Then everything is float32.
     """
 
-    planner: Planner
-    closed: ClosedJaxpr
-    plan: Plan
-    recompute: bool
-    within: tuple[Any, ...] = ()
-    is_iterated: bool = False
-    measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
+    def __init__(
+        self, planner: Planner, measured: Callable[[Any, tuple[Any, ...], Sequence[Any]], list[Any]] | None = None
+    ) -> None:
+        self.planner = planner
+        self.measured = measured
+        self.dtype = planner.dtype if measured is None else _FLOAT32
 
-    def like(self, closed: ClosedJaxpr) -> Body:
-        """Another jaxpr in the same place."""
-        if closed is self.closed:
-            return self
-        return dataclasses.replace(self, closed=closed, plan=self.planner.plan(closed, self.within))
+    def declared(self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The results of the jaxpr that was planned, in the dtypes that it has for them."""
+        return self._declared(self.outputs(plan, inputs), closed.out_avals, [False] * len(closed.out_avals))
 
-    def traced(self, types: Sequence[Any], are_declared: Sequence[bool]) -> ClosedJaxpr:
-        """The rewritten jaxpr for arguments of these types; the results marked are of the dtypes that they had."""
+    def outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
+        """The results of a program, in the dtypes in which the plan stores them."""
+        program = plan.program
+        values: dict[Name, Any] = {
+            name: self._stored(plan, name, value)
+            for name, value in [*zip(program.inputs, inputs, strict=True), *program.constants.items()]
+        }
+        for stretch in plan.stretches:
+            function: Callable[..., list[Any]] = functools.partial(self._stretch, plan, stretch)
+            if stretch.kept is not None:
+                function = jax.checkpoint(function, policy=keeps, prevent_cse=not plan.at.is_iterated)
+            results = function(*(values[name] for name in stretch.inputs))
+            values.update(zip(stretch.outputs, results, strict=True))
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in program.outputs]
 
-        def function(*inputs: Any) -> list[Any]:
-            outputs = self(inputs)
-            return [
-                as_declared(value, aval) if is_declared else value
-                for value, aval, is_declared in zip(outputs, self.closed.out_avals, are_declared, strict=True)
-            ]
+    def _stored(self, plan: Plan, name: Name, value: Any) -> Any:
+        return as_dtype(value, self.dtype) if name in plan.narrow else value
 
-        return jax.make_jaxpr(function)(*types)
+    def _stretch(self, plan: Plan, stretch: Stretch, *inputs: Any) -> list[Any]:
+        values = dict(zip(stretch.inputs, inputs, strict=True))
+        for position in stretch.steps:
+            step = plan.program.steps[position]
+            with in_context(step.eqn, step.within):
+                for name in stretch.wide.intersection(names(step.inputs)):
+                    values[name] = as_dtype(values[name], _FLOAT32)
+                outputs = self._step(plan, stretch, position, values)
+                for name, value in zip(step.outputs, outputs, strict=True):
+                    is_lifted = name in stretch.wide
+                    if not (is_lifted and plan.decisions[position].kind in FOLLOWING):
+                        value = self._stored(plan, name, value)
+                    value = _marked(stretch, Value(name), value)
+                    values[name] = as_dtype(value, _FLOAT32) if is_lifted else value
+        return [self._stored(plan, name, values[name]) for name in stretch.outputs]
 
-    def __call__(self, inputs: Sequence[Any], declared: bool = False) -> list[Any]:
-        """The outputs, some of them narrow; or all in the dtypes of the jaxpr."""
-        outputs = _Evaluation(self).run(inputs)
-        if not declared:
-            return outputs
-        return [as_declared(value, aval) for value, aval in zip(outputs, self.closed.out_avals, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Inside:
-    """What is known while a stretch is evaluated.
-
-    Attributes:
-      stretch: its steps.
-      values: by name.
-      added_up: the types of the values that are wide where they are used, since their cotangents are added up.
-      widened: the names of those that are float32 here, and whose numbers are narrow.
-      narrow: of the widened ones that are needed outside, as they are there.
-    """
-
-    stretch: Stretch
-    values: dict[Name, Any]
-    added_up: dict[Name, Any]
-    widened: set[Name] = dataclasses.field(default_factory=set)
-    narrow: dict[Name, Any] = dataclasses.field(default_factory=dict)
-
-
-class _Evaluation:
-    """One evaluation of a body."""
-
-    def __init__(self, body: Body) -> None:
-        self.body = body
-        self.program = body.plan.program
-        self.dtype = body.planner.dtype if body.measured is None else jnp.dtype(jnp.float32)
-        self.goes_into_products = going_into_products(body.plan)
-
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
-        plan = self.body.plan
-        values: dict[Name, Any] = {}
-        for name, value in [*zip(self.program.inputs, inputs, strict=True), *self.program.constants.items()]:
-            values[name] = self.narrowed_at_source(name, value)
-        is_kept = [decision.kind is Kind.PRODUCT for decision in plan.decisions]
-        is_alone = [decision.is_alone for decision in plan.decisions]
-        if plan.is_narrow:
-            width = [
-                self.dtype.itemsize if decision.is_narrow and not decision.has_wide_result else 4
-                for decision in plan.decisions
-            ]
-            order = stretches(self.program, is_alone, is_kept, width)
-        else:
-            order = [Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(self.program.steps)]
-        for stretch in order:
-            self.compute(stretch, values)
-        return [_read(atom, values) for atom in self.program.outputs]
-
-    def compute(self, stretch: Stretch, values: dict[Name, Any]) -> None:
-        """Add the outputs of a stretch to the values."""
-        added_up = added_up_in_float32(self.body.plan, stretch)
-
-        def function(*inputs: Any) -> list[Any]:
-            inside = _Inside(stretch, dict(zip(stretch.inputs, inputs, strict=True)), added_up)
-            for position in stretch.steps:
-                self.take(position, inside)
-            return [inside.narrow.get(name, inside.values[name]) for name in stretch.outputs]
-
-        if self.is_computed_again(stretch):
-            function = jax.checkpoint(function, prevent_cse=not self.body.is_iterated)
-        values.update(zip(stretch.outputs, function(*(values[name] for name in stretch.inputs)), strict=True))
-
-    def widen(self, step: Step, inside: _Inside) -> None:
-        """Widen what is used several times, and do it once: then its cotangents are added up in float32."""
-        for name in names(step.inputs):
-            if name in inside.added_up and self.is_narrow(inside.values[name]):
-                inside.values[name] = as_declared(inside.values[name], inside.added_up[name])
-                inside.widened.add(name)
-
-    def note_moved(self, step: Step, inside: _Inside) -> None:
-        """Note that the results of a move are numbers that were widened; outside of the stretch they are narrow."""
-        are_moved = all(
-            self.is_narrow_or_fits(_read(atom, inside.values), variable)
-            or (not isinstance(atom, Literal) and atom in inside.widened)
-            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
-            if variable.aval.dtype == jnp.float32
-        )
-        if are_moved:
-            inside.widened.update(step.outputs)
-            needed_outside = {*step.outputs} & {*inside.stretch.outputs}
-            inside.narrow.update((name, self.narrowed(inside.values[name])) for name in needed_outside)
-
-    def is_computed_again(self, stretch: Stretch) -> bool:
-        """Whether a stretch makes anything between its inputs and its outputs that a backward pass could ask for."""
-        decisions = [self.body.plan.decisions[position] for position in stretch.steps]
-        return (
-            self.body.recompute
-            and self.body.plan.is_narrow
-            and not decisions[0].is_alone
-            and any(decision.kind is Kind.OTHER for decision in decisions)
-        )
-
-    def take(self, position: int, inside: _Inside) -> None:
-        """Take one step: add its outputs to the values."""
-        step, decision = self.program.steps[position], self.body.plan.decisions[position]
-        with in_context(step.eqn, step.within):
-            self.widen(step, inside)
-            inputs = [_read(atom, inside.values) for atom in step.inputs]
-            outputs = self.outputs_of(position, step, decision, inputs)
-            for name, value in zip(step.outputs, outputs, strict=True):
-                inside.values[name] = self.narrowed_at_source(name, value)
-            if decision.kind is Kind.MOVE:
-                self.note_moved(step, inside)
-
-    def outputs_of(self, position: int, step: Step, decision: Decision, inputs: list[Any]) -> list[Any]:
+    def _step(self, plan: Plan, stretch: Stretch, position: int, values: dict[Name, Any]) -> list[Any]:
+        """The results of one step, in the dtypes in which it computes them."""
+        step, decision = plan.program.steps[position], plan.decisions[position]
         eqn = step.eqn
+
+        are_narrow: Sequence[bool] = taken_narrow(step, decision, plan.narrow, stretch.wide)
         if decision.kind is Kind.CALL:
-            return self.call(position, step, inputs)
-        if decision.kind is Kind.MOVE:
-            return self.move(step, inputs)
-        inputs = [self.narrowed(value) for value in inputs] if decision.is_narrow else declared(inputs, eqn.invars)
-        if not (decision.is_narrow and "preferred_element_type" in eqn.params):
-            return bind_here(eqn, inputs, eqn.params)
-        if self.body.measured is not None:
-            return self.body.measured(eqn, (*self.body.within, *step.within), inputs)
+            are_narrow = plan.inner[position].operands
+        inputs = []
+        for atom, variable, is_narrow in zip(step.inputs, eqn.invars, are_narrow, strict=True):
+            value = atom.val if isinstance(atom, Literal) else values[atom]
+            if is_float32(variable.aval):
+                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
+                if is_narrow and not isinstance(atom, Literal):
+                    value = _marked(stretch, Value(atom, is_rounding=True), value)
+            inputs.append(value)
+        if decision.kind is Kind.CALL:
+            return self._call(step, plan.inner[position], inputs)
+        if decision.kind is Kind.SOFTMAX:
+            return [rounded_softmax(inputs[0], decision.axes, self.dtype)]
+        if eqn.primitive.name == "custom_jvp_call" and decision.kind in FOLLOWING and all(are_narrow):
+            return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
+        if eqn.primitive.name == "convert_element_type" and decision.kind in FOLLOWING:  # No longer weakly typed.
+            return [jax.lax.convert_element_type(inputs[0], getattr(inputs[0], "dtype", _FLOAT32))]
+        if not (decision.is_narrow and decision.kind is Kind.PRODUCT):
+            outputs = bind_here(eqn, inputs, eqn.params)
+            is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
+            return [with_rounded_cotangent(each, self.dtype) for each in outputs] if is_rounding else outputs
+        if self.measured is not None:
+            return self.measured(eqn, (*plan.at.within, *step.within), inputs)
         params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if decision.has_wide_result:
             return [wide_product(eqn.primitive, inputs, params)]
         return bind_here(eqn, inputs, params)
 
-    def call(self, position: int, step: Step, inputs: list[Any]) -> list[Any]:
+    def _following(self, at: At, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr of choices, or of their derivatives, all narrow."""
+        arrives = [getattr(value, "dtype", None) == self.dtype for value in inputs]
+        outputs = self.outputs(self.planner.plan(closed, arrives, at), inputs)
+        return self._declared(outputs, closed.out_avals, [True] * len(outputs))
+
+    def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
+        """The results of a step in which jaxprs are rewritten."""
         eqn = step.eqn
-        rule = CALLS[eqn.primitive.name]
-        bodies = [
-            dataclasses.replace(
-                self.body,
-                closed=closed,
-                plan=plan,
-                within=(*self.body.within, *step.within, eqn),
-                recompute=self.body.recompute and eqn.primitive.name not in ("while", "checkpoint", "remat2"),
-                is_iterated=self.body.is_iterated or eqn.primitive.name in _LOOPS,
-            )
-            for closed, plan in zip(rule.jaxprs(eqn), self.body.plan.inner[position], strict=True)
+        bodies = inside(eqn).bodies
+        by_rule = _WITH_A_RULE.get(eqn.primitive.name)
+        if by_rule is not None:
+            (body,), (inner_plan,) = bodies, inner.plans
+
+            def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+                if closed.jaxpr is body.closed.jaxpr:
+                    planned = inner_plan
+                else:  # What the function's rule computes is known only now.
+                    arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
+                    planned = self.planner.plan(closed, arrives, inner_plan.at)
+                are_narrow = inner.results if planned is inner_plan else [all(inner.results)] * len(closed.out_avals)
+                return self._declared(self.outputs(planned, inputs), closed.out_avals, are_narrow)
+
+            return by_rule(evaluate, eqn, inputs)
+        jaxprs = []
+        for body, inner_plan in zip(bodies, inner.plans, strict=True):
+            are_narrow = [n >= 0 and inner.results[n] for n in body.results]
+            jaxprs.append(self._traced(inner_plan, body.closed, are_narrow))
+        return with_jaxprs(eqn, jaxprs, inputs)
+
+    def _traced(self, plan: Plan, closed: ClosedJaxpr, are_narrow: Sequence[bool]) -> ClosedJaxpr:
+        """The rewritten jaxpr; ``are_narrow``: of each result, whether it is."""
+
+        def function(*inputs: Any) -> list[Any]:
+            return self._declared(self.outputs(plan, inputs), closed.out_avals, are_narrow)
+
+        types = [
+            aval.update(dtype=self.dtype) if arrives and is_float32(aval) else aval
+            for aval, arrives in zip(closed.in_avals, plan.arrives, strict=True)
         ]
-        return rule.rewrite(bodies, eqn, inputs)
+        return jax.make_jaxpr(function)(*types)
 
-    def move(self, step: Step, inputs: list[Any]) -> list[Any]:
-        """Numbers moved in the dtype that they have; float32 if they have not all the same."""
-        eqn = step.eqn
-        if eqn.primitive.name == "convert_element_type":
-            # No longer weakly typed. (With the oldest JAX a literal is a Python number.)
-            dtypes = [getattr(value, "dtype", eqn.params["new_dtype"]) for value in inputs]
-            return list(map(jax.lax.convert_element_type, inputs, dtypes))
-        if eqn.primitive.name in MOVES_EACH_BY_ITSELF:
-            return bind_here(eqn, inputs, eqn.params)
-        is_narrow = all(name in self.goes_into_products for name in step.outputs) or all(
-            self.is_narrow_or_fits(value, atom)
-            for value, atom in zip(inputs, eqn.invars, strict=True)
-            if atom.aval.dtype == jnp.float32
-        )
-        is_repeating = eqn.primitive.name in REPEATING_MOVES and not _only_adds_axes(eqn)
-        if is_narrow and not is_repeating:
-            inputs = [
-                self.narrowed(value) if atom.aval.dtype == jnp.float32 else value
-                for value, atom in zip(inputs, eqn.invars, strict=True)
-            ]
-        else:
-            inputs = declared(inputs, eqn.invars)
-        outputs = bind_here(eqn, inputs, eqn.params)
-        return [self.narrowed(value) for value in outputs] if is_narrow else outputs
-
-    def narrowed_at_source(self, name: Name, value: Any) -> Any:
-        """``value``, narrow if it goes into nothing but narrow products: so it is cast once, and as early as can be."""
-        return self.narrowed(value) if name in self.goes_into_products else value
-
-    def narrowed(self, value: Any) -> Any:
-        return as_dtype(value, self.dtype) if getattr(value, "dtype", None) == jnp.float32 else value
-
-    def is_narrow(self, value: Any) -> bool:
-        return getattr(value, "dtype", None) == self.dtype
-
-    def is_narrow_or_fits(self, value: Any, atom: Any) -> bool:
-        """Whether a value is narrow already, or a literal that is the same number in half precision."""
-        fits = isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
-        return self.is_narrow(value) or fits
+    def _declared(self, outputs: Sequence[Any], avals: Sequence[Any], are_narrow: Sequence[bool]) -> list[Any]:
+        """Results in the dtypes that they have outside of their program."""
+        return [
+            as_dtype(value, self.dtype if is_narrow else _FLOAT32) if is_float32(aval) else value
+            for value, aval, is_narrow in zip(outputs, avals, are_narrow, strict=True)
+        ]
 
 
-def _only_adds_axes(eqn: Any) -> bool:
-    """Whether a broadcast moves each number to one place. A gather may repeat some and leave out others."""
-    return eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
-
-
-def _read(atom: Any, values: dict[Name, Any]) -> Any:
-    return atom.val if isinstance(atom, Literal) else values[atom]
+def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
+    """An array, marked if it is kept."""
+    return kept(array) if stretch.kept and value in stretch.kept else array

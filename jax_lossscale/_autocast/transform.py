@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.plan import Planner
+from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.rewrite import Body
+from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
@@ -25,9 +25,10 @@ def autocast(
     """Compute a function that was written for float32 in half precision.
 
     **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward; what only moves
-    numbers follows; all other arithmetic is float32, and each stretch of it between two products is computed again in
-    the backward pass, so that only its narrow inputs are kept. So nothing but a product can overflow, cancel or round
-    away in 16 bits, and half as much is kept for the backward pass as by code that casts by hand.
+    numbers, or chooses among them (relu, max, clip, sort), follows; all other arithmetic is float32. So nothing but a
+    product can overflow, cancel or round away in 16 bits. What the backward pass asks for is kept, narrow where it is
+    rounded for a product anyway, or computed again from what is kept, whichever moves fewer bytes; no product is
+    computed again, nor anything that is costly. A pool whose result goes into a product is computed in ``dtype``.
 
     These products stay float32: those marked by the author or by JAX (``precision="highest"``, unless
     `jax.default_matmul_precision` marks them all, or an algorithm); those of whose result a factorization is made, such
@@ -37,7 +38,8 @@ def autocast(
     an outer product, is arithmetic. Carries of loops are float32, and so are sums of gradients over the iterations of a
     loop, of what is gathered or broadcast, of an argument that is used several times, and of all that one stretch of
     arithmetic makes of a product's result. Where a narrow value goes into several products or stretches, its cotangents
-    are added in ``dtype``, as they are in code that casts by hand.
+    are added in ``dtype``, as they are in code that casts by hand. A bias and the product that it is added to get the
+    same cotangent, rounded once, and a softmax that goes into a product is differentiated by its rounded result.
 
     Only float32 is touched: integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
@@ -125,8 +127,7 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
     plan = planner.plan(traced.jaxpr)
     if not plan.is_narrow:
         return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-    body = Body(planner, traced.jaxpr, plan, recompute=planner.policy.recompute)
-    return traced.result(body(traced.inputs, declared=True))
+    return traced.result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:

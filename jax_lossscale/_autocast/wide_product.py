@@ -18,8 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._program.jaxpr import as_dtype, bind_primitive
-
-WIDE_PRODUCT = "wide_product"
+from jax_lossscale._program.primitives import WIDE_PRODUCT
 
 _primitive = Primitive(WIDE_PRODUCT)
 

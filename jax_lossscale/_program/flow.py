@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jax_lossscale._program.inside import CALLS, CUSTOM_CALLS, REMAT, inside
 from jax_lossscale._program.place import Place, place_of
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+FOLLOWED = (*CALLS, *REMAT, *CUSTOM_CALLS)
 
 Known = TypeVar("Known")
 
@@ -26,7 +26,7 @@ class Flow(Generic[Known]):
       follows: the names of the primitives whose jaxprs are gone into.
     """
 
-    follows: frozenset[str] = frozenset({*CALLS, *CUSTOM_CALLS, "scan", "while", "cond"})
+    follows: frozenset[str] = frozenset({*FOLLOWED, "scan", "while", "cond"})
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[Known]) -> Sequence[Known]:
         """What is known of the results of an equation, which is not gone into."""
@@ -62,28 +62,15 @@ class Flow(Generic[Known]):
         return list(map(read, jaxpr.outvars))
 
     def _results(self, eqn: Any, place: Place, operands: list[Known]) -> Sequence[Known]:
-        name, params = eqn.primitive.name, eqn.params
-        if name not in self.follows:
+        if eqn.primitive.name not in self.follows:
             return self.operation(eqn, place, operands)
-        if name == "cond":
-            of_branches = [self.outputs(branch, operands[1:], place) for branch in params["branches"]]
-            return [self.joined(values) for values in zip(*of_branches, strict=True)]
-        if name == "scan":
-            return self._loop(params["jaxpr"], operands, params["num_consts"], params["num_carry"], place)
-        if name == "while":
-            of_body = operands[params["cond_nconsts"] :]
-            consts = params["body_nconsts"]
-            return self._loop(params["body_jaxpr"], of_body, consts, len(of_body) - consts, place)
-        return self.outputs(closed(params["call_jaxpr" if name in CUSTOM_CALLS else "jaxpr"]), operands, place)
-
-    def _loop(self, body: ClosedJaxpr, operands: list[Known], consts: int, carry: int, place: Place) -> list[Known]:
-        carried = [self.carried(start) for start in operands[consts : consts + carry]]
-        results = self.outputs(body, [*operands[:consts], *carried, *operands[consts + carry :]], place)
-        for within, at_end in zip(carried, results, strict=False):
-            self.carried_on(within, at_end)
-        return results
-
-
-def closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same jaxpr, with its constants."""
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+        found = inside(eqn)
+        starts = {operand: self.carried(operands[operand]) for _, operand in found.carried}
+        of_bodies = [
+            self.outputs(body.closed, [starts.get(n, operands[n]) for n in body.operands], place)
+            for body in found.bodies
+            if -1 not in body.results
+        ]
+        for result, operand in found.carried:
+            self.carried_on(starts[operand], of_bodies[-1][result])
+        return [values[0] if len(values) == 1 else self.joined(values) for values in zip(*of_bodies, strict=True)]

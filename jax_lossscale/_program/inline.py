@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call")  # `jax.jit` is "pjit" before jax 0.8
+from jax_lossscale._program.inside import CALLS, inside
 
 Name = int  # of a value; a jaxpr that is called twice has other names each time
 
@@ -87,10 +87,14 @@ def inlined(closed: ClosedJaxpr) -> Program:
 
 def called_plainly(eqn: Any) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls, if it does no more than to call it."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in CALLS:
         return None
-    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    ((closed, *_),) = inside(eqn).bodies
     wishes = [eqn.params.get(name, ()) for name in ("in_shardings", "out_shardings", "in_layouts", "out_layouts")]
     has_wishes = any(wish is not None and type(wish).__name__ != "UnspecifiedValue" for each in wishes for wish in each)
     return None if has_wishes or any(eqn.params.get("donated_invars", ())) else closed
+
+
+def names(atoms: Sequence[Name | Literal]) -> tuple[Name, ...]:
+    """The names of the values among operands or results; the others are literals."""
+    return tuple(atom for atom in atoms if not isinstance(atom, Literal))

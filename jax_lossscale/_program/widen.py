@@ -30,11 +30,8 @@ from jax_lossscale._program.jaxpr import (
     last_uses,
     narrow_dtypes,
 )
+from jax_lossscale._program.primitives import BITS, OPAQUE
 
-# Their result is what the bits say, which are those of the narrow numbers; or they have no result.
-_BITS = ("bitcast_convert_type", "debug_callback", "debug_print")
-# What they compute lies outside of the jaxpr, or was written for the types it is given.
-_OPAQUE = ("ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_module")
 _CUSTOM_RULES = {
     "custom_jvp_call": custom_rules.custom_jvp_call,
     "custom_vjp_call": custom_rules.custom_vjp_call,
@@ -156,9 +153,9 @@ class Evaluator:
         if not is_equation_narrow(eqn):
             return bind(eqn, inputs, eqn.params)
         name = eqn.primitive.name
-        if name in _BITS:
+        if name in BITS:
             return self._as_it_is(eqn, inputs)
-        if name in _OPAQUE or any(hasattr(atom.aval, "inner_aval") for atom in [*eqn.invars, *eqn.outvars]):
+        if name in OPAQUE or any(hasattr(atom.aval, "inner_aval") for atom in [*eqn.invars, *eqn.outvars]):
             self.as_they_are[name] = None
             return self._as_it_is(eqn, inputs)
         if name in _CUSTOM_RULES:

@@ -223,6 +223,51 @@ def test_without_recomputing_there_is_no_checkpoint():
     assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(kept)(W, X)) < 1e-3
 
 
+def residual(w, x):
+    for _ in range(3):
+        x = x + jnp.tanh(x @ w) @ w.T
+    return jnp.mean(x**2)
+
+
+def test_what_goes_from_block_to_block_may_be_narrow():
+    """The sums are arithmetic, and float32; where they are stored they are float16."""
+    narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(narrow_skips=True))
+    for function, dtype in ((jls.autocast(residual), WIDE), (narrow, NARROW)):
+        kept = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], W, X)
+        large = [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == X.shape]
+        assert (WIDE in large) == (dtype == WIDE)
+    plain, rounded = (jax.value_and_grad(f, (0, 1))(W, X) for f in (residual, narrow))
+    assert distance(plain, rounded) < 4e-3
+    assert set(product_dtypes(jax.grad(narrow), W, X)) == {NARROW}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept", "words"),
+    [
+        ({"recompute": 1.0}, {"recompute": True}, "No exceptions"),
+        (
+            {"recompute": np.float32(2.5)},
+            {"recompute": 2.5},
+            "A byte kept for the backward pass counts as 2.5 bytes moved.",
+        ),
+        ({"recompute": 0}, {"recompute": False}, "Nothing is computed again"),
+        (
+            {"narrow_skips": np.True_},
+            {"recompute": True, "narrow_skips": True},
+            "What goes from block to block is stored in half precision.",
+        ),
+    ],
+)
+def test_options_are_kept_and_shown(given, is_kept, words):
+    policy = jls.PrecisionPolicy(**given)
+    config = json.loads(json.dumps(policy.get_config()))
+    assert config == {"rules": [], **is_kept}
+    assert type(config["recompute"]) is type(is_kept["recompute"])
+    assert jls.PrecisionPolicy.from_config(config) == policy
+    assert hash(jls.PrecisionPolicy.from_config(config)) == hash(policy)
+    assert words in str(policy)
+
+
 POLICY = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")], recompute=False)
 
 
@@ -245,6 +290,9 @@ REFUSED = [
     (lambda: jls.PrecisionPolicy([3]), ["rules=...", "3"]),
     (lambda: jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}]), ["rules=...", "'layers'"]),
     (lambda: jls.PrecisionPolicy(recompute="no"), ["recompute=...", "'no'", "True or False"]),
+    (lambda: jls.PrecisionPolicy(recompute=-1.0), ["recompute=...", "-1.0", "positive number"]),
+    (lambda: jls.PrecisionPolicy(recompute=float("nan")), ["recompute=...", "nan", "positive number"]),
+    (lambda: jls.PrecisionPolicy(narrow_skips=2), ["narrow_skips=...", "2"]),
     (lambda: jls.PrecisionPolicy.from_config({"rule": []}), ["rule"]),
     (lambda: jls.keep_float32(3), ["keep_float32(function=...)", "3"]),
     (lambda: jls.autocast(3), ["autocast(fun=...)", "3"]),

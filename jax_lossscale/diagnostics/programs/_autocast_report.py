@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.plan import Planner
+from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._check import as_argnums, check_flag, check_function

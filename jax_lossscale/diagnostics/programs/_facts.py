@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.operations import PRODUCTS, is_product
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import PRODUCTS, is_product
 
 
 class ProductFacts(NamedTuple):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS, closed
+from jax_lossscale._program.flow import FOLLOWED
+from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import in_context, last_uses
 
 Measured = TypeVar("Measured")
@@ -89,40 +90,45 @@ class MeasuringEvaluator(Generic[Measured]):
             return outputs, measured
 
     def _call(self, eqn: Any, inputs: list[Any]) -> Any:
-        name = "call_jaxpr" if eqn.primitive.name in CUSTOM_CALLS else "jaxpr"
-        return self.evaluate(closed(eqn.params[name]), inputs)
+        (body,) = inside(eqn).bodies
+        return self.evaluate(body.closed, inputs)
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
-        params = eqn.params
-        program, num_carry = params["jaxpr"], params["num_carry"]
-        consts, carry, xs = _split(inputs, params["num_consts"], num_carry)
+        (body,), carried, sliced, _ = inside(eqn)
+        fixed = sliced.start - len(carried)
+        of_xs = body.closed.jaxpr.invars[sliced.start :]
 
-        def body(state: Any, elements: Any) -> Any:
+        def step(state: Any, elements: Any) -> Any:
             carry, worst = state
-            of_xs = program.jaxpr.invars[len(consts) + num_carry :]
-            outputs, measured = self.evaluate(program, [*consts, *carry, *self.from_scan(elements, of_xs)])
-            return (outputs[:num_carry], self.worst(worst, measured)), self.to_scan(outputs[num_carry:])
+            of_step = [*inputs[:fixed], *carry, *self.from_scan(elements, of_xs)]
+            outputs, measured = self.evaluate(body.closed, of_step)
+            return (outputs[: len(carry)], self.worst(worst, measured)), self.to_scan(outputs[len(carry) :])
 
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (carry, worst), ys = lax.scan(body, (carry, self.nothing(program)), self.to_scan(xs), **options)
-        return [*carry, *self.from_scan(ys, eqn.outvars[num_carry:])], worst
+        start = inputs[fixed : sliced.start], self.nothing(body.closed)
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        (carry, worst), ys = lax.scan(step, start, self.to_scan(inputs[sliced.start :]), **options)
+        return [*carry, *self.from_scan(ys, eqn.outvars[len(carry) :])], worst
 
     def _while(self, eqn: Any, inputs: list[Any]) -> Any:
-        params = eqn.params
-        of_condition, of_body, carry = _split(inputs, params["cond_nconsts"], params["body_nconsts"])
+        (condition, body), carried, *_ = inside(eqn)
+
+        def of(carry: Sequence[Any], operands: Sequence[int]) -> list[Any]:
+            now = dict(zip((operand for _, operand in carried), carry, strict=True))
+            return [now.get(position, inputs[position]) for position in operands]
 
         def goes_on(state: Any) -> Any:
-            (output,), _ = self.evaluate(params["cond_jaxpr"], [*of_condition, *state[0]])
+            (output,), _ = self.evaluate(condition.closed, of(state[0], condition.operands))
             return self.decided(output)
 
-        def body(state: Any) -> Any:
-            outputs, measured = self.evaluate(params["body_jaxpr"], [*of_body, *state[0]])
+        def step(state: Any) -> Any:
+            outputs, measured = self.evaluate(body.closed, of(state[0], body.operands))
             return outputs, self.worst(state[1], measured)
 
-        return lax.while_loop(goes_on, body, (carry, self.nothing(params["body_jaxpr"])))
+        start = [inputs[operand] for _, operand in carried]
+        return lax.while_loop(goes_on, step, (start, self.nothing(body.closed)))
 
     def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
-        branches = eqn.params["branches"]
+        branches = [body.closed for body in inside(eqn).bodies]
 
         def of(number: int) -> Callable[..., Any]:
             def taken(operands: list[Any]) -> Any:
@@ -136,12 +142,8 @@ class MeasuringEvaluator(Generic[Measured]):
         return lax.switch(jnp.int32(self.decided(index)), [of(n) for n in range(len(branches))], operands)
 
     rules: ClassVar[dict[str, Callable[..., Any]]] = {
-        **dict.fromkeys((*CALLS, *CUSTOM_CALLS), _call),
+        **dict.fromkeys(FOLLOWED, _call),
         "scan": _scan,
         "while": _while,
         "cond": _cond,
     }
-
-
-def _split(values: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    return values[:first], values[first : first + second], values[first + second :]

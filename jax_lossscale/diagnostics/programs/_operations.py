@@ -11,22 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
-from jax_lossscale._autocast.calls import CALLS
-from jax_lossscale._autocast.operations import (
-    MOVES,
-    MOVES_BETWEEN_DEVICES,
-    MOVES_EACH_BY_ITSELF,
-    PRODUCTS,
-    REPEATING_MOVES,
-)
-from jax_lossscale._autocast.wide_product import WIDE_PRODUCT
+from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
+from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
+from jax_lossscale._program.primitives import ALL_MOVES, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT
 
-_NO_ARITHMETIC = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF | {"convert_element_type"}
-# What they compute lies outside of the jaxpr.
-_OPAQUE = frozenset({"ffi_call", "io_callback", "pallas_call", "pure_callback", "xla_call_module", "call_exported"})
+_NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +119,9 @@ def casts(program: Jaxpr) -> int:
 
 
 def opaque(program: Jaxpr) -> list[str]:
-    """What in a program is computed as it was written, each by its name and line."""
-    found = [met for met in _walked(program) if met.eqn.primitive.name in _OPAQUE]
-    return list(dict.fromkeys(f"{met.eqn.primitive.name} ({met.place.source})" for met in found))
+    """What in a program is computed as it was written, or is not known, each by its name and line."""
+    found = [(met.eqn.primitive.name, met.place.source) for met in _walked(program)]
+    return list(dict.fromkeys(f"{name} ({at})" for name, at in found if name in OPAQUE or name not in KNOWN | HOLDING))
 
 
 def bytes_kept(
@@ -157,9 +149,8 @@ def _walked(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None,
     for eqn in jaxpr.eqns:
         place = place_of(eqn, at)
         yield _Met(eqn, place, within, times)
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _inner(eqn):
-            yield from _walked(inner, (*within, eqn), place, times * length)
+            yield from _walked(inner, (*within, eqn), place, times * inside(eqn).times)
 
 
 def _inner(eqn: Any) -> list[Jaxpr]:
@@ -172,7 +163,7 @@ def _is_inexact(atoms: Sequence[Any]) -> bool:
 
 def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
     for eqn in met.within:
-        if eqn.primitive.name not in CALLS and called_plainly(eqn) is None:
+        if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which is computed as it was"
     if exceptions:
         return "; ".join(exceptions)

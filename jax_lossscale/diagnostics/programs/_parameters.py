@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale._autocast.operations import MOVES, REPEATING_MOVES
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import MOVES, REPEATING_MOVES
 from jax_lossscale.diagnostics.programs._sites import Graph, Site, is_measured
 
 _MOVES = MOVES | REPEATING_MOVES | {"convert_element_type"}

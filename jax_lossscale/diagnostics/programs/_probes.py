@@ -18,9 +18,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_lossscale._autocast.plan import Planner
+from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.rewrite import Body
+from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of
@@ -68,9 +68,9 @@ class Probes:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.equations.clear()
         traced = Traced(self._fun, args, kwargs)
-        planner = Planner(self._dtype, PrecisionPolicy())
-        body = Body(planner, traced.jaxpr, planner.plan(traced.jaxpr), recompute=False, measured=self._product)
-        return traced.result(body(traced.inputs, declared=True))
+        planner = Planner(self._dtype, PrecisionPolicy(recompute=False))
+        rewriting = Rewriting(planner, measured=self._product)
+        return traced.result(rewriting.declared(planner.plan(traced.jaxpr), traced.jaxpr, traced.inputs))
 
     def _product(self, eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         place = place_within(eqn, within)

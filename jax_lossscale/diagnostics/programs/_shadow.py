@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._limits import Limits, limits_of
-from jax_lossscale._program.flow import CALLS, CUSTOM_CALLS
+from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics._reduced import reduced
@@ -87,7 +87,7 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     def equation(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], list[jax.Array]]:
         name = eqn.primitive.name
         evaluated: Callable[..., Any] = partial(super().equation, eqn)
-        if self._is_compiled or name in (*CALLS, *CUSTOM_CALLS):  # which tell of their rows themselves
+        if self._is_compiled or name in FOLLOWED:  # which tell of their rows themselves
             return evaluated(inputs)
         if name in self.rules:  # a loop or a branch, compiled such that every operation rounds
             evaluated = jax.jit(evaluated, compiler_options={"xla_allow_excess_precision": False})

@@ -11,14 +11,10 @@ from jax.extend.core import ClosedJaxpr
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import ALL_MOVES, CHOICES
 
-# These only move or choose among numbers that were measured where they were made.
-_MOVES = frozenset(
-    {"broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims"}
-    | {"gather", "name", "optimization_barrier", "pad", "pvary", "reshape", "rev", "select_n", "slice", "sort", "split"}
-    | {"abs", "clamp", "max", "min", "neg", "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min"}
-    | {"squeeze", "stop_gradient", "top_k", "transpose"}
-)
+# These only move or choose among numbers that were measured where they were made, or turn their signs.
+_MOVES = ALL_MOVES | CHOICES | {"abs", "neg", "top_k"}
 _REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum", "dot_general", "conv_general_dilated")
 # What adds up numbers of both signs, of which next to nothing may be left.
 SUMS = ("add", "add_any", "sub", "reduce_sum")

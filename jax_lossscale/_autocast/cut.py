@@ -1,0 +1,225 @@
+"""What of a stretch the backward pass keeps, and what it computes again: whichever moves the fewest bytes.
+
+Each value is a node. What derivatives ask for must be had in the backward pass: it is kept, at a price, or computed
+again from what is had, at another. The cheapest way is a minimum cut of this graph, as in the partitioner of PyTorch's
+``functorch``. A price is the number of bytes that are written and read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind, taken_narrow
+from jax_lossscale._autocast.stretches import Stretch, Value
+from jax_lossscale._program.inline import Name, Step, names
+from jax_lossscale._program.jaxpr import bind_here
+from jax_lossscale._program.primitives import PLACEMENTS
+
+# They are written by themselves, not within what they go into. A Mamba's scan is made of these, and so it is kept.
+_WRITTEN = frozenset(
+    {
+        *("concatenate", "dynamic_update_slice", "gather", "pad", "reduce_window_max", "reduce_window_min"),
+        *("reduce_window_sum", "scatter", "scatter-add", "scatter_add", "stack", "tile"),
+    }
+)
+_REDUCING = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+# Linear, by nothing that is not in their parameters.
+_ASK_NOTHING = PLACEMENTS | {
+    *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "name", "neg", "pad"),
+    *("reduce_sum", "reshape", "rev", "slice", "squeeze", "stop_gradient", "sub", "transpose"),
+}
+_UNKNOWN = 1024  # A dimension that `jax.export` has no number for is taken for a large one.
+_MOST = 2**29  # Prices in all: the solver counts in 32 bits.
+
+
+class Cut:
+    """The minimum cut of stretches of one program.
+
+    Args:
+      narrow: the names of its values that are narrow outside of stretches.
+      dtype: the half precision.
+      price: that of a byte kept, relative to a byte moved.
+      asked: of an equation, the positions of the operands that its derivative asks for.
+    """
+
+    def __init__(
+        self, narrow: Collection[Name], dtype: jnp.dtype, price: float, asked: Callable[[Any], Collection[int]]
+    ) -> None:
+        self._narrow = narrow
+        self._itemsize = dtype.itemsize
+        self._price = price
+        self._asked = asked
+
+    def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value]:
+        """What of that which is made in a stretch is kept."""
+        types = {
+            name: variable.aval
+            for step, _ in steps
+            for atoms, variables in ((step.inputs, step.eqn.invars), (step.outputs, step.eqn.outvars))
+            for name, variable in zip(atoms, variables, strict=True)
+            if not isinstance(name, Literal)
+        }
+
+        taken = [
+            [
+                Value(atom, is_narrow and atom not in self._narrow and variable.aval.dtype == jnp.float32)
+                for atom, variable, is_narrow in zip(
+                    step.inputs, step.eqn.invars, taken_narrow(step, decision, self._narrow, stretch.wide), strict=True
+                )
+                if not isinstance(atom, Literal)
+            ]
+            for step, decision in steps
+        ]
+        of_products = [n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT]
+        operands = {value for n in of_products for value in taken[n]}
+        inputs = {Value(name) for name in stretch.inputs}
+        # They mark what they keep, where it is made.
+        softmaxes = {Value(name) for step, decision in steps if decision.kind is Kind.SOFTMAX for name in step.outputs}
+        moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
+        moved_wide = moves & stretch.wide
+        in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
+        differentiated = _differentiated(stretch, steps, types)
+        asked = operands | softmaxes
+        edges: list[tuple[Any, Any, float]] = []
+
+        def size(value: Value) -> int:
+            aval = types[value.name]
+            is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
+            shape = (each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
+            return math.prod(shape) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
+
+        def again(value: Value) -> float:
+            # A residual sum is written again for what reads it; other arithmetic is fused.
+            return size(value) if value in in_memory else 0
+
+        def add(value: Value, price: float, made_of: Sequence[Value] = ()) -> None:
+            # Once if it lies in memory anyway; else it is written and read.
+            keep = 1.0 if value in inputs else self._price + (value not in in_memory)
+            edges.append(("source", (value, "needed"), price))
+            edges.append(((value, "needed"), (value, "had"), size(value) * keep + 1))
+            edges.extend(((operand, "had"), (value, "needed"), math.inf) for operand in {*made_of})
+
+        for value in inputs:
+            add(value, math.inf)
+        for value in {value for values in taken for value in values if value.is_rounding}:
+            add(value, again(value), [Value(value.name)])
+        for (step, decision), made_of in zip(steps, taken, strict=True):
+            if decision.kind is Kind.PRODUCT:
+                continue
+            for name in step.outputs:
+                value = Value(name)
+                if value in softmaxes:
+                    add(value, math.inf)
+                elif step.eqn.primitive.name in _REDUCING:  # Statistics of norms: sixteen times smaller, and kept.
+                    add(value, sum(map(size, {*made_of})), made_of)
+                elif step.eqn.primitive.name in _WRITTEN:
+                    add(value, 2 * size(value), made_of)
+                else:
+                    add(value, again(value), made_of)
+            is_active = decision.kind is not Kind.SOFTMAX and not differentiated.isdisjoint(step.outputs)
+            if is_active and not differentiated.isdisjoint(names(step.inputs)):
+                wanted = {step.inputs[n] for n in self._asked(step.eqn) if not isinstance(step.inputs[n], Literal)}
+                asked.update(value for value in made_of if value.name in wanted)
+        edges += [((value, "had"), "sink", math.inf) for value in asked]
+        needed = _nearest_to_sink(edges)
+        return frozenset(
+            value
+            for value in {node[0] for node in needed if isinstance(node, tuple)} - inputs - softmaxes
+            if (value, "had") in needed and (value, "needed") not in needed
+        )
+
+
+def _differentiated(stretch: Stretch, steps: Sequence[tuple[Step, Decision]], types: dict[Name, Any]) -> set[Name]:
+    """The values through which a derivative goes from an input to an output."""
+
+    def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
+        return {n for n in names(atoms) if jnp.issubdtype(getattr(types[n], "dtype", bool), jnp.inexact)}
+
+    passing = [step for step, _ in steps if step.eqn.primitive.name != "stop_gradient"]
+    reached = floats(stretch.inputs)
+    for step in passing:
+        if not reached.isdisjoint(names(step.inputs)):
+            reached |= floats(step.outputs)
+    found = reached & {*stretch.outputs}
+    for step in reversed(passing):
+        if not found.isdisjoint(step.outputs):
+            found |= reached & floats(step.inputs)
+    return found
+
+
+def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
+    """The nodes beyond the minimum cut: of equal cuts, beyond the one that is nearest to what is asked for."""
+    # Here, since it takes long to import.
+    from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
+
+    numbers: dict[Any, int] = {"source": 0, "sink": 1}
+    for start, end, _ in edges:
+        numbers.setdefault(start, len(numbers))
+        numbers.setdefault(end, len(numbers))
+    unit = max(1.0, sum(price for *_, price in edges if price < math.inf) / _MOST)
+    capacities: dict[tuple[int, int], int] = {}
+    for start, end, price in edges:
+        if price:
+            capacities[numbers[start], numbers[end]] = 2 * _MOST if price == math.inf else math.ceil(price / unit)
+    shape = len(numbers), len(numbers)
+    graph = csr_matrix((np.fromiter(capacities.values(), np.int32), tuple(zip(*capacities, strict=True))), shape)
+    left = (graph - maximum_flow(graph, 0, 1).flow).tocoo()
+    is_open = left.data > 0
+    backwards = csr_matrix((np.ones(is_open.sum()), (left.col[is_open], left.row[is_open])), shape)
+    nodes = list(numbers)
+    return {nodes[n] for n in breadth_first_order(backwards, 1, return_predecessors=False)}
+
+
+class Asked:
+    """Of an equation, the positions of the operands that its derivative asks for; results count as made of these."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, frozenset[int]] = {}
+
+    def __call__(self, eqn: Any) -> frozenset[int]:
+        if eqn.primitive.name in _ASK_NOTHING:
+            return frozenset()
+        literals = tuple((n, atom.val) for n, atom in enumerate(eqn.invars) if isinstance(atom, Literal))
+        key = eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()), literals
+        try:
+            if key not in self._known:
+                self._known[key] = _asked(eqn)
+            return self._known[key]
+        except TypeError:  # Not to be compared with others: arrays among the literals or parameters.
+            return _asked(eqn)
+
+
+def _asked(eqn: Any) -> frozenset[int]:
+    """By what `jax.vjp` keeps, followed back to the operands: masks are made of them, and so is ``1 - y``."""
+    floats = [
+        n
+        for n, atom in enumerate(eqn.invars)
+        if not isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+    ]
+
+    def kept(*inputs: Any) -> list[Any]:
+        def of_floats(*moved: Any) -> list[Any]:
+            filled = dict(enumerate(inputs)) | dict(zip(floats, moved, strict=True))
+            return bind_here(eqn, [getattr(a, "val", filled[n]) for n, a in enumerate(eqn.invars)], eqn.params)
+
+        _, pull_back = jax.vjp(of_floats, *(inputs[n] for n in floats))
+        return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
+
+    try:
+        with eqn.ctx.manager:
+            jaxpr = jax.make_jaxpr(kept)(*(atom.aval for atom in eqn.invars)).jaxpr
+    except (NameError, NotImplementedError, TypeError, ValueError):  # It names axes of a mesh; it has no derivative.
+        return frozenset(range(len(eqn.invars)))
+    needed = set(names(jaxpr.outvars))
+    for each in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(each.outvars):
+            needed |= set(names(each.invars))
+    return frozenset(n for n, variable in enumerate(jaxpr.invars) if variable in needed)

@@ -1,0 +1,60 @@
+"""Two identities that `autocast` writes into a program: of what is kept, and of what has its cotangent rounded.
+
+They are primitives: a `jax.custom_vjp` would have no forward mode, and `jax.ad_checkpoint.checkpoint_name` cannot be
+transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_lossscale._program.jaxpr import as_dtype
+from jax_lossscale._program.primitives import KEPT, ROUNDED_COTANGENT
+
+
+def kept(value: Any) -> Any:
+    """``value``, which `jax.checkpoint` with the policy `keeps` does not compute again."""
+    return _kept.bind(value)
+
+
+def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy by which `jax.checkpoint` keeps what is `kept`."""
+    return primitive is _kept
+
+
+def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
+    """``value``, whose cotangent is rounded to ``dtype`` on its way back, once for all that it is made into.
+
+    It stands where a bias is added to the result of a narrow product. The cotangent is rounded for the product anyway,
+    and so the sum that is the bias's gradient reads what the product reads, and no float32 numbers are written for it.
+    """
+    return _rounded.bind(value, dtype=dtype)
+
+
+def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [cotangent]
+    # Behind the barrier the compiler cannot take the number before it was rounded.
+    return [as_dtype(jax.lax.optimization_barrier(as_dtype(cotangent, dtype)), cotangent.dtype)]
+
+
+def _identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_impl(lambda value, **_: value)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    mlir.register_lowering(primitive, lambda context, value, **_: [value])
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = lambda values, axes, **params: (primitive.bind(*values, **params), axes[0])
+    return primitive
+
+
+_kept = _identity(KEPT, lambda cotangent, value: [cotangent])
+_rounded = _identity(ROUNDED_COTANGENT, _round)
+# What is kept are numbers, and not their derivatives.
+ad.primitive_jvps[_kept] = lambda primals, tangents: (_kept.bind(*primals), tangents[0])

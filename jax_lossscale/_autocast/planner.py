@@ -1,0 +1,294 @@
+"""Plans: of every value its dtype, of every step what is done, of what is computed together what is kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence, Set
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jax_lossscale._autocast.constants import Constants, Known
+from jax_lossscale._autocast.cut import Asked, Cut
+from jax_lossscale._autocast.linear_algebra import Feeding
+from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
+from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule
+from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
+from jax_lossscale._autocast.softmax import softmaxes
+from jax_lossscale._autocast.stretches import Stretch, stretches
+from jax_lossscale._program.inline import Name, Program, Step, inlined, names
+from jax_lossscale._program.inside import LOOPS, REMAT, inside
+from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
+from jax_lossscale._program.primitives import (
+    COMPUTED_ONCE,
+    MOVES_BETWEEN_DEVICES,
+    MOVES_EACH_BY_ITSELF,
+    PRODUCTS,
+    REPEATING_MOVES,
+)
+
+_POOLS = ("reduce_window_max", "reduce_window_min")
+
+
+class Planner:
+    """Plans programs by the rule of `autocast` and a policy.
+
+    Attributes:
+      dtype: the half precision.
+      policy: the exceptions.
+      exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
+        outermost first, itself the last; and why.
+    """
+
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+        self.dtype = dtype
+        self.policy = policy
+        self.exceptions: list[tuple[tuple[Any, ...], str]] = []
+        self._rule = Rule(dtype, policy)
+        self._feeding = Feeding()
+        self._asked = Asked()
+
+    @property
+    def matched(self) -> set[PrecisionRule]:
+        """The rules of the policy that spoke of an operation."""
+        return self._rule.matched
+
+    def plan(
+        self,
+        closed: ClosedJaxpr,
+        arrives: Sequence[bool] = (),
+        at: At | None = None,
+        outputs_feeding: Sequence[bool] = (),
+        known: Sequence[Known | None] = (),
+    ) -> Plan:
+        """The plan of a jaxpr.
+
+        Args:
+          closed: the jaxpr.
+          arrives: of each argument, whether it comes narrow.
+          at: where it lies.
+          outputs_feeding: of each result, whether a factorization is made of it.
+          known: of each argument, the constant that it is; else None.
+        """
+        at = at or At(recompute=bool(self.policy.recompute))
+        program = inlined(closed)
+        feeding = self._feeding.values(program, outputs_feeding or [False] * len(program.outputs))
+        constants = Constants(program, known)
+        decisions: list[Decision] = []
+        for step in program.steps:
+            decision = self._rule.decide(step, at.within, feeding, constants)
+            if decision.reason:
+                self.exceptions.append(((*at.within, *step.within, step.eqn), decision.reason))
+            if decision.kind in (*FOLLOWING, Kind.OTHER):
+                constants.add(step)
+            decisions.append(decision)
+        into_products = _going_into_products(program, decisions)
+        if at.recompute:
+            program = _with_softmaxes(program, decisions, into_products)
+        comes_narrow = tuple(arrives) or (False,) * len(program.inputs)
+        inputs = zip(program.inputs, closed.in_avals, comes_narrow, strict=True)
+        narrow = {name for name, aval, is_narrow in inputs if is_narrow and is_float32(aval)}
+        narrow |= into_products & {*program.inputs, *program.constants}
+        inner: dict[int, Inner] = {}
+        for position, step in enumerate(program.steps):
+            if decisions[position].kind is Kind.CALL:
+                found = self._inner(step, at, feeding, constants, narrow)
+                if found is None:
+                    decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
+                    results: Sequence[bool] = [False] * len(step.outputs)
+                else:
+                    inner[position], results = found, found.results
+            else:
+                results = self._results(step, decisions[position], narrow, constants)
+            narrow |= {
+                name
+                for name, variable, is_narrow in zip(step.outputs, step.eqn.outvars, results, strict=True)
+                if is_float32(variable.aval) and (is_narrow or name in into_products)
+            }
+        is_narrow = any(d.is_narrow for d in decisions) or any(p.is_narrow for i in inner.values() for p in i.plans)
+        order = (
+            tuple(self._stretches(program, decisions, narrow, into_products, at))
+            if is_narrow
+            else tuple(Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(program.steps))
+        )
+        return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, order, at, is_narrow)
+
+    def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
+        """Of each result of a step, whether it comes out narrow."""
+        if decision.kind not in FOLLOWING:
+            is_narrow = decision.kind is Kind.SOFTMAX or (decision.is_narrow and not decision.has_wide_result)
+            return [is_narrow] * len(step.outputs)
+        are_narrow = [
+            (not isinstance(atom, Literal) and atom in narrow)
+            or not is_float32(variable.aval)
+            or (variable.aval.shape == () and self._rule.fits(atom, constants))
+            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+        ]
+        each_by_itself = step.eqn.primitive.name in MOVES_EACH_BY_ITSELF
+        return are_narrow if each_by_itself else [all(are_narrow)] * len(step.outputs)
+
+    def _inner(
+        self, step: Step, at: At, feeding: Collection[Name], constants: Constants, narrow: Set[Name]
+    ) -> Inner | None:
+        """What becomes of the jaxprs in a step; ``None`` if they are computed as they are."""
+        eqn, name = step.eqn, step.eqn.primitive.name
+        bodies, carried, sliced, _ = inside(eqn)
+        takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
+        operands = [
+            (takes_any or n in sliced) and not isinstance(atom, Literal) and atom in narrow
+            for n, atom in enumerate(step.inputs)
+        ]
+        starts = {operand for _, operand in carried}
+        known = [None if n in starts else constants.of(atom) for n, atom in enumerate(step.inputs)]
+        around = At(
+            within=(*at.within, *step.within, eqn),
+            recompute=at.recompute and name not in ("while", *REMAT),
+            is_iterated=at.is_iterated or name in LOOPS,
+        )
+        goes_on = self._feeding.results_inside(eqn, [each in feeding for each in step.outputs])
+        plans = tuple(
+            self.plan(
+                body.closed, [operands[n] for n in body.operands], around, outputs, [known[n] for n in body.operands]
+            )
+            for body, outputs in zip(bodies, goes_on, strict=True)
+        )
+        if not any(plan.is_narrow for plan in plans):
+            return None
+        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
+        results = [n >= first and all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
+        return Inner(plans, tuple(operands), tuple(results))
+
+    def _stretches(
+        self, program: Program, decisions: Sequence[Decision], narrow: set[Name], into_products: Set[Name], at: At
+    ) -> Iterator[Stretch]:
+        """What is computed together, and what of it is kept."""
+        cut = Cut(narrow, self.dtype, float(self.policy.recompute), self._asked)
+        spread = {n for step in program.steps if step.eqn.primitive.name == "broadcast_in_dim" for n in step.outputs}
+        is_alone = [decision.is_alone for decision in decisions]
+        order = stretches(program, is_alone, [decision.kind is Kind.PRODUCT for decision in decisions])
+        if self.policy.narrow_skips:
+            narrow |= {name for stretch in order for name in _streams(program, decisions, stretch)}
+        for stretch in order:
+            steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
+            wide = _added_up_in_float32(steps, narrow, into_products)
+            biased = {n for n in stretch.steps if _adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
+            stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
+            if (
+                at.recompute
+                and not is_alone[stretch.steps[0]]
+                and any(d.kind not in (Kind.PRODUCT, Kind.MOVE) for _, d in steps)
+            ):
+                stretch = stretch._replace(kept=cut.kept(stretch, steps))
+            yield stretch
+
+
+def _going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
+    """The names of float32 values that go into nothing but narrow products, by way of moves or straight.
+
+    So they are cast once, and as early as can be. A pool is computed narrow if its result goes into any product:
+    nothing overflows there that would not in the product.
+    """
+    found: set[Name] = set()
+    into_any: set[Name] = set()
+    others = set(names(program.outputs))
+    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
+    arguments = {*program.inputs, *program.constants}
+    met: set[Name] = set()
+    for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
+        name = step.eqn.primitive.name
+        operands = {
+            atom
+            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+            if not isinstance(atom, Literal) and is_float32(variable.aval)
+        }
+        goes_on = goes_into_any = decision.kind is Kind.PRODUCT and decision.is_narrow
+        if decision.kind in FOLLOWING:
+            goes_into_any = not into_any.isdisjoint(step.outputs)
+            is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
+            goes_on = is_plain and all(each in found and each not in others for each in step.outputs)
+            if name in _POOLS and goes_into_any:
+                found.update(step.outputs)
+                others.difference_update(step.outputs)
+        if goes_into_any:
+            into_any |= operands
+        (found if goes_on else others).update(operands)
+        others |= operands & arguments & met
+        met |= operands
+    return found - others
+
+
+def _with_softmaxes(program: Program, decisions: list[Decision], into_products: Set[Name]) -> Program:
+    steps = list(program.steps)
+    for position, (step, axes) in softmaxes(program, into_products).items():
+        if decisions[position].kind is Kind.OTHER and not decisions[position].is_narrow:
+            steps[position], decisions[position] = step, Decision(Kind.SOFTMAX, axes=axes)
+    return program._replace(steps=tuple(steps))
+
+
+def _gives_narrow(plan: Plan, position: int) -> bool:
+    atom = plan.program.outputs[position]
+    return not isinstance(atom, Literal) and atom in plan.narrow
+
+
+def _is_arithmetic(eqn: Any) -> bool:
+    """Whether a function with derivatives of its own computes nothing that should be computed once."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    ((closed, *_),) = inside(eqn).bodies
+    return all(
+        not has_effects(step.eqn)
+        and step.eqn.primitive.name not in COMPUTED_ONCE | PRODUCTS | MOVES_BETWEEN_DEVICES
+        and (not any(map(jaxprs_of, step.eqn.params.values())) or _is_arithmetic(step.eqn))
+        for step in inlined(closed).steps
+    )
+
+
+def _added_up_in_float32(
+    steps: Sequence[tuple[Step, Decision]], narrow: Set[Name], into_products: Set[Name]
+) -> set[Name]:
+    """The narrow values that a stretch uses several times, and not for products alone; and what is moved of them.
+
+    Each is widened once: then its cotangents are added up in float32.
+    """
+    into_arithmetic: set[Name] = set()
+    uses: Counter[Name] = Counter()
+    for step, decision in reversed(steps):
+        uses.update(names(step.inputs))
+        is_moved_there = decision.kind in FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
+        if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
+            into_arithmetic.update(names(step.inputs))
+    found = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
+    for step, decision in steps:
+        if decision.kind in FOLLOWING and not found.isdisjoint(names(step.inputs)):
+            found |= {name for name in step.outputs if name in narrow and name not in into_products}
+    return found
+
+
+def _streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -> set[Name]:
+    """The float32 values that arithmetic leaves for later stretches, as far as they are as large as any there is."""
+    types = {
+        name: variable.aval
+        for position in stretch.steps
+        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and not decisions[position].is_alone
+        for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
+        if is_float32(variable.aval)
+    }
+    leaving = {*stretch.outputs} - {*names(program.outputs)}
+    largest = max((aval.size for name, aval in types.items() if name in leaving), default=0)
+    return {name for name, aval in types.items() if name in leaving and aval.size == largest > 1}
+
+
+def _adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:
+    """Whether a step adds something smaller, such as a bias, to a narrow value, such as a product's result."""
+    if step.eqn.primitive.name != "add" or decision.kind is not Kind.OTHER or decision.is_narrow:
+        return False
+    sizes = [variable.aval.size for variable in step.eqn.invars]
+    return any(
+        not isinstance(product, Literal)
+        and not isinstance(bias, Literal)
+        and product in narrow
+        and bias not in narrow
+        and (size < step.eqn.outvars[0].aval.size or bias in spread)
+        for product, bias, size in zip(step.inputs, reversed(step.inputs), reversed(sizes), strict=True)
+    )

@@ -1,0 +1,147 @@
+"""The rule of `autocast` and its few exceptions: what a step does, whether a product is narrow, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jax_lossscale._autocast.constants import Constant, Constants
+from jax_lossscale._autocast.plan import Decision, Kind
+from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
+from jax_lossscale._program.inline import Name, Step, inlined
+from jax_lossscale._program.inside import LOOPS, REMAT
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of
+from jax_lossscale._program.place import place_within
+from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, COMPUTED_ONCE, MOVES_BETWEEN_DEVICES, is_product
+
+# What goes into these and comes out may be of any dtype; of the others it is as declared, but for what a scan takes
+# apart and stacks. A function with a rule of its own takes anything, too, and gives what it declares, as its rule does.
+OF_ANY_DTYPE = ("cond", "shard_map", *REMAT)
+WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+REWRITTEN = {*OF_ANY_DTYPE, *WITH_A_RULE, *LOOPS, "jit", "linear_call", "pjit"}
+
+
+class Rule:
+    """Decides about steps, whatever the dtypes that their operands have.
+
+    Attributes:
+      matched: the rules of the policy that spoke of an operation.
+    """
+
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+        self.matched: set[PrecisionRule] = set()
+        self._dtype = dtype
+        self._policy = policy
+        # It marks every product of the program, and so tells nothing about one of them.
+        self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    def decide(self, step: Step, within: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> Decision:
+        """What becomes of a step; ``feeding``: the values that factorizations are made of."""
+        eqn, name = step.eqn, step.eqn.primitive.name
+        around = (*within, *step.within)
+        follows = self._follows(eqn)
+        if name in REWRITTEN and follows is None:
+            return Decision(Kind.CALL, is_alone=True)
+        is_costly = name in COMPUTED_ONCE
+        if has_effects(eqn) or (follows is None and (is_costly or any(map(jaxprs_of, eqn.params.values())))):
+            return Decision(Kind.OTHER, is_alone=True)
+        rule = self._rule(eqn, around)
+        wide_by_rule = rule is not None and rule.precision == "wide"
+        if follows is not None and not wide_by_rule:
+            return Decision(follows, is_alone=is_costly or name in MOVES_BETWEEN_DEVICES)
+        if not is_product(eqn):
+            is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(eqn)
+            return Decision(Kind.OTHER, is_narrow=is_narrow)
+        if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
+            return Decision(Kind.PRODUCT, reason="not float32 in the source")
+        if rule is not None:
+            has_wide_result = rule.precision == "wide_result"
+            reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
+            return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
+        reason = self._exception(step, around, feeding, constants)
+        return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
+
+    def _exception(self, step: Step, around: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> str:
+        """Why a product of float32 arrays stays one; "" if it does not."""
+        eqn = step.eqn
+        if any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn)):
+            return "inside `keep_float32`"
+        if self._is_marked(eqn.params.get("precision")):
+            return f"marked with the precision {eqn.params['precision']}"
+        if step.outputs[0] in feeding:
+            return "a factorization is made of its result"
+        known = filter(None, map(constants.of, step.inputs))
+        if any(not self._holds(constant()) for constant in known):
+            return f"{self._dtype.name} cannot hold its constant operand"
+        return ""
+
+    def _is_marked(self, precision: Any) -> bool:
+        if not isinstance(precision, tuple):  # an algorithm
+            return precision is not None and str(precision) != str(self._usual_precision)
+        is_usual = str(self._usual_precision).lower() in ("highest", "float32")
+        return not is_usual and jax.lax.Precision.HIGHEST in precision
+
+    def _holds(self, constant: Constant | None) -> bool:
+        """Whether the largest number in a constant is a normal one in half precision; of what is not known, yes."""
+        if constant is None:
+            return True
+        largest, info = max(abs(constant.low), abs(constant.high)), jnp.finfo(self._dtype)
+        return largest in (0, math.inf) or float(info.smallest_normal) <= largest <= float(info.max)
+
+    def _follows(self, eqn: Any) -> Kind | None:
+        """Whether an operation only moves numbers, or chooses among them; ``None`` if it computes others."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "convert_element_type":  # of float32 to float32, which is done to what follows the dtype of others
+            dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
+            return Kind.MOVE if dtypes == {np.dtype(np.float32)} else None
+        if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
+            return None
+        if name == "custom_jvp_call":  # such as relu
+            kinds = {self._follows(step.eqn) for step in inlined(eqn.params["call_jaxpr"]).steps}
+            return Kind.CHOICE if Kind.CHOICE in kinds and None not in kinds else None
+        return Kind.CHOICE if name in CHOICES else Kind.MOVE if name in ALL_MOVES else None
+
+    def fits(self, atom: Name | Literal, constants: Constants) -> bool:
+        """Whether a value is one number, known, that is the same in half precision."""
+        known = constants.of(atom)
+        number = known() if known is not None else None
+        return number is not None and number.low == number.high and self._holds_exactly(number.value)
+
+    def _holds_exactly(self, number: Any) -> bool:
+        return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
+
+    def _can_be_narrow(self, eqn: Any) -> bool:
+        """Whether an operation on narrow numbers gives what it gives, but for the dtype of what was float32."""
+        types = [self._narrowed(atom.aval) for atom in eqn.invars]
+        try:
+            with eqn.ctx.manager:
+                found = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, eqn.params), *types)
+        except (NotImplementedError, TypeError, ValueError):
+            return False
+        expected = [self._narrowed(variable.aval) for variable in eqn.outvars]
+        return [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in expected]
+
+    def _narrowed(self, aval: Any) -> Any:
+        return aval.update(dtype=self._dtype) if is_float32(aval) else aval
+
+    def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
+        """The first rule that speaks of the equation."""
+        if not self._policy.rules:
+            return None
+        place = place_within(eqn, around)
+        for rule in self._policy.rules:
+            if rule.matches(eqn.primitive.name, place):
+                self.matched.add(rule)
+                return rule
+        return None
+
+
+def is_float32(aval: Any) -> bool:
+    """Whether a type is one that `autocast` touches."""
+    return getattr(aval, "dtype", None) == jnp.float32

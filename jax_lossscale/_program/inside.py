@@ -1,0 +1,139 @@
+"""What lies inside equations: which operand is which argument of which jaxpr, which result comes from where.
+
+This is said here for every primitive that holds jaxprs, and all that goes into them goes by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr
+
+from jax_lossscale._program.jaxpr import bind_here
+
+# They compute their jaxpr, and no more. `jax.jit` is "pjit" before jax 0.8.
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+REMAT = ("remat", "remat2", "checkpoint")
+CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+LOOPS = ("scan", "while")
+
+
+class Body(NamedTuple):
+    """A jaxpr inside an equation.
+
+    Attributes:
+      closed: the jaxpr.
+      operands: of each argument, the position of the operand that it is, or that it begins as; -1 if it is none.
+      results: of each result, the position of the equation's result that it becomes; -1 if it becomes none.
+    """
+
+    closed: ClosedJaxpr
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+class Inside(NamedTuple):
+    """All that lies inside an equation.
+
+    Attributes:
+      bodies: the jaxprs. Of a loop the last is what is iterated; of a conditional they are the branches.
+      carried: of a loop, which results go on as which operands, by their positions: (result, operand).
+      sliced: the operands of which each iteration takes a part.
+      times: how often the bodies are run, as far as that is known.
+    """
+
+    bodies: tuple[Body, ...]
+    carried: tuple[tuple[int, int], ...] = ()
+    sliced: range = range(0)
+    times: int = 1
+
+
+def inside(eqn: Any) -> Inside:
+    """What lies inside an equation: no bodies if nothing does, or nothing that is known."""
+    rule = _RULES.get(eqn.primitive.name)
+    return rule(eqn) if rule else Inside(())
+
+
+def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a call, a loop, a conditional or a `jax.checkpoint` that holds these jaxprs instead of its own."""
+    params = dict(eqn.params)
+    if eqn.primitive.name == "cond":
+        params["branches"] = tuple(jaxprs)
+    elif eqn.primitive.name == "while":
+        params["cond_jaxpr"], params["body_jaxpr"] = jaxprs
+    elif eqn.primitive.name in REMAT:  # which has no place for constants
+        (closed,) = jaxprs
+        jaxpr, consts = closed.jaxpr, list(closed.consts)
+        params["jaxpr"] = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        if isinstance(params["prevent_cse"], tuple):
+            params["prevent_cse"] = (True,) * len(consts) + params["prevent_cse"]
+        inputs = [*consts, *inputs]
+    else:
+        (params["jaxpr"],) = jaxprs
+    return bind_here(eqn, inputs, params)
+
+
+def _closed(jaxpr: Any) -> ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def _body(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> Body:
+    closed = _closed(jaxpr)
+    return Body(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
+
+
+def _called(*names: str) -> Callable[[Any], Inside]:
+    def rule(eqn: Any) -> Inside:
+        jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
+        return Inside((_body(jaxpr, range(len(eqn.invars))),))
+
+    return rule
+
+
+def _scan(eqn: Any) -> Inside:
+    params, number = eqn.params, len(eqn.invars)
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    carried = tuple((result, first + result) for result in range(params["num_carry"]))
+    return Inside((_body(params["jaxpr"], range(number)),), carried, range(last, number), params["length"])
+
+
+def _while(eqn: Any) -> Inside:
+    params, number = eqn.params, len(eqn.invars)
+    of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = range(of_both, number)
+    condition = _body(params["cond_jaxpr"], [*range(of_condition), *carry], [-1])
+    body = _body(params["body_jaxpr"], range(of_condition, number))
+    return Inside((condition, body), tuple(enumerate(carry)))
+
+
+def _cond(eqn: Any) -> Inside:
+    return Inside(tuple(_body(branch, range(1, len(eqn.invars))) for branch in eqn.params["branches"]))
+
+
+def _linear_solve(eqn: Any) -> Inside:
+    """Products with a matrix, and solutions: of vectors that are no operands, but for those that ``solve`` takes."""
+    bodies = []
+    lengths = eqn.params["const_lengths"]
+    ends = [*itertools.accumulate(lengths)]
+    for name, jaxpr, number, end in zip(lengths._fields, eqn.params["jaxprs"], lengths, ends, strict=True):
+        if jaxpr is not None:
+            vectors = range(len(jaxpr.jaxpr.invars) - number)
+            of_vectors = [ends[-1] + n if name == "solve" else -1 for n in vectors]
+            results = [n if name == "solve" else -1 for n in range(len(jaxpr.jaxpr.outvars))]
+            bodies.append(_body(jaxpr, [*range(end - number, end), *of_vectors], results))
+    return Inside(tuple(bodies))
+
+
+_RULES: dict[str, Callable[[Any], Inside]] = {
+    **dict.fromkeys((*CALLS, *REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
+    **dict.fromkeys(("custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr"), _called("fun_jaxpr")),
+    "custom_vmap_call": _called("call"),
+    "linear_call": _called("callee"),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_linear_solve": _linear_solve,
+}
+HOLDING = frozenset(_RULES)

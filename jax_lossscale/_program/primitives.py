@@ -1,0 +1,94 @@
+"""What kind of operation each primitive of JAX is. Of one that is in no table nothing is known, and reports tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WIDE_PRODUCT, KEPT, ROUNDED_COTANGENT = "wide_product", "kept", "rounded_cotangent"  # those of `autocast`
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+# Matrix products and convolutions: what tensor cores compute.
+PRODUCTS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general") | {WIDE_PRODUCT}
+
+# They say where numbers lie, and change nothing else.
+PLACEMENTS = _names(
+    "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
+    "sharding_constraint vary_unreduced_cast_p"
+)
+# They only move numbers, or choose among them by a mask: results are in the dtype of the operands, all of which are of
+# one.
+MOVES = (
+    _names(
+        "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
+        "split squeeze stack stop_gradient transpose unstack"
+    )
+    | PLACEMENTS
+    | {KEPT}
+)
+# Likewise, but one number may be moved to many places. Its cotangent is their sum, which is arithmetic.
+REPEATING_MOVES = _names("broadcast_in_dim gather tile")
+# Between devices, likewise. What is received is not asked for again in the backward pass.
+MOVES_BETWEEN_DEVICES = _names(
+    "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
+)
+# Each result is in the dtype of its own operand.
+MOVES_EACH_BY_ITSELF = _names("optimization_barrier sort")
+# They choose among numbers by their size, which commutes with rounding.
+CHOICES = _names("clamp cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min")
+ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
+
+# Whose operands must not have been rounded: a matrix that is nearly singular becomes another one.
+LINEAR_ALGEBRA = _names(
+    "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu "
+    "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "
+    "tridiagonal_solve"
+)
+# What they compute lies outside of the jaxpr, or was written for the types it is given.
+OPAQUE = _names(
+    "call_exported custom_partitioning dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper ffi_call io_callback pallas_call "
+    "pure_callback scaled_dot scaled_matmul_wrapper xla_call_module"
+)
+# Costly, or random, or not to be looked into: kept for the backward pass rather than computed again.
+COMPUTED_ONCE = (
+    _names(
+        "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum "
+        "psum2 psum_invariant psum_scatter random_bits random_clone random_fold_in random_gamma random_seed "
+        "random_split random_unwrap random_wrap reduce_scatter rng_bit_generator rng_uniform sort threefry2x32 "
+        "threefry4x32 top_k unreduced_psum unreduced_reduce_scatter"
+    )
+    | LINEAR_ALGEBRA
+    | OPAQUE
+)
+# Their result is what the bits say, which are those of the numbers as they are stored; or they have no result.
+BITS = _names("bitcast_convert_type debug_callback debug_print")
+# They read, write and order what is outside of the program's values, or say something about it.
+EFFECTS = _names(
+    "accum_grad_in_ref addupdate after_all check create_token dce_sink empty_ref free_ref freeze get inspect_sharding "
+    "new_ref shape_assertion swap"
+)
+# One number, or several, from those of the operands: all sums, and what is computed element by element.
+ARITHMETIC = _names(
+    "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e cbrt "
+    "ceil clz complex conj convert_element_type cos cosh digamma dim_as_value dimension_size div empty empty2 eq "
+    "eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype ge gt igamma igamma_grad_a igammac imag integer_pow iota "
+    "iota_2x32_shape is_finite le le_to lgamma log log1p logistic lt lt_to mul mulhi ne neg nextafter not or "
+    "platform_index polygamma population_count pow real reduce reduce_and reduce_or reduce_precision reduce_prod "
+    "reduce_sum reduce_window reduce_window_sum reduce_xor regularized_incomplete_beta rem round rsqrt scatter "
+    "scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max scatter_min scatter_mul "
+    "select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like zeta"
+) | {ROUNDED_COTANGENT}
+KNOWN = PRODUCTS | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix product or a convolution: what sums nothing up is a multiplication."""
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name in PRODUCTS
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return len(contracted) > 0

@@ -1,0 +1,264 @@
+"""Choices follow what they choose among; what only seems to move does not; callbacks and constants of any size."""
+
+import functools
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reading import distance, equations, product_dtypes
+from small_programs import W, X
+
+import jax_lossscale as jls
+
+NARROW, WIDE = "float16", "float32"
+
+
+def dtypes_of(names, function, *args):
+    """Of the results of the operations of these names."""
+    eqns = equations(jax.make_jaxpr(function)(*args))
+    return [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in names]
+
+
+def pooled(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+
+
+# What is made of the result of a product, or of arithmetic: operation, dtype.
+CHOICES = {
+    "relu": (lambda w, x: jax.nn.relu(x @ w), "max", NARROW),
+    "maximum of two products": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", NARROW),
+    "minimum": (lambda w, x: jnp.minimum(x @ w, 0.5), "min", NARROW),
+    "clip, which takes integers": (lambda w, x: jnp.clip(x @ w, 0, 6), "min", NARROW),
+    "clamp": (lambda w, x: jax.lax.clamp(-1.0, x @ w, 1.0), "clamp", NARROW),
+    "largest": (lambda w, x: jnp.max(x @ w, axis=1), "reduce_max", NARROW),
+    "smallest": (lambda w, x: jnp.min(x @ w, axis=1), "reduce_min", NARROW),
+    "pool": (lambda w, x: pooled(x @ w), "reduce_window_max", NARROW),
+    "sorted": (lambda w, x: jnp.sort(x @ w, axis=1), "sort", NARROW),
+    "largest so far": (lambda w, x: jax.lax.cummax(x @ w), "cummax", NARROW),
+    "chosen by a mask": (lambda w, x: jnp.where(x[:, :1] > 0, x @ w, x @ w.T), "select_n", NARROW),
+    "a bound that float16 does not hold": (lambda w, x: jnp.maximum(x @ w, 1e-9), "max", WIDE),
+    "of arithmetic": (lambda w, x: jax.nn.relu(jnp.sin(x @ w)), "max", WIDE),
+    "of a product and of arithmetic": (lambda w, x: jnp.maximum(x @ w, jnp.sin(x)), "max", WIDE),
+    "a pool of arithmetic": (lambda w, x: pooled(jnp.sin(x @ w)), "reduce_window_max", WIDE),
+    "a pool that goes into a product": (lambda w, x: pooled(jnp.sin(x @ w)) @ w[:4], "reduce_window_max", NARROW),
+}
+
+
+@pytest.mark.parametrize(("function", "name", "dtype"), CHOICES.values(), ids=CHOICES)
+def test_choices_follow(function, name, dtype):
+    found = dtypes_of([name], jls.autocast(lambda w, x: jnp.exp(function(w, x))), W, X)
+    assert found[-1] == dtype
+    loss = functools.partial(jnp.sum, axis=None)
+    grads = [jax.grad(lambda w, f=f: loss(jnp.square(f(w, X))))(W) for f in (function, jls.autocast(function))]
+    assert distance(grads[0], grads[1]) < 4e-3
+
+
+def test_a_choice_among_rounded_numbers_is_the_rounded_choice():
+    """Numbers are small integers: nothing else is rounded, and results are the same to the bit."""
+    w, x = (jnp.round(4 * each) for each in (W, X))
+    for function, *_ in CHOICES.values():
+        narrow = jls.autocast(function)(w, x)
+        wide = function(w, x)
+        exact = np.abs(wide) < 2048
+        assert (narrow == wide)[exact & (np.round(wide) == wide)].all()
+
+
+def test_all_that_use_a_pool_see_what_goes_into_the_product():
+    def function(w, x):
+        y = pooled(jnp.sin(x) + 1.0 / 3)
+        return y, y @ w[:4]
+
+    y, _ = jls.autocast(function)(W, X)
+    np.testing.assert_array_equal(y, y.astype(jnp.float16).astype(jnp.float32))
+
+
+# A softmax that goes into a product is differentiated by its rounded result; anything that only looks like one is not.
+
+
+def product_of(weights):
+    return lambda w, x: weights(x @ w) @ w.T @ w[:, :4]
+
+
+def wrong_axis(y):
+    exponentials = jnp.exp(y @ y.T)
+    return (exponentials / jnp.sum(exponentials, axis=0)[:, None]) @ y
+
+
+SOFTMAXES = {
+    "softmax": (lambda y: jax.nn.softmax(y), 1),
+    "over another axis": (lambda y: jax.nn.softmax(y, axis=0), 1),
+    "over both": (lambda y: jax.nn.softmax(y, axis=(0, 1)), 1),
+    "summed over one axis, divided along the other": (wrong_axis, 0),
+    "not of exponentials": (lambda y: jnp.square(y) / jnp.sum(jnp.square(y), axis=1, keepdims=True), 0),
+    "of the sum of others": (lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True), 0),
+    "that is used for more": (lambda y: jnp.sin(jax.nn.softmax(y)), 0),
+}
+
+
+@pytest.mark.parametrize(("weights", "number"), SOFTMAXES.values(), ids=SOFTMAXES)
+def test_which_are_softmaxes(weights, number):
+    function = product_of(weights)
+    eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+    found = [eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call"]
+    assert len(found) == number
+    plain, narrow = (jax.grad(lambda w, f=f: jnp.sum(jnp.sin(f(w, X))))(W) for f in (function, jls.autocast(function)))
+    assert distance(plain, narrow) < 6e-3
+    tangents = [jax.jvp(lambda w, f=f: f(w, X), [W], [jnp.cos(W)])[1] for f in (function, jls.autocast(function))]
+    assert distance(tangents[0], tangents[1]) < 6e-3
+
+
+# The cotangent of a bias.
+
+
+def biased(w, b, x):
+    return jnp.sum(jnp.sin(x @ w + b[None]))
+
+
+def test_a_bias_and_its_product_get_the_same_cotangent():
+    args = W, jnp.ones(8), X
+    program = jax.make_jaxpr(jax.grad(jls.autocast(biased), (0, 1)))(*args)
+    assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == 1
+    _, of_bias = jax.grad(jls.autocast(biased), (0, 1))(*args)
+    y = (X.astype(jnp.float16) @ W.astype(jnp.float16)).astype(jnp.float32) + 1
+    rounded = jnp.cos(y).astype(jnp.float16).astype(jnp.float32)
+    np.testing.assert_allclose(of_bias, jnp.sum(rounded, axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f: jax.grad(f),
+        lambda f: jax.jacfwd(f),
+        lambda f: lambda *args: jax.jvp(f, args, args)[1],
+        lambda f: jax.grad(lambda *args: jnp.sum(jnp.square(jax.grad(f)(*args)))),
+        lambda f: lambda w, b, x: jax.vmap(jax.grad(f, 1), (None, 0, None))(w, jnp.stack([b, 2 * b]), x),
+        lambda f: jax.grad(jax.checkpoint(f)),
+        lambda f: lambda *args: jax.grad(jls.diagnostics.in_precision(f))(*args),
+    ],
+    ids=["grad", "jacfwd", "jvp", "grad of grad", "vmap", "remat", "in_precision"],
+)
+def test_every_derivative_of_a_bias(derivative):
+    args = W, jnp.ones(8), X
+    plain, narrow = (jax.jit(derivative(f))(*args) for f in (biased, jls.autocast(biased)))
+    assert distance(plain, narrow) < 4e-3
+
+
+def test_a_linear_function_is_transposed():
+    def linear(x):
+        return (2 * x[:, ::-1] / 3) @ W + x @ W
+
+    plain, narrow = (jax.linear_transpose(f, X)(X)[0] for f in (linear, jls.autocast(linear)))
+    assert distance(plain, narrow) < 4e-3
+
+
+# What seems to move, or to be arithmetic.
+
+
+def test_a_gather_that_fills_with_what_float16_cannot_hold_is_arithmetic():
+    def taken(w, x, fill):
+        return jnp.take(x @ w, jnp.array([1, 9]), axis=0, mode="fill", fill_value=fill)
+
+    for fill in (1e6, 0.1, 0.5, None):
+        result = jls.autocast(functools.partial(taken, fill=fill))(W, X)[1]
+        np.testing.assert_array_equal(result, np.full(8, np.nan if fill is None else fill, np.float32))
+
+
+BITS = {
+    "sign": lambda x: jnp.signbit(x).astype(jnp.float32),
+    "shift_right_logical": lambda x: jnp.frexp(x)[0],
+    "bitcast_convert_type": lambda x: jax.lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32) / 2.0**31,
+    "complex": lambda x: jnp.abs(jax.lax.complex(x, x)),
+    "pure_callback": lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    "geqrf": lambda x: jnp.linalg.qr(x)[1],
+}
+
+
+@pytest.mark.parametrize(("operation", "function"), BITS.items(), ids=BITS)
+@pytest.mark.filterwarnings("ignore:.*no operation matches")
+def test_a_narrow_rule_leaves_alone_what_would_be_something_else(operation, function):
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation=operation)])
+    narrow = jls.autocast(lambda x: function(x) @ W[:, :4], policy=policy)
+    plain = function(X) @ W[:, :4]
+    assert distance(plain, narrow(X)) < 1e-2
+
+
+def test_a_callback_is_called_as_often_as_without():
+    calls = []
+
+    def called(x):
+        calls.append(x)
+        return np.cos(x)
+
+    @jax.custom_jvp
+    def cosine(x):
+        return jax.pure_callback(called, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    cosine.defjvp(lambda primals, tangents: (cosine(*primals), -jnp.sin(primals[0]) * tangents[0]))
+
+    def loss(w, x):
+        return jnp.sum(cosine(jnp.sin(x @ w)) @ w)
+
+    numbers = []
+    for function in (loss, jls.autocast(loss)):
+        calls.clear()
+        jax.block_until_ready(jax.grad(function)(W, X))
+        numbers.append(len(calls))
+    assert numbers[0] == numbers[1] > 0
+
+
+# Constants.
+
+
+def test_constants_of_any_size_are_bounded_without_computing_them():
+    """144 million numbers, some of them too large: nothing of their size is made."""
+
+    def times_triangle(x, largest):
+        row, column = (jax.lax.broadcasted_iota(jnp.float32, (12_000, 12_000), n) for n in (0, 1))
+        triangle = jnp.where(row >= column, largest * (row + 1 - row), 0.0)
+        return x @ triangle
+
+    limit = 2**20
+    for largest, dtype in ((1.0, NARROW), (1e9, WIDE)):
+        tracemalloc.start()
+        traced = functools.partial(jls.autocast(times_triangle), largest=largest)
+        assert product_dtypes(traced, jax.ShapeDtypeStruct((2, 12_000), jnp.float32)) == [dtype]
+        assert tracemalloc.get_traced_memory()[1] < limit
+        tracemalloc.stop()
+
+
+def test_a_callback_of_constants_is_not_called_while_tracing():
+    def loss(x):
+        def called(y):
+            raise AssertionError
+
+        return x @ jax.pure_callback(called, jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones((8, 8)))
+
+    assert product_dtypes(jls.autocast(loss), X) == [NARROW]
+
+
+# Nested conditionals.
+
+
+def nested(depth):
+    def function(x, w):
+        if depth == 0:
+            return jnp.sin(x)
+        return jax.lax.cond(x[0, 0] > depth, nested(depth - 1), lambda x, w: x @ w, x, w)
+
+    return function
+
+
+def test_nested_conditionals_are_traced_once_each(monkeypatch):
+    """Their results are of different dtypes: narrow in one branch, wide in the other."""
+    made = []
+    make_jaxpr = jax.make_jaxpr
+    monkeypatch.setattr(jax, "make_jaxpr", lambda *args, **kwargs: made.append(0) or make_jaxpr(*args, **kwargs))
+
+    def number(depth):
+        made.clear()
+        jax.eval_shape(jls.autocast(nested(depth)), X, W)
+        return len(made)
+
+    assert number(10) - number(8) == number(8) - number(6) == 4

@@ -1,0 +1,147 @@
+"""The table of what lies inside equations, and the one of kinds of primitives."""
+
+import functools
+import operator
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from reading import equations, product_dtypes
+from small_programs import PROGRAMS, W, X
+
+import jax_lossscale as jls
+from jax_lossscale._autocast import linear_algebra
+from jax_lossscale._program import primitives
+from jax_lossscale._program.inside import HOLDING, inside
+
+
+def solved(w, x):
+    return jnp.sum(jnp.linalg.solve(w @ w.T + jnp.eye(8), x[0]))
+
+
+def solved_by_steps(w, x):
+    return jnp.sum(jax.scipy.sparse.linalg.cg(w @ w.T + jnp.eye(8), x[0])[0])
+
+
+def types(atoms, positions, is_part):
+    """Those of some operands or results, without the first axis where each iteration has a part."""
+    avals = [(n, atoms[n].aval) for n in positions if n >= 0]
+    return [(aval.shape[1:] if is_part(n) else aval.shape, aval.dtype) for n, aval in avals]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, solved, solved_by_steps], ids=lambda program: program.__name__)
+def test_operands_are_arguments_and_results_are_results(program):
+    """They are of the same types."""
+    for eqn in equations(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(program(*args))))(W, X)):
+        bodies, carried, sliced, _ = found = inside(eqn)
+        assert bool(bodies) == (eqn.primitive.name in HOLDING)
+        is_stacked = functools.partial(operator.le, len(carried)) if eqn.primitive.name == "scan" else lambda n: False
+        for closed, operands, results in bodies:
+            if eqn.primitive.name == "shard_map":  # whose types inside are those of one device
+                continue
+            given = [v for v, n in zip(closed.jaxpr.invars, operands, strict=True) if n >= 0]
+            made = [v for v, n in zip(closed.jaxpr.outvars, results, strict=True) if n >= 0]
+            assert types(eqn.invars, operands, sliced.__contains__) == types(given, range(len(given)), lambda n: False)
+            assert types(eqn.outvars, results, is_stacked) == types(made, range(len(made)), lambda n: False)
+        for result, operand in found.carried:
+            assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
+
+
+def test_what_is_inside_is_found_in_every_kind():
+    """The table itself, by what one sees in a program: which operand each argument is, which result each result."""
+
+    def loop(w, x):
+        return jax.lax.while_loop(lambda state: jnp.sum(state[0] @ w) < 0, lambda state: (state[0] + x, x), (x, x))
+
+    (eqn,) = jax.make_jaxpr(loop)(W, X).eqns
+    (condition, body), carried, sliced, times = inside(eqn)
+    assert [eqn.invars[n] for n in condition.operands[:1]] == [eqn.invars[0]]
+    assert (condition.results, body.results, carried) == ((-1,), (0, 1), ((0, 2), (1, 3)))
+    assert (body.operands, len(sliced), times) == ((1, 2, 3), 0, 1)
+
+
+# What is no operation of a program that one writes: parts of kernels, and what JAX makes while it traces or lowers.
+_NOT_MET = {
+    *("call", "core_map", "closed_call", "create_linear", "custom_lin", "cudnn_fusion", "delay", "eval_jaxpr"),
+    *("get_global", "jaxpr_call", "masked_load", "masked_swap", "mpmd_map", "multiple_of", "num_programs", "pin"),
+    *("program_id", "reciprocal", "remat_opt", "run_scoped", "run_state", "semaphore_read", "semaphore_signal"),
+    *("semaphore_wait", "stage", "unpin", "unreachable", "with_memory_space_constraint", "broadcast_to"),
+    *("box_get", "box_set", "call_hi_primitive", "call_hi_primitive_linearized", "log_extend", "log_read", "new_box"),
+    *("new_log", "precv", "psend"),
+}
+
+
+def test_every_primitive_of_jax_is_in_a_table():
+    """But for those of experimental modules, of which `autocast_report` tells; and halves of collectives."""
+    found = {
+        value.name
+        for name, module in list(sys.modules.items())
+        if name.startswith(("jax.lax", "jax._src")) and "experimental" not in name and "pallas" not in name
+        for value in vars(module).values()
+        if isinstance(value, Primitive)
+    }
+    halves = {name for name in found if name.endswith(("_start", "_done"))}
+    bound_to_others = {
+        name for name in found if name.startswith(("bcoo", "bcsr", "coo", "csr", "dot_product", "scaled"))
+    }
+    unknown = found - primitives.KNOWN - HOLDING - _NOT_MET - halves - bound_to_others
+    assert {name for name in unknown if not name.startswith(("probe", "spsolve", "todense"))} == set()
+
+
+def test_kinds_do_not_contradict_one_another():
+    kinds = [primitives.PRODUCTS, primitives.ALL_MOVES, primitives.ARITHMETIC, primitives.CHOICES, primitives.BITS]
+    for number, kind in enumerate(kinds):
+        for other in kinds[number + 1 :]:
+            assert not kind & other
+
+
+_strange = Primitive("strange")
+_strange.def_impl(lambda x: x)
+_strange.def_abstract_eval(lambda aval: aval)
+
+
+def test_what_is_in_no_table_is_told():
+    report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jax.lax.stop_gradient(_strange.bind(x)) @ w), W, X)
+    assert [each.split(" ")[0] for each in report.not_followed] == ["strange"]
+    assert not jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jnp.sin(x) @ w), W, X).not_followed
+
+
+# Linear algebra.
+
+
+def factored_in_a_while_loop(w):
+    def step(state):
+        number, matrix = state
+        factor = jnp.linalg.cholesky(matrix)
+        return number + 1, factor @ factor.T + 1e-3 * jnp.eye(64)
+
+    start = jnp.int32(0), w @ w.T + 1e-3 * jnp.eye(64)
+    return jax.lax.while_loop(lambda state: state[0] < 2, step, start)[1]
+
+
+def test_a_product_that_a_loop_factors_in_its_next_iteration_stays_float32():
+    w = jax.random.normal(jax.random.key(0), (64, 8))
+    assert product_dtypes(jls.autocast(factored_in_a_while_loop), w) == ["float32"] * 2
+    np.testing.assert_array_equal(jls.autocast(factored_in_a_while_loop)(w), factored_in_a_while_loop(w))
+
+
+def in_scans(depth, function):
+    for _ in range(depth):
+        function = (lambda inner: lambda x: jax.lax.scan(lambda x, _: (inner(x), None), x, length=2)[0])(function)
+    return function
+
+
+def test_nested_loops_around_a_factorization_are_read_in_linear_time(monkeypatch):
+    reads = []
+    inlined = linear_algebra.inlined
+    monkeypatch.setattr(linear_algebra, "inlined", lambda closed: reads.append(closed) or inlined(closed))
+
+    def number(depth):
+        reads.clear()
+        jax.make_jaxpr(jls.autocast(in_scans(depth, lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(8)))))(W)
+        return len(reads)
+
+    assert number(8) - number(6) == number(6) - number(4) > 0
