@@ -28,18 +28,6 @@ def check_function(value: Any, name: str) -> None:
         raise ValueError(f"`{name}` must be a function, got {value!r}.")
 
 
-def is_transformation(value: Any) -> bool:
-    """Whether ``value`` looks like an optax transformation."""
-    return all(callable(getattr(value, method, None)) for method in ("init", "update"))
-
-
-def check_axis_name(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``value`` is the name of mesh axes, or ``None``."""
-    names = value if isinstance(value, tuple) else (value,)
-    if value is not None and not all(isinstance(each, str) for each in names):
-        raise ValueError(f"`{name}` must be the name of a mesh axis, a tuple of names, or None, got {value!r}.")
-
-
 def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
     """``value``, hashable; a `ValueError` that names the argument unless it is an integer, or some."""
     try:

@@ -5,13 +5,14 @@ cotangents, booleans, random keys, sometimes functions or strings. One rule deci
 `is_inexact` is that rule: inexact leaves (floating or complex, of any width) are scaled, unscaled, checked and
 cast; every other leaf passes through as the same object.
 
-Everything here is compiled: called eagerly, each function is one dispatch for a tree of any size (one for each mesh,
-where leaves lie on several); called under a user's `jax.jit`, it leaves no trace of a call behind.
+Everything here is compiled. Called eagerly, each function is one dispatch for a tree of any size. Called under a user's
+`jax.jit`, it leaves no trace of a call behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import chex
@@ -20,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, checked_dtype
-from jax_lossscale._dispatch import compiled
+from jax_lossscale._check import check_bool_scalar, checked_floating_dtype
 
 # Float32 numbers whose reciprocals are normal numbers too. XLA makes zero of what is not normal.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
+
+_compiled = partial(jax.jit, inline=True)
 
 # Objects, bytes, strings (of either sort), times and differences of times.
 _KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
@@ -137,7 +139,7 @@ def cast_floating(
       A tree of the same structure and shapes, its floating arrays of ``dtype``.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype; if ``where`` is no function, or returns no bool.
+      ValueError: if ``dtype`` is not a real floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -152,21 +154,11 @@ def cast_floating(
       >>> compute["dense"].dtype, compute["norm"].dtype
       (dtype('float16'), dtype('float32'))
     """
-    dtype = checked_dtype(dtype, "cast_floating(dtype=...)")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"`cast_floating(dtype=...)` must be a real floating dtype, got {dtype.name}. To cast other "
-            "leaves, use `jax.tree.map`."
-        )
-    if where is not None and not callable(where):
-        raise ValueError(
-            f"`cast_floating(where=...)` must be a function of a leaf's path and the leaf, got {where!r}. To cast all "
-            "floating leaves, leave it out."
-        )
+    dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
         is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return bool(is_floating) and (where is None or _answer(where, path, leaf))
+        return bool(is_floating and (where is None or where(path, leaf)))
 
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
     return _replace(lambda leaves: _cast(leaves, dtype), tree, jax.tree.leaves(chosen))
@@ -228,16 +220,6 @@ def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
     return bool(jax.typeof(a).dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
 
 
-def _answer(where: Callable[[tuple[Any, ...], Any], bool], path: tuple[Any, ...], leaf: Any) -> bool:
-    answer = where(path, leaf)
-    if not isinstance(answer, (bool, np.bool_)):
-        raise ValueError(
-            f"`cast_floating(where=...)` must return a bool, got {answer!r} for the leaf at "
-            f"{jax.tree_util.keystr(path)}. It decides by the path, or by the leaf's shape and dtype."
-        )
-    return bool(answer)
-
-
 def _is_selectable(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
@@ -260,14 +242,14 @@ def _wide(leaf: ArrayLike, keep: tuple[DTypeLike, ...] = ()) -> jax.Array:
     return array if array.dtype in keep else array.astype(_wide_dtype(array.dtype))
 
 
-@compiled()
+@_compiled
 def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
     scale, arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]
     return [_multiply(_wide(array), scale).astype(array.dtype) for array in arrays]
 
 
-@compiled()
+@_compiled
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     scale, wides = applied(loss_scale), [_wide(leaf) for leaf in leaves]
     dtypes = dict.fromkeys(jnp.finfo(wide.dtype).dtype for wide in wides)
@@ -275,7 +257,7 @@ def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     return [_multiply(wide, reciprocals[jnp.finfo(wide.dtype).dtype]) for wide in wides]
 
 
-@compiled(static_argnums=1)
+@partial(_compiled, static_argnums=1)
 def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
     return [_wide(leaf, keep) for leaf in leaves]
 
@@ -286,12 +268,12 @@ def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
     return _wide(leaf, keep)
 
 
-@compiled(static_argnums=1)
+@partial(_compiled, static_argnums=1)
 def _cast(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]:
     return [jnp.asarray(leaf).astype(dtype) for leaf in leaves]
 
 
-@compiled()
+@_compiled
 def _select(pairs: list[tuple[ArrayLike, ArrayLike]], pred: ArrayLike) -> list[jax.Array]:
     pred = jnp.asarray(pred)
     return [jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b)) for a, b in pairs]

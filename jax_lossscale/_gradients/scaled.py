@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._check import check_function
 from jax_lossscale._gradients.cotangent import seed_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
@@ -37,7 +37,7 @@ def value_and_scaled_grad(
 
     Args:
       fun: a scalar-valued function, called as `jax.value_and_grad` calls it, keyword arguments included.
-      loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
+      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise; the auxiliary data is not changed.
       holomorphic: likewise.
@@ -74,9 +74,6 @@ def _value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     check_function(fun, f"{caller}(fun=...)")
     loss_scale = as_loss_scale(loss_scale, f"{caller}(loss_scale=...)")
-    as_argnums(argnums, f"{caller}(argnums=...)")
-    for name, flag in flags.items():
-        check_flag(flag, f"{caller}({name}=...)")
     return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, flags["has_aux"]), argnums, **flags)
 
 

@@ -117,6 +117,7 @@ class NoOpLossScale(LossScale):
     """
 
     checks_gradients: ClassVar[bool] = False
+    skip_nonfinite = False
 
     @property
     def upper_bound(self) -> float:

@@ -198,50 +198,37 @@ def test_what_carries_a_loss_scale(name):
     np.testing.assert_allclose(traced(HOLDERS[name]()), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "loss_scale",
-    [
-        None,
-        "dynamic",
-        "8",
-        True,
-        False,
-        np.True_,
-        jnp.array(True),
-        8j,
-        0.5,
-        0,
-        float("nan"),
-        float("inf"),
-        jnp.ones(2),
-        np.ones(1),
-        [],
-        object(),
-        jls.DynamicLossScale,
-        optax.adam(1e-3).init(X),
-        (TX.init(X), TX.init(X)),
-    ],
-    ids=lambda loss_scale: type(loss_scale).__name__,
-)
+HOLDING_NONE = {
+    "string": ("8", "a number"),
+    "bool": (True, "a number"),
+    "array of one": (np.ones(1), "a number"),
+    "class": (jls.DynamicLossScale, "a number"),
+    "empty": ([], "holds no `LossScale`"),
+    "plain state": (optax.adam(1e-3).init(X), "holds no `LossScale`"),
+    "optimizer": (TX, r"`tx.init\(params\)`"),
+    "chain": (optax.chain(TX), r"`tx.init\(params\)`"),
+    "two states": ((TX.init(X), TX.init(X)), "holds 2 of `LossScale`"),
+}
+
+
+@pytest.mark.parametrize(("loss_scale", "message"), HOLDING_NONE.values(), ids=HOLDING_NONE)
 @pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
-def test_what_carries_none(function, loss_scale):
-    with pytest.raises(ValueError):
+def test_what_holds_no_loss_scale_is_refused_by_name(function, loss_scale, message):
+    with pytest.raises(ValueError, match=rf"`{function.__name__}\(loss_scale=...\)`.*{message}"):
         function(loss, loss_scale)
 
 
-@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
-def test_the_optimizer_itself_is_not_its_state(function):
-    for optimizer in (TX, optax.chain(TX), optax.sgd(0.1)):
-        with pytest.raises(ValueError, match=rf"{function.__name__}\(loss_scale=...\)`.*`tx.init\(params\)`"):
-            function(loss, optimizer)
-
-
-def test_errors_name_the_argument_that_was_given():
-    for loss_scale in ("8", 0.5, optax.sgd(0.1).init(X), (TX.init(X), TX.init(X))):
-        with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)"):
-            jls.value_and_scaled_grad(loss, loss_scale)
+def test_a_batch_of_loss_scales_is_refused_by_name():
     with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)` holds scales of shape \(3,\)"):
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
+
+
+@pytest.mark.parametrize(
+    "identifier", [None, "auto", 8, {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8}}]
+)
+def test_whatever_get_takes_is_a_loss_scale(identifier):
+    expected = jls.value_and_scaled_grad(loss, jls.get(identifier))(X, Y)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, jls.value_and_scaled_grad(loss, identifier)(X, Y), expected))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "allow_int"])  # where JAX refuses the loss itself

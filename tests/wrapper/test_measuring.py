@@ -47,30 +47,26 @@ def stepped(tx, method, grads, state, params, **extra):
     return optax.apply_updates(params, updates), state
 
 
-# what spoils the gradients, parts finite, value, skip_if: applied, how the scale moves, largest is kept
+# what spoils the gradients, value, skip_if: applied, how the scale moves, largest is kept
 STEPS = {
-    "all is well": (0.0, None, 1.0, False, True, "good", True),
-    "nothing is told": (0.0, None, None, None, True, "good", True),
-    "the user skips": (0.0, None, 1.0, True, False, "stays", True),
-    "overflow": (INF, None, 1.0, False, False, "bad", False),
-    "NaN": (NAN, None, None, None, False, "bad", False),
-    "overflow while the user skips": (-INF, None, 1.0, True, False, "bad", False),
-    "the loss is NaN": (0.0, None, NAN, False, False, "stays", True),
-    "the loss is infinite": (0.0, None, -INF, None, False, "stays", True),
-    "the loss is NaN, and so are the gradients": (NAN, None, NAN, False, False, "stays", False),
-    "no part was dropped": (0.0, True, 1.0, False, True, "good", True),
-    "a part was dropped": (0.0, False, 1.0, False, True, "bad", True),
-    "a part was dropped, and the user skips": (0.0, False, 1.0, True, False, "bad", True),
-    "a part was dropped, and the loss is NaN": (0.0, False, NAN, False, False, "stays", True),
+    "all is well": (0.0, 1.0, False, True, "good", True),
+    "nothing is told": (0.0, None, None, True, "good", True),
+    "the user skips": (0.0, 1.0, True, False, "stays", True),
+    "overflow": (INF, 1.0, False, False, "bad", False),
+    "NaN": (NAN, None, None, False, "bad", False),
+    "overflow while the user skips": (-INF, 1.0, True, False, "bad", False),
+    "the loss is NaN": (0.0, NAN, False, False, "stays", True),
+    "the loss is infinite": (0.0, -INF, None, False, "stays", True),
+    "the loss is NaN, and so are the gradients": (NAN, NAN, False, False, "stays", False),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("spoil", "parts", "value", "skip_if", "applied", "moves", "keeps"), STEPS.values(), ids=STEPS)
-def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, parts, value, skip_if, applied, moves, keeps, method):
+@pytest.mark.parametrize(("spoil", "value", "skip_if", "applied", "moves", "keeps"), STEPS.values(), ids=STEPS)
+def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, applied, moves, keeps, method):
     tx = adam()
     params, before = stepped(tx, method, scaled(tx.init(PARAMS)), tx.init(PARAMS), PARAMS)
-    told = {"value": value, "skip_if": skip_if, "parts_finite": parts}
+    told = {"value": value, "skip_if": skip_if}
     told = {name: jnp.asarray(flag) for name, flag in told.items() if flag is not None}
     after, state = stepped(tx, method, scaled(before, spoil), before, params, **told)
 

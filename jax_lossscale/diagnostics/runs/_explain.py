@@ -50,7 +50,6 @@ _ALL_ZERO = (
     "All gradients of the last step were exactly zero. Either float16 lost them, or they are zero in float32, too: "
     "`compare_gradients(loss_fn, params, batch)` tells. Or they were never scaled: take `jls.value_and_scaled_grad`."
 )
-_A_PART = "In the last step a micro-batch overflowed, and was left out."
 _THE_OPTIMIZER = f"how they began, at the optimizer (a learning rate that is not finite), and for {A_FROZEN_SCALE}."
 _RESTART = "Restart from a checkpoint."
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
@@ -74,8 +73,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       A few lines of text.
 
     Raises:
-      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` does not
-        have as many leaves as the gradients.
+      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` has fewer
+        leaves than the gradients, and the bad one is missing.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -162,18 +161,15 @@ def _applied_all_the_same(
     loss_scale: LossScale, cause: Cause, names: chex.ArrayTree | None, are_finite: bool | None
 ) -> list[str]:
     """Of a last step that was applied though something was not finite."""
-    if loss_scale.skip_nonfinite or (cause.part and not cause.grads):
-        return [_A_PART]
     if cause.record is None:
-        said = "There was a NaN or an infinity in the gradients of the last step, or in a micro-batch left out of them"
+        said = "There was a NaN or an infinity in the gradients of the last step"
     else:
         said = f"In the last step {fault(cause.record, names)}"
     if are_finite:
         return [f"{said}; the step was applied, and the parameters are finite all the same."]
     if are_finite is False:
         return [f"{said}, and the step was applied all the same."]
-    unless = "Unless it was in such a micro-batch, the" if cause.record is None else "The"
-    return [f"{said}, and the step was applied all the same.", f"{unless} parameters are lost. {_RESTART} {_SKIPPING}"]
+    return [f"{said}, and the step was applied all the same.", f"The parameters are lost. {_RESTART} {_SKIPPING}"]
 
 
 def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> list[str]:
@@ -189,7 +185,7 @@ def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> l
         ago = _steps(steps - 1 - int(record.step))
         lines.append(f"The last bad step was {ago} ago: {why(cause, state.loss_scale, names)}.")
         may_fall = state.loss_scale.skip_nonfinite and not isinstance(state.loss_scale, FixedLossScale)
-        if cause.grads and record.has_nan and may_fall and not cause.loss:
+        if cause.grads and record.cause == "nan" and may_fall and not cause.loss:
             lines.append(_WENT_AWAY)
     if steps >= _FEW_STEPS and skipped > _LARGE_SHARE_OF_SKIPS * steps:
         lines.append(f"{skipped / steps:.0%} of all steps were skipped. {what_to_do(cause, state, often=True)}")
