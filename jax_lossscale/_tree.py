@@ -70,7 +70,7 @@ def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex
 def _replace(
     function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree, chosen: Sequence[bool]
 ) -> chex.ArrayTree:
-    """`map_inexact`, of the leaves that are chosen."""
+    """Replace the chosen leaves by ``function`` of their list."""
     leaves, structure = jax.tree.flatten(tree)
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     replacements = function([leaves[position] for position in positions])
@@ -192,12 +192,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     """
     check_bool_scalar(pred, "select_tree(pred=...)")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
-    others, other_structure = jax.tree.flatten(on_false)
-    if structure != other_structure:  # type: ignore[operator]
-        raise ValueError(
-            f"`select_tree` needs two trees of the same structure, got on_true: {structure} and on_false: "
-            f"{other_structure}."
-        )
+    others = structure.flatten_up_to(on_false)  # type: ignore[attr-defined]
     chosen = [_is_chosen_between(path, a, b) for (path, a), b in zip(with_paths, others, strict=True)]
     others = [leaf for leaf, is_chosen in zip(others, chosen, strict=True) if is_chosen]
     return _replace(lambda leaves: _select(list(zip(leaves, others, strict=True)), pred), on_true, chosen)
@@ -205,19 +200,16 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
 
 def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
     """Whether two leaves hold something to choose; a `ValueError` if they do not go together."""
-    if not (_is_selectable(a) and _is_selectable(b)):
-        if _is_selectable(a) or _is_selectable(b) or (a is not b and not np.array_equal(a, b)):
-            raise ValueError(
-                f"`select_tree` cannot choose between {a!r} in on_true and {b!r} in on_false at "
-                f"{jax.tree_util.keystr(path)!r}: leaves that are not arrays must be equal in both trees."
-            )
-        return False
-    if jnp.shape(a) != jnp.shape(b) or jax.typeof(a).dtype != jax.typeof(b).dtype:
+    are_arrays = _is_selectable(a), _is_selectable(b)
+    of_a, of_b = (jax.typeof(leaf) if is_array else leaf for leaf, is_array in zip((a, b), are_arrays, strict=True))
+    if all(are_arrays) and (of_a.shape, of_a.dtype) == (of_b.shape, of_b.dtype):
+        return bool(of_a.dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
+    if any(are_arrays) or not (a is b or np.array_equal(a, b)):
         raise ValueError(
-            f"`select_tree` needs equal shapes and dtypes, got {jax.typeof(a)} in on_true and {jax.typeof(b)} in "
-            f"on_false at {jax.tree_util.keystr(path)}."
+            f"`select_tree` cannot choose between {of_a!r} in on_true and {of_b!r} in on_false at "
+            f"{jax.tree_util.keystr(path)!r}: shapes and dtypes of arrays must be equal, and leaves that are none."
         )
-    return bool(jax.typeof(a).dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
+    return False
 
 
 def _is_selectable(leaf: Any) -> bool:

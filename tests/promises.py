@@ -104,7 +104,6 @@ BREAKS = {
         (DYNAMIC, "num_good_steps >= self.increment_period - 1", "num_good_steps >= self.increment_period"),
     ],
     "The scale stays a positive finite number": [
-        (DYNAMIC, "grown = jnp.where(jnp.isfinite(grown), grown, scale)", "pass"),
         (
             DYNAMIC,
             "lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)",

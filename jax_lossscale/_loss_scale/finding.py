@@ -45,15 +45,14 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
     return find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)  # type: ignore[type-abstract]
 
 
-def as_loss_scale(given: Any, name: str) -> LossScale:
+def as_loss_scale(argument: Any, name: str) -> LossScale:
     """What `get` makes of an argument, or the loss scale that it holds if it is an optimizer state.
 
     ``name`` is what the argument is called in the error.
     """
-    is_state = not isinstance(given, LossScale) and not is_serialized(given) and not jax.tree_util.all_leaves([given])
-    if given is None or not is_state:
-        return made(given, name)
-    return find_one(given, LossScale, name)  # type: ignore[type-abstract]
+    if isinstance(argument, LossScale) or is_serialized(argument) or jax.tree_util.all_leaves([argument]):
+        return made(argument, name)
+    return made(None, name) if argument is None else find_one(argument, LossScale, name)  # type: ignore[type-abstract]
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:

@@ -118,16 +118,7 @@ class NoOpLossScale(LossScale):
 
     checks_gradients: ClassVar[bool] = False
     skip_nonfinite = False
-
-    @property
-    def upper_bound(self) -> float:
-        """One."""
-        return 1.0
-
-    @property
-    def lower_bound(self) -> float:
-        """One."""
-        return 1.0
+    upper_bound = lower_bound = 1.0
 
     def __call__(self) -> jax.Array:
         """One: ``float32[]``."""

@@ -148,10 +148,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
         raise ValueError(
             f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
         )
-    try:
-        return _checked_pytree(kinds[class_name].from_config(config))
-    except TypeError as error:
-        raise ValueError(f"Could not make a `{class_name}` of the config {config!r}: {error}.") from error
+    return _checked_pytree(kinds[class_name].from_config(config))
 
 
 def _kinds() -> dict[str, type[LossScale]]:

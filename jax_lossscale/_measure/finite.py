@@ -72,7 +72,7 @@ def finite_and_largest(
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    """``float32[]``, or infinity."""
+    """The largest magnitude, ``float32[]``; infinity if an element is not finite."""
     by_width: dict[jnp.dtype, list[jax.Array]] = {}
     for leaf in map(as_read, leaves):
         if leaf.size != 0:
@@ -87,7 +87,7 @@ def _all_finite(leaves: list[ArrayLike], axis_name: AxisName) -> jax.Array:
 
 
 def _divided(largest: jax.Array, scale: ArrayLike | None) -> jax.Array:
-    """``float32[]``, and infinity for infinity alone."""
+    """The largest divided by the scale, ``float32[]``; infinite only if it was."""
     largest = jnp.asarray(largest if scale is None else _tree.unscale(largest, scale))
     if largest.dtype == jnp.float32:
         return largest

@@ -18,7 +18,7 @@ def _is_none(node: Any) -> bool:
 
 
 def shown(params: optax.Params, grads: optax.Updates) -> optax.Params:
-    """The parameters, with ``None`` for what has ``None`` for a gradient: frozen layers, and settings."""
+    """Put ``None`` in the place of parameters that have ``None`` for a gradient: frozen layers, and settings."""
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
     return _of_each_copy(
@@ -30,10 +30,10 @@ def shown(params: optax.Params, grads: optax.Updates) -> optax.Params:
 
 
 def hidden_updates(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """What is added to the leaves that the chain is not shown; ``None`` for all others.
+    """Make updates for the leaves that the chain is not shown, and ``None`` for all others.
 
-    Zeros for arrays. A Python number that has no gradient is part of the model's configuration, and gets no update.
-    Where parameters are not given, the gradients themselves.
+    An array gets zeros. A Python number that has no gradient is part of the model's configuration, and gets no update.
+    If there are no parameters, the updates are the gradients themselves.
     """
     if params is None:
         return grads
@@ -50,14 +50,14 @@ def hidden_updates(grads: optax.Updates, params: optax.Params | None) -> optax.U
 
 
 def filled(tree: chex.ArrayTree, otherwise: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
-    """The tree that the chain gave, with the leaves of ``otherwise()`` in the place of those that it was not shown."""
+    """Fill the tree that the chain gave: leaves that it was not shown are those of ``otherwise()``."""
     if len(jax.tree.leaves(tree)) == len(_tree.leaves_and_nones(tree)):
         return tree
     return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, tree, otherwise(), is_leaf=_is_none)
 
 
 def _of_each_copy(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
-    """``function(params)``; of both copies that `optax.lookahead` keeps, of which one has gradients."""
+    """Call the function, and with `optax.lookahead` for both copies of the parameters, of which one has gradients."""
     if isinstance(params, optax.LookaheadParams):
         return optax.LookaheadParams(*map(function, params))
     return function(params)

@@ -116,12 +116,6 @@ def check_state(state: Any) -> None:
             "`update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got "
             f"{type(state).__name__}. The order is `update(scaled_grads, state, params)`."
         )
-    if not isinstance(state.last_bad_step, (BadStep, type(None))):
-        raise ValueError(
-            f"`update(state=...)` has a {type(state.last_bad_step).__name__} for `last_bad_step`. Where it was "
-            "restored from a run that recorded bad steps, `state._replace(last_bad_step=None)` ends that, and the same "
-            "with that of `init` goes on with it."
-        )
 
 
 def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:

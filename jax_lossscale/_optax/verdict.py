@@ -65,7 +65,7 @@ def check_told(told: Told) -> None:
 
 
 def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> tuple[_Flags, jax.Array | None]:
-    """What this device knows, and the largest gradient if the loss scale needs it."""
+    """Find out what this device knows, and the largest gradient if the loss scale needs it."""
     allowed = None if told.skip_if is None else ~jnp.asarray(told.skip_if)
     if not loss_scale.checks_gradients:
         return (None, None, allowed), None
@@ -81,7 +81,7 @@ def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> tu
 
 
 def _agreed(flags: _Flags, largest: jax.Array | None, axis_name: AxisName) -> tuple[_Flags, jax.Array | None]:
-    """The same, of all devices."""
+    """What all devices know together."""
     known, structure = jax.tree.flatten(flags)
     if not known:
         return flags, largest

@@ -168,7 +168,7 @@ ROWS = {
             {"pred": True, "on_true": PARAMS, "on_false": PARAMS},
             {
                 "pred": (None, *BOOL_SCALAR),
-                "on_true": ("a", jnp.ones(3), [], PARAMS.astype(jnp.float16)),
+                "on_true": ("a", jnp.ones(3), PARAMS.astype(jnp.float16)),
                 "on_false": ("a", jnp.ones(3), [], PARAMS.astype(jnp.float16)),
             },
         ),
@@ -326,7 +326,7 @@ ROWS = {
 _TOLD = {
     "value": ("1", [1.0], 1j, True, jnp.ones(2), len),
     **dict.fromkeys(("skip_if", "grads_finite"), BOOL_SCALAR),
-    "state": (*OPT_STATE, STATE._replace(last_bad_step={})),
+    "state": OPT_STATE,
 }
 METHODS = {
     "update": (TX.update, {"updates": PARAMS, "state": STATE, "params": PARAMS}, _TOLD),

@@ -15,10 +15,12 @@ import optax
 from hypothesis import strategies as st
 
 import jax_lossscale as jls
+import jax_lossscale.interop.flax
 
 F32_MAX = float(np.finfo(np.float32).max)
 
 
+@jax_lossscale.interop.flax.register
 @partial(jax.tree_util.register_dataclass, data_fields=["num_overflows"], meta_fields=["initial"])
 @dataclasses.dataclass(frozen=True)
 class SinkingLossScale(jls.LossScale):
