@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -113,10 +114,8 @@ def nonnegative_number(value: Any, name: str) -> float:
 def positive_integer(value: Any, name: str, cure: str) -> int:
     """``value`` as an int from 1 to the largest int32, which is what the counters hold; 2.0 is welcome, 2.5 is not."""
     integer = _integer(value, name)
-    if integer < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value!r}. {cure}")
-    if integer > np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must fit int32, got {value!r}. {cure}")
+    if not 1 <= integer <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be at least 1, and fit int32, got {value!r}. {cure}")
     return integer
 
 
@@ -148,12 +147,10 @@ def is_real(array: Any) -> bool:
 
 
 def _integer(value: Any, name: str) -> int:
-    if isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be an integer, got the bool {value!r}.")
     try:
         number = finite_number(value, name)
-    except ValueError as error:
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.") from error
+    except ValueError:
+        number = math.nan
     if not number.is_integer():
         raise ValueError(f"`{name}` must be an integer, got {value!r}.")
     return int(number)

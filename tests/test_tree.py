@@ -413,7 +413,7 @@ def test_select_tree_takes_equal_arrays_of_strings():
     [({"mean": 1.0}, {"var": 1.0}), ([1.0], (1.0,)), ([1.0], [1.0, 2.0]), ([None], [1.0])],
 )
 def test_select_tree_refuses_two_structures(on_true, on_false):
-    with pytest.raises(ValueError):  # in JAX' own words
+    with pytest.raises(ValueError, match="same structure"):
         jls.select_tree(True, on_true, on_false)
 
 

@@ -69,7 +69,7 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """``(updates, state)``: those of the inner chain, or zeros where the step is skipped; see `loss_scaled`."""
         told = Told(value, skip_if, grads_finite)
-        new_updates, state = self._dispatched(updates, state, params, told, extra_args, applies=False)
+        new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
         return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
 
     def update_and_apply(
@@ -87,48 +87,39 @@ class Wrapper:
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
         told, shown = Told(value, skip_if, grads_finite), hidden.shown(params, scaled_grads)
-        new_params, state = self._dispatched(scaled_grads, state, shown, told, extra_args, applies=True)
+        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, shown, told)
         return hidden.filled(new_params, lambda: params), state
 
-    def _dispatched(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        told: Told,
-        extra_args: dict[str, Any],
-        *,
-        applies: bool,
-    ) -> _Stepped:
+    def _dispatched(self, applies: bool, extra_args: dict[str, Any], *arguments: Any) -> _Stepped:
         """Take the step with the leaves that are numbers; outside `jax.jit` in one dispatch, where it can be compiled.
 
         Extra arguments that are no arrays stay what they are, since they may be functions, or numbers and flags that
         steer Python code. With one of those nothing is compiled, as with a bare optax chain.
         """
+        scaled_grads, state, params, told = arguments
         check_state(state)
         check_told(told)
         if state.loss_scale.checks_gradients:
             _check_not_masked(scaled_grads, "update(updates=...)")
             _check_not_scaled(extra_args, scaled_grads)
-        step = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
-        are_operands = all(map(_is_array_or_number, jax.tree.leaves(step)))
-        if are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args))):
-            return self._compiled_step(*step, extra_args, applies)
-        return self._step(*step, extra_args, applies)
+        arguments = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
+        are_operands = all(map(_is_array_or_number, jax.tree.leaves(arguments)))
+        is_compiled = are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args)))
+        return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *arguments)
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:
         """Lives and dies with this object, and with it all that the chain has closed over."""
-        return jax.jit(self._step, static_argnums=5)
+        return jax.jit(self._step, static_argnums=0)
 
     def _step(
         self,
+        applies: bool,
+        extra_args: dict[str, Any],
         scaled_grads: optax.Updates,
         state: LossScaledState,
         params: optax.Params | None,
         told: Told,
-        extra_args: dict[str, Any],
-        applies: bool,
     ) -> _Stepped:
         """The state after the step, beside the parameters if it ``applies`` the updates, and the updates if not."""
         verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
@@ -184,9 +175,9 @@ def _warn_of_float16(params: optax.Params) -> None:
     if narrow:
         warn_user(
             f"`init(params)` got {len(narrow)} float16 parameters, the first at {jax.tree_util.keystr(narrow[0])!r}: "
-            "updates below a 4096th of a parameter are lost in them. Keep them in float32, "
-            "`params = jls.cast_floating(params, jnp.float32)`, and cast to float16 inside the loss function. If they "
-            "were not meant to be float16, their layer took the dtype of its input: initialize it with a float32 one."
+            "updates below a 4096th of a parameter are lost in them. Keep them in float32, `params = "
+            "jls.cast_floating(params, jnp.float32)`. If they were not meant to be float16, initialize their layer "
+            "with a float32 input, whose dtype it took."
         )
 
 
