@@ -1,4 +1,4 @@
-"""`all_finite` of trees, large leaves and shards. That it is exact for every dtype and reading, `test_largest` shows."""
+"""`all_finite` of trees, large leaves and shards; that it is exact for every dtype and reading, see `test_largest`."""
 
 import jax
 import jax.numpy as jnp
