@@ -158,15 +158,6 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_said_so_in_words(capsys):
     assert "nan" in capsys.readouterr().out
 
 
-def test_one_step_is_enough_to_draw(tmp_path):
-    results = fake_results()
-    for name, result in results.items():
-        first_step = job.Trace(*(values[:1] for values in result.trace))
-        results[name] = job.Result(**vars(result) | {"trace": first_step})
-    report.draw(results, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
-
-
 @pytest.mark.parametrize(
     ("float16", "words"),
     [(3e-4, "200 % above"), (9.9e-5, "1.00 % below"), (1e-4, "ended at the loss of float32; with")],
@@ -188,15 +179,6 @@ def test_progress_goes_to_stderr(capfd):
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.slow
-def test_progress_is_shown_where_stderr_is_a_terminal(monkeypatch, capfd):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes any file for a terminal
-    command.run(steps=1, seed=0)
-    output = capfd.readouterr()
-    assert output.out == ""
-    assert all(name in output.err for name in ARMS)
-
-
 def test_json_to_standard_output_is_all_that_stands_there(tmp_path, monkeypatch, capsys, trains_in_no_time):
     monkeypatch.chdir(tmp_path)
     assert main(["--json", "-"]) == 0
@@ -211,17 +193,6 @@ def test_version(capsys, must_not_train):
         main(["--version"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out == f"jax_lossscale {jls.__version__}\n"
-
-
-def test_help_and_readme_say_in_the_same_words_what_the_main_job_is(capsys, must_not_train):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    sentence = (
-        "a small neural network learns a photograph five times, in float32, and in float16 without a loss scale, with "
-        "a fixed one, with a dynamic one and with an automatic one."
-    )
-    for text in capsys.readouterr().out, (ROOT / "README.md").read_text():
-        assert sentence in " ".join(text.split())
 
 
 def test_seconds_are_those_of_the_steps_not_of_compiling(monkeypatch, compilations):
