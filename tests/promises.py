@@ -181,7 +181,9 @@ BREAKS = {
         ),
         ("_optax/state.py", "return jnp.copy(leaf)", "return leaf"),
     ],
-    "A bad argument raises an error immediately": [("_check.py", "if integer < 1:", "if integer < -1000:")],
+    "A bad argument raises an error immediately": [
+        ("_check.py", "if not 1 <= integer <=", "if not -1000 <= integer <=")
+    ],
     "A configuration builds loss scales and nothing else": [
         (
             "_loss_scale/registry.py",
