@@ -26,11 +26,14 @@ class BadStep(NamedTuple):
       leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
         into a path; -1 if all were finite.
       kind: what was wrong, as a number; `cause` says it in words.
+      loss_scale: the scale that the step was made with; 0 before there was one. Where the scale is as high again and
+        steps are finite, that step was not the scale's.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
     leaf: jax.Array  # shape=(), dtype=jnp.int32
     kind: jax.Array  # shape=(), dtype=jnp.int32
+    loss_scale: jax.Array  # shape=(), dtype=jnp.float32
 
     @property
     def cause(self) -> str:
@@ -82,7 +85,7 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
         applied_steps=jnp.zeros([], jnp.int32),
         skipped_steps=jnp.zeros([], jnp.int32),
         consecutive_skips=jnp.zeros([], jnp.int32),
-        last_bad_step=BadStep(jnp.int32(-1), jnp.int32(-1), jnp.int32(0)) if record_bad_steps else None,
+        last_bad_step=_no_bad_step() if record_bad_steps else None,
         largest=jnp.zeros([], jnp.float32) if loss_scale.needs_largest else None,
     )
 
@@ -144,7 +147,8 @@ def _last_bad_step(
         kind = _kind("none")
         for is_reason, reason in (*reversed(reasons), (~_or_true(verdict.value_finite), _kind("loss"))):
             kind = jnp.where(is_reason, reason, kind)
-        return BadStep(_saturating_add(state.applied_steps, state.skipped_steps), leaf, kind)
+        step = _saturating_add(state.applied_steps, state.skipped_steps)
+        return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 
     # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
     return cast(BadStep, run_or_leave("cond", ~is_good, look, lambda: before))
@@ -176,6 +180,10 @@ def _with_own_buffers(state: optax.OptState) -> optax.OptState:
         return leaf
 
     return jax.tree.map(own, state)
+
+
+def _no_bad_step() -> BadStep:
+    return BadStep(jnp.int32(-1), jnp.int32(-1), _kind("none"), jnp.float32(0))
 
 
 def _kind(cause: str) -> jax.Array:

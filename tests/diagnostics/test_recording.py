@@ -28,10 +28,11 @@ RECORDED = {
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])
 @pytest.mark.parametrize(("grads", "value", "skip_if", "leaf", "cause"), RECORDED.values(), ids=RECORDED)
 def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, cause, skip):
-    tx = jls.loss_scaled(optax.sgd(0.1), skip=skip, record_bad_steps=True)
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, 1), skip=skip, record_bad_steps=True)
     state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
     record = state.last_bad_step
     assert (record.step, record.leaf, record.cause) == (1, leaf, cause)
+    assert record.loss_scale == 16  # which the good step before has doubled
     assert jls.metrics(state)["last_bad_leaf"] == leaf
 
 
@@ -63,7 +64,7 @@ def test_the_number_of_a_step_stays_at_the_largest_int32(applied, skipped):
 
 def test_a_fresh_record():
     record = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True).init(PARAMS).last_bad_step
-    assert record._asdict() == {"step": -1, "leaf": -1, "kind": 0}
+    assert record._asdict() == {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0}
     assert record.cause == "none"
 
 
