@@ -88,6 +88,11 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         situation = f"more than any overflow explains (the loss scale is {scale})"
     else:
         return
+    if not state.loss_scale.checks_gradients:
+        raise RuntimeError(
+            f"The last {skips.max()} steps were skipped. Under a `{type(state.loss_scale).__name__}` gradients and "
+            "loss are not checked: look at the condition given as `skip_if`, which was true each time."
+        )
     raise RuntimeError(
         f"The last {skips.max()} steps were skipped, {situation}. Look at the gradients for a NaN that is there at "
         "every scale (log of zero, division by zero, a mask of -1e9 in float16), at the loss (if it is not finite, the "
