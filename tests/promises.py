@@ -154,9 +154,9 @@ BREAKS = {
     ],
     "The verdict costs scalar all-reduces only": [
         (
-            "_measure/devices.py",
-            "return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)",
-            "return jax.lax.psum(jax.lax.pmin(flags.astype(jnp.int32), axis_name), axis_name) > 0",
+            "_measure/primitive.py",
+            "return largest_on_all(of_local(*shards), names)",
+            "return jax.lax.psum(largest_on_all(of_local(*shards), names), names)",
         )
     ],
     "A resumed run ends with the same bits": [
