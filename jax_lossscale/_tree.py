@@ -5,13 +5,14 @@ cotangents, booleans, random keys, sometimes functions or strings. One rule deci
 `is_inexact` is that rule: inexact leaves (floating or complex, of any width) are scaled, unscaled, checked and
 cast; every other leaf passes through as the same object.
 
-Everything here is compiled: called eagerly, each function is one dispatch for a tree of any size (one for each mesh,
-where leaves lie on several); called under a user's `jax.jit`, it leaves no trace of a call behind.
+Everything here is compiled. Called eagerly, each function is one dispatch for a tree of any size. Called under a user's
+`jax.jit`, it leaves no trace of a call behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import chex
@@ -20,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, checked_dtype
-from jax_lossscale._dispatch import compiled
+from jax_lossscale._check import check_bool_scalar, checked_floating_dtype
 
 # Float32 numbers whose reciprocals are normal numbers too. XLA makes zero of what is not normal.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
+
+_compiled = partial(jax.jit, inline=True)
 
 # Objects, bytes, strings (of either sort), times and differences of times.
 _KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
@@ -68,7 +70,7 @@ def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex
 def _replace(
     function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree, chosen: Sequence[bool]
 ) -> chex.ArrayTree:
-    """`map_inexact`, of the leaves that are chosen."""
+    """Replace the chosen leaves by ``function`` of their list."""
     leaves, structure = jax.tree.flatten(tree)
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     replacements = function([leaves[position] for position in positions])
@@ -137,7 +139,7 @@ def cast_floating(
       A tree of the same structure and shapes, its floating arrays of ``dtype``.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype; if ``where`` is no function, or returns no bool.
+      ValueError: if ``dtype`` is not a real floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -152,21 +154,11 @@ def cast_floating(
       >>> compute["dense"].dtype, compute["norm"].dtype
       (dtype('float16'), dtype('float32'))
     """
-    dtype = checked_dtype(dtype, "cast_floating(dtype=...)")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"`cast_floating(dtype=...)` must be a real floating dtype, got {dtype.name}. To cast other "
-            "leaves, use `jax.tree.map`."
-        )
-    if where is not None and not callable(where):
-        raise ValueError(
-            f"`cast_floating(where=...)` must be a function of a leaf's path and the leaf, got {where!r}. To cast all "
-            "floating leaves, leave it out."
-        )
+    dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
         is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return bool(is_floating) and (where is None or _answer(where, path, leaf))
+        return bool(is_floating and (where is None or where(path, leaf)))
 
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
     return _replace(lambda leaves: _cast(leaves, dtype), tree, jax.tree.leaves(chosen))
@@ -202,10 +194,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:  # type: ignore[operator]
-        raise ValueError(
-            f"`select_tree` needs two trees of the same structure, got on_true: {structure} and on_false: "
-            f"{other_structure}."
-        )
+        raise ValueError(f"`select_tree` needs trees of the same structure, got {structure} and {other_structure}.")
     chosen = [_is_chosen_between(path, a, b) for (path, a), b in zip(with_paths, others, strict=True)]
     others = [leaf for leaf, is_chosen in zip(others, chosen, strict=True) if is_chosen]
     return _replace(lambda leaves: _select(list(zip(leaves, others, strict=True)), pred), on_true, chosen)
@@ -213,29 +202,16 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
 
 def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
     """Whether two leaves hold something to choose; a `ValueError` if they do not go together."""
-    if not (_is_selectable(a) and _is_selectable(b)):
-        if _is_selectable(a) or _is_selectable(b) or (a is not b and not np.array_equal(a, b)):
-            raise ValueError(
-                f"`select_tree` cannot choose between {a!r} in on_true and {b!r} in on_false at "
-                f"{jax.tree_util.keystr(path)!r}: leaves that are not arrays must be equal in both trees."
-            )
-        return False
-    if jnp.shape(a) != jnp.shape(b) or jax.typeof(a).dtype != jax.typeof(b).dtype:
+    are_arrays = _is_selectable(a), _is_selectable(b)
+    of_a, of_b = (jax.typeof(leaf) if is_array else leaf for leaf, is_array in zip((a, b), are_arrays, strict=True))
+    if all(are_arrays) and (of_a.shape, of_a.dtype) == (of_b.shape, of_b.dtype):
+        return bool(of_a.dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
+    if any(are_arrays) or not (a is b or np.array_equal(a, b)):
         raise ValueError(
-            f"`select_tree` needs equal shapes and dtypes, got {jax.typeof(a)} in on_true and {jax.typeof(b)} in "
-            f"on_false at {jax.tree_util.keystr(path)}."
+            f"`select_tree` cannot choose between {of_a!r} in on_true and {of_b!r} in on_false at "
+            f"{jax.tree_util.keystr(path)!r}: shapes and dtypes of arrays must be equal, and leaves that are none."
         )
-    return bool(jax.typeof(a).dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
-
-
-def _answer(where: Callable[[tuple[Any, ...], Any], bool], path: tuple[Any, ...], leaf: Any) -> bool:
-    answer = where(path, leaf)
-    if not isinstance(answer, (bool, np.bool_)):
-        raise ValueError(
-            f"`cast_floating(where=...)` must return a bool, got {answer!r} for the leaf at "
-            f"{jax.tree_util.keystr(path)}. It decides by the path, or by the leaf's shape and dtype."
-        )
-    return bool(answer)
+    return False
 
 
 def _is_selectable(leaf: Any) -> bool:
@@ -260,14 +236,14 @@ def _wide(leaf: ArrayLike, keep: tuple[DTypeLike, ...] = ()) -> jax.Array:
     return array if array.dtype in keep else array.astype(_wide_dtype(array.dtype))
 
 
-@compiled()
+@_compiled
 def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
     scale, arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]
     return [_multiply(_wide(array), scale).astype(array.dtype) for array in arrays]
 
 
-@compiled()
+@_compiled
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     scale, wides = applied(loss_scale), [_wide(leaf) for leaf in leaves]
     dtypes = dict.fromkeys(jnp.finfo(wide.dtype).dtype for wide in wides)
@@ -275,7 +251,7 @@ def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     return [_multiply(wide, reciprocals[jnp.finfo(wide.dtype).dtype]) for wide in wides]
 
 
-@compiled(static_argnums=1)
+@partial(_compiled, static_argnums=1)
 def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
     return [_wide(leaf, keep) for leaf in leaves]
 
@@ -286,12 +262,12 @@ def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
     return _wide(leaf, keep)
 
 
-@compiled(static_argnums=1)
+@partial(_compiled, static_argnums=1)
 def _cast(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]:
     return [jnp.asarray(leaf).astype(dtype) for leaf in leaves]
 
 
-@compiled()
+@_compiled
 def _select(pairs: list[tuple[ArrayLike, ArrayLike]], pred: ArrayLike) -> list[jax.Array]:
     pred = jnp.asarray(pred)
     return [jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b)) for a, b in pairs]

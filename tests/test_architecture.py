@@ -21,7 +21,7 @@ PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-CORE = {"_check", "_compat", "_dispatch", "_limits", "_warn", "_tree", "_measure", "_loss_scale", "_program"}
+CORE = {"_check", "_compat", "_limits", "_warn", "_tree", "_measure", "_loss_scale", "_program"}
 MIDDLE = CORE | {"_autocast", "_gradients", "_optax", "optax", "_version"}
 LAYERS = {
     "_version": set(),
@@ -29,10 +29,9 @@ LAYERS = {
     "_compat": set(),
     "_limits": set(),
     "_warn": set(),
-    "_dispatch": set(),
-    "_tree": {"_check", "_dispatch"},
-    "_measure": {"_check", "_compat", "_dispatch", "_tree"},
-    "_loss_scale": {"_check", "_dispatch", "_limits", "_tree", "_measure"},
+    "_tree": {"_check"},
+    "_measure": {"_check", "_compat", "_tree"},
+    "_loss_scale": {"_check", "_limits", "_tree", "_measure"},
     "_program": {"_check", "_tree"},
     "_autocast": {"_check", "_program", "_warn"},
     "_gradients": CORE,
@@ -45,7 +44,7 @@ LAYERS = {
     "": (MIDDLE - {"optax"}) | {"diagnostics", "plotting"},  # the package's own __init__
 }
 # What every policy, each in a file of its own, may import of its siblings.
-POLICY_BASE = {"base", "_arguments", "_flax_serialization"}
+POLICY_BASE = {"base", "_arguments"}
 NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
 
 

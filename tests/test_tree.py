@@ -413,7 +413,7 @@ def test_select_tree_takes_equal_arrays_of_strings():
     [({"mean": 1.0}, {"var": 1.0}), ([1.0], (1.0,)), ([1.0], [1.0, 2.0]), ([None], [1.0])],
 )
 def test_select_tree_refuses_two_structures(on_true, on_false):
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(ValueError, match="same structure"):
         jls.select_tree(True, on_true, on_false)
 
 
@@ -489,12 +489,6 @@ def test_cast_floating_asks_of_floating_leaves_only():
     asked = []
     jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: asked.append(jax.tree_util.keystr(path)) or True)
     assert sorted(asked) == sorted(FLOATING)
-
-
-@pytest.mark.parametrize("where", ["norm", True, lambda path, leaf: None, lambda path, leaf: jnp.array(True)])
-def test_cast_floating_refuses_a_where_that_does_not_answer(where):
-    with pytest.raises(ValueError, match=r"cast_floating\(where=...\)"):
-        jls.cast_floating({"leaf": jnp.ones(2)}, jnp.float16, where=where)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, complex, jnp.complex64, "nonsense", "key<fry>", 3, None])

@@ -38,7 +38,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
     Args:
       tree: any pytree, of any shapes and dtypes. Integers, keys and the like stay the same objects.
-      scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
+      scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
 
     Returns:
       The same values, in the same structure, shapes and dtypes.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._check import check_function
 from jax_lossscale._gradients.cotangent import seed_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
@@ -37,7 +37,7 @@ def value_and_scaled_grad(
 
     Args:
       fun: a scalar-valued function, called as `jax.value_and_grad` calls it, keyword arguments included.
-      loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
+      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise; the auxiliary data is not changed.
       holomorphic: likewise.
@@ -48,8 +48,7 @@ def value_and_scaled_grad(
       with ``has_aux``. The gradients have the dtypes that `jax.grad` gives.
 
     Raises:
-      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if another argument is not of its
-        kind.
+      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``fun`` is no function.
 
     Warns:
       UserWarning: at trace time, once for each function made here, if the loss is of a dtype too narrow for the scale
@@ -65,19 +64,9 @@ def value_and_scaled_grad(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, where the loss itself is multiplied.
     """
-    flags = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    return _value_and_scaled_grad("value_and_scaled_grad", fun, loss_scale, argnums, flags)
-
-
-def _value_and_scaled_grad(
-    caller: str, fun: Callable[..., Any], loss_scale: Any, argnums: int | Sequence[int], flags: dict[str, Any]
-) -> Callable[..., tuple[Any, Any]]:
-    check_function(fun, f"{caller}(fun=...)")
-    loss_scale = as_loss_scale(loss_scale, f"{caller}(loss_scale=...)")
-    as_argnums(argnums, f"{caller}(argnums=...)")
-    for name, flag in flags.items():
-        check_flag(flag, f"{caller}({name}=...)")
-    return jax.value_and_grad(with_scaled_gradient(fun, loss_scale, flags["has_aux"]), argnums, **flags)
+    check_function(fun, "value_and_scaled_grad(fun=...)")
+    seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)"), has_aux)
+    return jax.value_and_grad(seeded, argnums, has_aux, holomorphic, allow_int)
 
 
 def with_scaled_gradient(
@@ -135,12 +124,6 @@ def scaled_grad(
       >>> jls.scaled_grad(lambda x: x**2, 1024.0)(3.0)
       Array(6144., dtype=float32)
     """
-    flags = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    value_and_grads = _value_and_scaled_grad("scaled_grad", fun, loss_scale, argnums, flags)
-
-    @functools.wraps(fun)
-    def grads_only(*args: Any, **kwargs: Any) -> Any:
-        value, grads = value_and_grads(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grads_only
+    check_function(fun, "scaled_grad(fun=...)")
+    seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "scaled_grad(loss_scale=...)"), has_aux)
+    return jax.grad(seeded, argnums, has_aux, holomorphic, allow_int)

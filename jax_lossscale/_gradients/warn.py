@@ -16,7 +16,7 @@ from jax_lossscale._warn import warn_user
 
 
 def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
-    """Warn if a scalar cannot carry, backwards, the scale that could be reached; and say whether it was warned."""
+    """Warn if the gradient of a scalar cannot hold the largest scale that could be reached. Return if it warned."""
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
@@ -35,9 +35,9 @@ def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
 
 
 def warn_if_frozen(loss_scale: LossScale) -> bool:
-    """Warn if a scale that moves becomes a constant of the program that is being traced; and say whether it was warned.
+    """Warn if a scale that moves becomes a constant of the program that is being traced. Return whether it warned.
 
-    Its state moves on from step to step, and the gradients are then unscaled with another scale than their own.
+    The state moves on from step to step, so the gradients would be unscaled with another scale than their own.
     """
     moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
     # The fields themselves: NumPy scalars, which a fresh one holds, are traced where its leaves are taken.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import chex
@@ -16,8 +16,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_axis_name
-from jax_lossscale._dispatch import lie_together
 from jax_lossscale._measure import AxisName, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
@@ -50,13 +48,11 @@ class LossScale(abc.ABC):
     checks_gradients: ClassVar[bool] = True
     """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
 
+    skip_nonfinite: bool = True
+    """Whether a step whose gradients are not finite is skipped, where they are looked at."""
+
     needs_largest: ClassVar[bool] = False
     """Whether `adjust` is told the largest gradient, too: ``adjust(grads_finite, largest=...)``."""
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped."""
-        return self.checks_gradients
 
     @property
     def upper_bound(self) -> ArrayLike | None:
@@ -94,16 +90,12 @@ class LossScale(abc.ABC):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """A fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
-        name = f"{cls.__name__}.from_config(config=...)"
-        known = list(inspect.signature(cls).parameters)
-        if not isinstance(config, Mapping):
-            raise ValueError(f"`{name}` must be a dictionary of arguments, got {config!r}.")
-        if not config.keys() <= set(known):
-            raise ValueError(f"`{name}` knows the arguments {', '.join(known) or 'none'}, got {config!r}.")
         try:
             return cls(**config)
         except TypeError as error:
-            raise ValueError(f"`{name}` got {config!r}, which lacks an argument: {error}.") from error
+            raise ValueError(
+                f"`{cls.__name__}.from_config(config=...)` must be its arguments, got {config!r}: {error}."
+            ) from error
 
     def __eq__(self, other: object) -> bool:
         """Whether configuration and state are the same; a batch is equal where every member is."""
@@ -155,21 +147,16 @@ class LossScale(abc.ABC):
           ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. If it is false, keep the old parameters,
           optimizer state and everything else that this step has changed (`select_tree`).
         """
-        check_axis_name(axis_name, f"{type(self).__name__}.update(axis_name=...)")
         if not self.checks_gradients:
             return self, jnp.array(True)
-        leaves = _tree.inexact_leaves(grads)
-        step: Callable[..., tuple[Self, jax.Array]] = _update if lie_together(leaves) else _update_op_by_op
-        return step(self, leaves, axis_name)
+        return _update(self, _tree.inexact_leaves(grads), axis_name)
 
 
-def _update_op_by_op(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
+@partial(jax.jit, static_argnums=2, inline=True)
+def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
     grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
     should_apply = grads_finite if loss_scale.skip_nonfinite else jnp.array(True)
     return adjust(loss_scale, grads_finite, largest), should_apply
-
-
-_update = jax.jit(_update_op_by_op, static_argnums=2, inline=True)
 
 
 def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:

@@ -11,21 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._check import (
-    check_bool_scalar,
-    count,
-    finite_number,
-    positive_integer,
-    positive_normal_number,
-)
-from jax_lossscale._loss_scale._arguments import bounded_scale, fill_in_state, leaf
-from jax_lossscale._loss_scale.base import (
-    LossScale,
-    config_of,
-    register,
-    static_field,
-    with_state,
-)
+from jax_lossscale import _check
+from jax_lossscale._loss_scale import _arguments
+from jax_lossscale._loss_scale.base import LossScale, config_of, register, static_field, with_state
 
 HysteresisRefill = Literal["growth", "finite"]
 
@@ -107,14 +95,14 @@ class DynamicLossScale(LossScale):
     def __post_init__(self) -> None:
         for name, value in self._validated_config().items():
             object.__setattr__(self, name, value)
-        fill_in_state(
+        _arguments.fill_in_state(
             self,
-            current_loss_scale=(self.initial_loss_scale, positive_normal_number),
-            num_good_steps=(0, count),
+            current_loss_scale=(self.initial_loss_scale, _check.positive_normal_number),
+            num_good_steps=(0, _check.count),
         )
-        given = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
-        left = leaf(given, "DynamicLossScale(hysteresis_left=...)", count)
-        object.__setattr__(self, "hysteresis_left", None if self.hysteresis == 1 else left)
+        left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        leaf = _arguments.leaf(left, "DynamicLossScale(hysteresis_left=...)", _check.count)
+        object.__setattr__(self, "hysteresis_left", None if self.hysteresis == 1 else leaf)
 
     @property
     def upper_bound(self) -> float | None:
@@ -132,7 +120,7 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after a step, from whether its gradients were finite: ``bool[]``."""
-        check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
+        _check.check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
         # `>=`, not `==`: a counter restored from a run with a longer period must not overshoot for ever.
@@ -167,43 +155,31 @@ class DynamicLossScale(LossScale):
         return config_of(self)
 
     def _validated_config(self) -> dict[str, Any]:
-        def name(argument: str) -> str:
-            return f"DynamicLossScale({argument}=...)"
-
-        bounds = bounded_scale(self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale, "DynamicLossScale")
-        multiplier = finite_number(self.multiplier, name("multiplier"))
-        if not np.float32(multiplier) > 1:
+        name = "DynamicLossScale({}=...)".format
+        scales = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
+        to_fix = "To keep the scale fixed, use `FixedLossScale`."
+        config = {
+            **_arguments.bounded_scale(*scales, "DynamicLossScale"),
+            "increment_period": _check.positive_integer(self.increment_period, name("increment_period"), to_fix),
+            "multiplier": _check.finite_number(self.multiplier, name("multiplier")),
+            "hysteresis": _check.positive_integer(self.hysteresis, name("hysteresis"), "With 1, all lower it."),
+        }
+        if not np.float32(config["multiplier"]) > 1:
             raise ValueError(
-                f"`{name('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. To keep the scale "
-                "fixed, use `FixedLossScale`."
+                f"`{name('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. {to_fix}"
             )
-        backoff = self.backoff_factor
-        if backoff is not None:
-            backoff = finite_number(backoff, name("backoff_factor"))
-            if not 0 < np.float32(backoff) < 1:
+        if self.backoff_factor is not None:
+            config["backoff_factor"] = _check.finite_number(self.backoff_factor, name("backoff_factor"))
+            if not 0 < np.float32(config["backoff_factor"]) < 1:
                 raise ValueError(
-                    f"`{name('backoff_factor')}` must be between 0 and 1, both excluded, got "
-                    f"{self.backoff_factor!r}. For `1 / multiplier`, use None."
+                    f"`{name('backoff_factor')}` must be between 0 and 1, both excluded, got {self.backoff_factor!r}. "
+                    "For `1 / multiplier`, use None."
                 )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(
                 f"`{name('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
             )
-        return {
-            **bounds,
-            "increment_period": positive_integer(
-                self.increment_period,
-                name("increment_period"),
-                "To keep the scale fixed, use `FixedLossScale`.",
-            ),
-            "multiplier": multiplier,
-            "backoff_factor": backoff,
-            "hysteresis": positive_integer(
-                self.hysteresis,
-                name("hysteresis"),
-                "With 1, every bad step lowers the scale.",
-            ),
-        }
+        return config
 
 
 def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, TypeVar
 
 import chex
 import jax
 import numpy as np
 
-from jax_lossscale._check import is_number, is_transformation
 from jax_lossscale._loss_scale.base import LossScale
-from jax_lossscale._loss_scale.fixed import FixedLossScale
+from jax_lossscale._loss_scale.registry import is_serialized, made
 
 _Found = TypeVar("_Found")
 
@@ -47,25 +45,17 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
     return find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)  # type: ignore[type-abstract]
 
 
-def as_loss_scale(loss_scale: Any, name: str) -> LossScale:
-    """A loss scale, that of a number, or the one in an optimizer state; ``name`` names the argument in the error."""
-    if isinstance(loss_scale, LossScale):
-        return loss_scale
-    if is_number(loss_scale):
-        try:
-            return FixedLossScale(loss_scale)
-        except ValueError as error:
-            raise ValueError(f"`{name}` got {loss_scale!r}, of which no loss scale can be made: {error}") from error
-    if loss_scale is None or isinstance(loss_scale, (str, bool, numbers.Number, np.ndarray, np.generic, jax.Array)):
-        raise ValueError(
-            f"`{name}` must be a `LossScale`, a real scalar, or an optimizer state that holds a loss scale, got "
-            f"{loss_scale!r}. One made here would be forgotten after the step: make it with "
-            "`jls.get`, and carry it along."
-        )
-    return find_one(loss_scale, LossScale, name)  # type: ignore[type-abstract]
+def as_loss_scale(argument: Any, name: str) -> LossScale:
+    """What `get` makes of an argument, or the loss scale that it holds if it is an optimizer state.
+
+    ``name`` is what the argument is called in the error.
+    """
+    if isinstance(argument, LossScale) or is_serialized(argument) or jax.tree_util.all_leaves([argument]):
+        return made(argument, name)
+    return made(None, name) if argument is None else find_one(argument, LossScale, name)  # type: ignore[type-abstract]
 
 
-def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, below: str | None = None) -> _Found:
+def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
     """The one instance of ``kind`` in a tree.
 
     Leaves of it that are wrapped (as a state inside an `nnx.Optimizer`, each leaf an `nnx.Variable`) are unwrapped.
@@ -74,35 +64,27 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, below: str | N
       tree: any pytree.
       kind: a class.
       name: what to call the argument in the error.
-      below: the beginning of the path, in either form that `jax.tree_util.keystr` writes.
+      path: the beginning of the path, in either form that `jax.tree_util.keystr` writes.
     """
-    everywhere = [
-        (path, node)
-        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+    nodes = [
+        (keys, node)
+        for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
         if isinstance(node, kind)
     ]
-    found = [
-        (jax.tree_util.keystr(path), node) for path, node in everywhere if below is None or _begins_with(path, below)
-    ]
-    if everywhere and not found:
-        paths = ", ".join(jax.tree_util.keystr(path) for path, _ in everywhere)
-        raise ValueError(f"`{name}` holds no `{kind.__name__}` below the path {below!r}. There are: {paths}.")
-    if not found and is_transformation(tree):
+    if not nodes:
         raise ValueError(
-            f"`{name}` got an optimizer itself, which holds no state: {tree!r}. Pass the state, `tx.init(params)`, as "
-            "the last step has left it."
+            f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, as "
+            f"`tx.init(params)` or the last step has left it; got {jax.tree.structure(tree)}."
         )
-    if not found:
+    chosen = [(keys, node) for keys, node in nodes if path is None or _begins_with(keys, path)]
+    if len(chosen) != 1:
+        below = "" if path is None else f" below the path {path!r}"
+        paths = ", ".join(jax.tree_util.keystr(keys) for keys, _ in chosen or nodes)
         raise ValueError(
-            f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, got "
-            f"{jax.tree.structure(tree)}."
+            f"`{name}` holds {len(chosen)} of `{kind.__name__}`{below}. There are: {paths}. Pass the part of the state "
+            "that holds the one you mean, or to `get_loss_scale` its path."
         )
-    if len(found) > 1:
-        raise ValueError(
-            f"`{name}` holds {len(found)} of `{kind.__name__}`, at {', '.join(path for path, _ in found)}. "
-            "Pass the part of the state that holds the one you mean, or to `get_loss_scale` its path."
-        )
-    ((_, node),) = found
+    ((_, node),) = chosen
     return _unwrapped(node)
 
 

@@ -117,16 +117,8 @@ class NoOpLossScale(LossScale):
     """
 
     checks_gradients: ClassVar[bool] = False
-
-    @property
-    def upper_bound(self) -> float:
-        """One."""
-        return 1.0
-
-    @property
-    def lower_bound(self) -> float:
-        """One."""
-        return 1.0
+    skip_nonfinite = False
+    upper_bound = lower_bound = 1.0
 
     def __call__(self) -> jax.Array:
         """One: ``float32[]``."""

@@ -52,6 +52,11 @@ def get(identifier: Any) -> LossScale:
       ``tensorflow.python.training.experimental.loss_scale.get``, which takes bools for numbers, refuses NumPy
       scalars, and gives ``None`` for ``None``.
     """
+    return made(identifier, "get(identifier=...)")
+
+
+def made(identifier: Any, name: str) -> LossScale:
+    """`get`; ``name`` is what the argument is called in the error."""
     if isinstance(identifier, LossScale):
         return _checked_pytree(identifier)
     if identifier is None:
@@ -60,11 +65,16 @@ def get(identifier: Any) -> LossScale:
         return DynamicLossScale()
     if isinstance(identifier, str) and identifier == "auto":
         return AutoLossScale()
-    if isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}:
+    if is_serialized(identifier):
         return _from_dict(identifier["class_name"], identifier["config"])
     if is_number(identifier):
         return FixedLossScale(identifier)
-    raise ValueError(f"Could not make a loss scale of {identifier!r}. Accepted: {_ACCEPTED}.")
+    raise ValueError(f"`{name}` must be {_ACCEPTED}; got {identifier!r}.")
+
+
+def is_serialized(identifier: Any) -> bool:
+    """Whether this has the form of what `serialize` returns."""
+    return isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}
 
 
 def serialize(loss_scale: LossScale) -> dict[str, Any]:
@@ -138,10 +148,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
         raise ValueError(
             f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
         )
-    try:
-        return _checked_pytree(kinds[class_name].from_config(config))
-    except TypeError as error:
-        raise ValueError(f"Could not make a `{class_name}` of the config {config!r}: {error}.") from error
+    return _checked_pytree(kinds[class_name].from_config(config))
 
 
 def _kinds() -> dict[str, type[LossScale]]:

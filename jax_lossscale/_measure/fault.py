@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_axis_name
-from jax_lossscale._dispatch import compiled, lie_together
 from jax_lossscale._measure.devices import AxisName, largest_on_all
 from jax_lossscale._measure.leaves import as_read
 
@@ -30,9 +28,6 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     Returns:
       ``int32[]``: its index among the leaves, or -1 if all are finite.
 
-    Raises:
-      ValueError: as `all_finite`.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
@@ -41,7 +36,6 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
       ... )
       Array(1, dtype=int32)
     """
-    check_axis_name(axis_name, "first_nonfinite(axis_name=...)")
     index, _ = first_fault(tree, axis_name)
     return index
 
@@ -50,32 +44,24 @@ def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, j
     """The index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
-    severities = _severities([leaves[position] for position in positions])
-    if not lie_together(severities):
-        severities = jax.device_get(severities)
-    return _first_of(severities, positions, axis_name)
+    return _first_fault([leaves[position] for position in positions], positions, axis_name)
 
 
 _INFINITE, _NAN = 1, 2
 
 
-@compiled()
-def _severities(leaves: list[ArrayLike]) -> list[jax.Array]:
-    """Of each leaf 0 if it is finite, `_INFINITE`, or `_NAN` if there is one: ``int32[]``, in one reduction."""
-
-    def severity(leaf: jax.Array) -> jax.Array:
-        of_each = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
-        return jnp.max(of_each, initial=0)
-
-    return [severity(as_read(leaf)) for leaf in leaves]
-
-
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _first_of(
-    severities: list[jax.Array], positions: tuple[int, ...], axis_name: AxisName
+def _first_fault(
+    leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName
 ) -> tuple[jax.Array, jax.Array]:
-    if not severities:
+    if not leaves:
         return jnp.int32(-1), jnp.array(False)
-    severity = largest_on_all(jnp.stack(severities), axis_name)
+    severity = largest_on_all(jnp.stack([_severity(as_read(leaf)) for leaf in leaves]), axis_name)
     first = jnp.argmax(severity >= _INFINITE)
     return jnp.where(severity[first] < _INFINITE, -1, jnp.array(positions, jnp.int32)[first]), severity[first] == _NAN
+
+
+def _severity(leaf: jax.Array) -> jax.Array:
+    """0 if the leaf is finite, `_INFINITE`, or `_NAN` if it holds one: ``int32[]``, in one reduction."""
+    severities = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
+    return jnp.max(severities, initial=0)

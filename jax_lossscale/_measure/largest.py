@@ -48,10 +48,10 @@ def anywhere(*leaves: jax.Array) -> jax.Array:
 
 
 def on_cpu(*leaves: jax.Array) -> jax.Array:
-    """A CPU works on many elements at a time between arrays, and in the reduction of one float array of its own.
+    """Compare whole arrays first, and reduce one float array last: both are fast on a CPU.
 
-    Where a reduction must also compute what it reduces, it goes element by element. So all that is computed of words is
-    computed between arrays first, which are parts of one leaf where no others are like it.
+    A reduction that also computes what it reduces goes element by element there. So the words are computed between
+    arrays. Where a leaf is the only one of its shape and dtype, these arrays are parts of it.
     """
     groups = _groups(leaves)
     parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]
@@ -59,15 +59,16 @@ def on_cpu(*leaves: jax.Array) -> jax.Array:
 
 
 def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """All real and imaginary parts, the small ones in blocks; those of one shape and dtype together."""
+    """Put all real and imaginary parts of one shape and dtype together, the small ones in blocks."""
     real = _real_and_imaginary(leaves)
     return list(alike([*large(real), *blocks(real)], _TOGETHER))
 
 
 def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
-    """Words without the sign are in the order of the magnitudes. That of infinity comes last, and here stands for NaN.
+    """Find the largest magnitude in arrays of one shape and dtype; a NaN counts as infinity.
 
-    As words, since a maximum of floats drops NaN on a CPU; after that as floats, whose maximum is fast there.
+    Arrays are compared as words, since a maximum of floats drops NaN on a CPU. Words without the sign have the order of
+    the magnitudes, and those of NaN come after that of infinity. What is left is compared as floats, which is fast.
     """
     dtype = group[0].dtype
     word = np.dtype(f"int{jnp.finfo(dtype).bits}")
@@ -77,7 +78,7 @@ def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
-    """So many vectors of one length that together hold every element; some elements are in two of them."""
+    """Split a leaf into vectors of one length. Together they hold every element, and some elements twice."""
     if number == 1:
         return [leaf]
     length = -(-leaf.size // number)
@@ -91,9 +92,9 @@ def _real_and_imaginary(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _largest_of(magnitudes: Iterable[jax.Array]) -> jax.Array:
-    """Of scalars: those of one dtype first, so that few are converted."""
+    """The largest of some scalars. Those of one dtype are compared first, so that few are converted."""
     by_dtype: dict[jnp.dtype, jax.Array] = {}
     for magnitude in magnitudes:
         so_far = by_dtype.get(magnitude.dtype, magnitude)
         by_dtype[magnitude.dtype] = magnitude if so_far is magnitude else jnp.maximum(so_far, magnitude)
-    return functools.reduce(jnp.maximum, (found.astype(width(dtype)) for dtype, found in by_dtype.items()))
+    return functools.reduce(jnp.maximum, (largest.astype(width(dtype)) for dtype, largest in by_dtype.items()))

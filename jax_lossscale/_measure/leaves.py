@@ -1,4 +1,4 @@
-"""Leaves as they are read: no derivative is taken of them, and many of them are read at once.
+"""How leaves are read: many at once, and without a derivative.
 
 Each reduction costs its compilation, and a launch on a GPU, whatever it reads.
 """
@@ -18,19 +18,19 @@ _BLOCK = 2**18
 
 
 def as_read(leaf: ArrayLike) -> jax.Array:
-    """An array that no derivative is taken of, of 16 bits or more."""
+    """The leaf as an array of 16 bits or more, without a derivative."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
     # Eight bits and fewer come in a dozen encodings, some without infinities. Float32 holds all their values.
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 
 def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
-    """Those that are no part of `blocks`."""
+    """The leaves that `blocks` leaves out."""
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 
 def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
-    """The leaves by shape and dtype, up to ``number`` at a time."""
+    """Group the leaves by shape and dtype, up to ``number`` in a group."""
     by_type: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
         by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
@@ -39,7 +39,7 @@ def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]
 
 
 def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
-    """The small leaves, as vectors of one dtype each."""
+    """Join the small leaves of each dtype to vectors."""
     by_dtype: dict[jnp.dtype, list[list[jax.Array]]] = {}
     sizes: dict[jnp.dtype, int] = {}
     for leaf in leaves:

@@ -21,7 +21,7 @@ def run_or_leave(
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
     """``run()`` or ``leave()``; ``run()`` where ``should_apply`` is ``None``."""
-    if should_apply is None or is_known(should_apply):
+    if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()
     run, leave = _varying_alike(should_apply, run, leave)
 
@@ -37,11 +37,6 @@ def run_or_leave(
         # its results: twice the bytes of the step (`python -m benchmarks cuda`). No GPU was timed.
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
-
-
-def is_known(flag: jax.Array) -> bool:
-    """Whether it has a value already: outside of any program, where a branch of Python's does, and compiles nothing."""
-    return not isinstance(flag, jax.core.Tracer)
 
 
 def _varying_alike(

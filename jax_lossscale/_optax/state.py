@@ -11,10 +11,11 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale._flax_serialization import register_if_flax_is_imported
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.verdict import Verdict
+
+_CAUSES = ("none", "loss", "nan", "infinity", "grads_finite", "skip_if")
 
 
 class BadStep(NamedTuple):
@@ -24,25 +25,27 @@ class BadStep(NamedTuple):
       step: its number, from 0, counted over applied and skipped steps; -1 before there was one.
       leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
         into a path; -1 if all were finite.
-      num_leaves: how many leaves the gradients had, ``None`` counted as one.
-      has_nan: whether that leaf held a NaN. If not, it held infinities.
-      leaves_finite: whether all leaves of the gradients were finite.
-      parts_finite: whether all parts of these gradients were finite, if that was given as ``parts_finite``.
-      value_finite: whether the loss was finite, if it was given as ``value``.
-      skip_if: whether the user's own condition was true, if it was given as ``skip_if``.
+      kind: what was wrong, as a number; `cause` says it in words.
       loss_scale: the scale that the step was made with; 0 before there was one. Where the scale is as high again and
         steps are finite, that step was not the scale's.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
     leaf: jax.Array  # shape=(), dtype=jnp.int32
-    num_leaves: jax.Array  # shape=(), dtype=jnp.int32
-    has_nan: jax.Array  # shape=(), dtype=jnp.bool_
-    leaves_finite: jax.Array  # shape=(), dtype=jnp.bool_
-    parts_finite: jax.Array  # shape=(), dtype=jnp.bool_
-    value_finite: jax.Array  # shape=(), dtype=jnp.bool_
-    skip_if: jax.Array  # shape=(), dtype=jnp.bool_
+    kind: jax.Array  # shape=(), dtype=jnp.int32
     loss_scale: jax.Array  # shape=(), dtype=jnp.float32
+
+    @property
+    def cause(self) -> str:
+        """What was wrong, in a word, on the host.
+
+        Returns:
+          Of several causes the first that makes the step skipped: ``"loss"``, the loss was not finite; ``"nan"`` or
+          ``"infinity"``, the leaf held one; ``"grads_finite"``, the argument of this name said that the gradients were
+          not finite, though every leaf was; ``"skip_if"``, the user's own condition was true. ``"none"`` before there
+          was a bad step.
+        """
+        return _CAUSES[int(self.kind)]
 
 
 class LossScaledState(NamedTuple):
@@ -51,8 +54,8 @@ class LossScaledState(NamedTuple):
     Attributes:
       loss_scale: the current loss scale.
       inner_state: the state of the inner chain, which a skipped step does not change by a bit.
-      grads_finite: whether the gradients of the last step, and all their parts, were finite; true before the first
-        step, and always true under a `NoOpLossScale`, which does not check.
+      grads_finite: whether the gradients of the last step were finite; true before the first step, and always true
+        under a `NoOpLossScale`, which does not check.
       applied_steps: steps that changed the parameters. Schedules in the inner chain count these.
       skipped_steps: steps that did not change them, for whatever reason.
       consecutive_skips: how many steps were skipped since the last applied step.
@@ -73,10 +76,11 @@ class LossScaledState(NamedTuple):
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
     """The state before the first step. No two of its leaves share a buffer, so that it can be donated."""
-    register_if_flax_is_imported(type(loss_scale))  # it may have been made before flax was imported
+    inner_state = _with_own_buffers(inner_state)
     return LossScaledState(
-        loss_scale=loss_scale,
-        inner_state=inner_state,
+        # A copy: a state may be donated, and `loss_scale` must serve again. With a dtype, it is not weak.
+        loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), loss_scale),
+        inner_state=with_dtypes_of(inner_state, inner_state),
         grads_finite=jnp.array(True),
         applied_steps=jnp.zeros([], jnp.int32),
         skipped_steps=jnp.zeros([], jnp.int32),
@@ -99,7 +103,7 @@ def next_state(
     return LossScaledState(
         loss_scale=verdict.loss_scale,
         inner_state=inner_state,
-        grads_finite=_or_true(verdict.flags.grads_finite),
+        grads_finite=_or_true(verdict.grads_finite),
         applied_steps=_saturating_add(state.applied_steps, applied),
         skipped_steps=_saturating_add(state.skipped_steps, skipped),
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
@@ -115,12 +119,6 @@ def check_state(state: Any) -> None:
             "`update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got "
             f"{type(state).__name__}. The order is `update(scaled_grads, state, params)`."
         )
-    if not isinstance(state.last_bad_step, (BadStep, type(None))):
-        raise ValueError(
-            f"`update(state=...)` has a {type(state.last_bad_step).__name__} for `last_bad_step`. Where it was "
-            "restored from a run that recorded bad steps, `state._replace(last_bad_step=None)` ends that, and the same "
-            "with that of `init` goes on with it."
-        )
 
 
 def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:
@@ -134,43 +132,62 @@ def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:
 def _last_bad_step(
     state: LossScaledState, verdict: Verdict, scaled_grads: optax.Updates, axis_name: AxisName
 ) -> BadStep | None:
-    before, flags = state.last_bad_step, verdict.flags
+    before = state.last_bad_step
     if before is None:
         return None
-    is_good = _or_true(flags.leaves_finite)
-    if verdict.should_apply is not None:
-        is_good &= verdict.should_apply
+    grads_finite = _or_true(verdict.grads_finite)
+    is_good = grads_finite & _or_true(verdict.should_apply)
 
     def look() -> BadStep:
         leaf, has_nan = first_fault(state.loss_scale.unscale(scaled_grads), axis_name)
-        return BadStep(
-            step=_saturating_add(state.applied_steps, state.skipped_steps),
-            leaf=leaf,
-            num_leaves=jnp.array(len(_tree.leaves_and_nones(scaled_grads)), jnp.int32),
-            has_nan=has_nan,
-            leaves_finite=_or_true(flags.leaves_finite),
-            parts_finite=_or_true(flags.parts_finite),
-            value_finite=_or_true(flags.value_finite),
-            skip_if=~_or_true(flags.allowed),
-            loss_scale=jnp.asarray(state.loss_scale(), jnp.float32),
-        )
+        fault = jnp.where(leaf < 0, _kind("grads_finite"), jnp.where(has_nan, _kind("nan"), _kind("infinity")))
+        reasons = [(~grads_finite, fault), (~_or_true(verdict.allowed), _kind("skip_if"))]
+        if not state.loss_scale.skip_nonfinite:  # then it was the condition that made the step skipped
+            reasons.reverse()
+        kind = _kind("none")
+        for is_reason, reason in (*reversed(reasons), (~_or_true(verdict.value_finite), _kind("loss"))):
+            kind = jnp.where(is_reason, reason, kind)
+        step = _saturating_add(state.applied_steps, state.skipped_steps)
+        return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 
     # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
     return cast(BadStep, run_or_leave("cond", ~is_good, look, lambda: before))
 
 
+def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
+    """``new`` in the dtypes of ``old``, none of them weak: a state that crosses `jax.jit` twice is traced once."""
+
+    def with_dtype(a: Any, b: Any) -> Any:
+        if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
+            a = jnp.asarray(a)
+        is_number = _tree.is_array(a) and jnp.issubdtype(a.dtype, jnp.number)
+        is_abstract = isinstance(b, jax.ShapeDtypeStruct)  # of abstract parameters, where a state holds them
+        return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
+
+    return jax.tree.map(with_dtype, old, new)
+
+
+def _with_own_buffers(state: optax.OptState) -> optax.OptState:
+    """A fresh state without any array twice, as some chains make it: it could not be donated."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)
+
+
 def _no_bad_step() -> BadStep:
-    return BadStep(
-        step=jnp.array(-1, jnp.int32),
-        leaf=jnp.array(-1, jnp.int32),
-        num_leaves=jnp.array(0, jnp.int32),
-        has_nan=jnp.array(False),
-        leaves_finite=jnp.array(True),
-        parts_finite=jnp.array(True),
-        value_finite=jnp.array(True),
-        skip_if=jnp.array(False),
-        loss_scale=jnp.array(0.0, jnp.float32),
-    )
+    return BadStep(jnp.int32(-1), jnp.int32(-1), _kind("none"), jnp.float32(0))
+
+
+def _kind(cause: str) -> jax.Array:
+    return jnp.int32(_CAUSES.index(cause))
 
 
 def _or_true(flag: jax.Array | None) -> jax.Array:

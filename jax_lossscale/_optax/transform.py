@@ -1,7 +1,7 @@
 """The optax side: a transformation that unscales, checks, and runs a whole chain or leaves it untouched.
 
 One function decides (`verdict.decide`), one runs the step or leaves it (`branch.run_or_leave`), and ``update`` and
-``update_and_apply`` differ only in what they make of the inner chain's updates (`step.Step`).
+``update_and_apply`` differ only in what they make of the inner chain's updates (`wrapper.Wrapper`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any
 
 import optax
 
-from jax_lossscale._check import check_axis_name, check_flag
-from jax_lossscale._loss_scale import get
+from jax_lossscale._check import check_flag
+from jax_lossscale._loss_scale.registry import made
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax import inner as _inner
 from jax_lossscale._optax.branch import Skip
 from jax_lossscale._optax.state import LossScaledState
-from jax_lossscale._optax.step import Step
-from jax_lossscale._optax.wrapped import Wrapped
+from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -36,14 +34,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         The same as ``update`` and `optax.apply_updates`, faster.
         """
-        wrapped = getattr(self.update, "__self__", None)
-        if isinstance(wrapped, Wrapped):
-            return wrapped.update_and_apply
+        wrapper = getattr(self.update, "__self__", None)
+        if isinstance(wrapper, Wrapper):
+            return wrapper.update_and_apply
         return functools.partial(_update_then_apply, self.update)  # another `update` was put in by `_replace`
 
     def __repr__(self) -> str:
-        wrapped = getattr(self.update, "__self__", None)
-        shown = repr(wrapped) if isinstance(wrapped, Wrapped) else f"{self.init!r}, {self.update!r}"
+        wrapper = getattr(self.update, "__self__", None)
+        shown = repr(wrapper) if isinstance(wrapper, Wrapper) else f"{self.init!r}, {self.update!r}"
         return f"{type(self).__name__}({shown}: init, update, update_and_apply)"
 
 
@@ -89,9 +87,8 @@ def loss_scaled(
         yourself.
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
-        bytes, though no GPU has been timed. The results are the same, and so are their derivatives, which stay finite
-        if a step was skipped. (If an overflow came from a backward pass that is itself differentiated, as in
-        meta-learning, the derivative of that pass may still be NaN.)
+        bytes, though no GPU has been timed. The results are the same. If you differentiate through steps, as in
+        meta-learning, use ``"cond"``: what a step computed and discarded may have NaN for a derivative.
       record_bad_steps: whether ``init`` makes a state that has a `BadStep`: which leaf was not finite, and how.
         ``update`` records it if the state has one. This costs a branch on a good step, and the compilation of one
         reduction for each leaf.
@@ -99,14 +96,12 @@ def loss_scaled(
     Returns:
       A `LossScaledTransformation`. Beside ``init(params)``, it has these functions:
 
-      ``update(scaled_grads, state, params=None, *, value, skip_if, parts_finite, grads_finite, **extra_args)``
+      ``update(scaled_grads, state, params=None, *, value, skip_if, grads_finite, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
         gives them for this state. The others may be left out:
 
         - ``value``: the true loss, a real scalar, which is passed on to the chain;
         - ``skip_if``: ``bool[]``, skip for a reason of your own;
-        - ``parts_finite``: ``bool[]``, false if a part of these gradients overflowed and was left out
-          (`accumulate_gradients`): the scale then backs off, although the step is applied;
         - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if you know it already
           (for example from their norm). Then they are not read to find out (but a kind with ``needs_largest`` reads
           them to measure). It is not checked;
@@ -124,15 +119,13 @@ def loss_scaled(
         that are no numbers with gradients, and all that have ``None`` for a gradient, come back as the same objects.
 
     Raises:
-      ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``,
-        ``axis_name``, ``skip`` or ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what
-        ``init`` makes, if ``value`` is no real scalar, or one of the flags no boolean scalar; if another argument holds
-        the scaled gradients themselves; if `optax.masked` or `optax.partition` is around the wrapper, and not inside.
+      ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``, ``skip`` or
+        ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if ``value``
+        is no real scalar, or one of the flags no boolean scalar; if another argument holds the scaled gradients
+        themselves; if `optax.masked` or `optax.partition` is around the wrapper, and not inside.
 
     Warns:
-      UserWarning: from ``init``, at float16 parameters, in which small updates are lost; at trace time, inside
-        ``jax.shard_map(..., check_vma=False)`` without ``axis_name``, at gradients that have met those of no other
-        device, where JAX can tell.
+      UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -149,12 +142,18 @@ def loss_scaled(
       ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer``. TensorFlow's does not check the loss, and
       scales it itself.
     """
-    check_axis_name(axis_name, "loss_scaled(axis_name=...)")
     check_flag(record_bad_steps, "loss_scaled(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
-    wrapped = Wrapped(Step(_inner.checked(inner), axis_name, skip), get(loss_scale), record_bad_steps)
-    return LossScaledTransformation(wrapped.init, wrapped.update)
+    if isinstance(inner, optax.MultiSteps):
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)  # its own view drops extra arguments
+    if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
+        raise ValueError(
+            f"`loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
+        )
+    inner = optax.with_extra_args_support(inner)
+    wrapper = Wrapper(inner, made(loss_scale, "loss_scaled(loss_scale=...)"), axis_name, skip, record_bad_steps)
+    return LossScaledTransformation(wrapper.init, wrapper.update)
 
 
 def _update_then_apply(
@@ -165,4 +164,4 @@ def _update_then_apply(
     **extra_args: Any,
 ) -> tuple[optax.Params, LossScaledState]:
     updates, state = update(scaled_grads, state, params, **extra_args)
-    return _inner.apply_updates(params, updates), state
+    return apply_updates(params, updates), state

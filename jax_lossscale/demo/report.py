@@ -75,7 +75,7 @@ def conclusion(results: dict[str, Result]) -> str:
 
 def _beside_float32(result: Result, results: dict[str, Result]) -> str:
     reference = results["float32"].final_loss
-    if not (math.isfinite(result.final_loss) and math.isfinite(reference)):
+    if not math.isfinite(result.final_loss + reference):
         return f"at a loss of {result.final_loss:.2e}, where float32 ended at {reference:.2e}"
     change = result.final_loss / reference - 1
     if abs(change) < 5e-5:
@@ -109,20 +109,9 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    style: Any = {
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "#e6e6e6",
-        "legend.frameon": False,
-        "lines.markeredgewidth": 1.6,
-        "svg.hashsalt": "jax_lossscale",
-    }
+    style: Any = {"axes.grid": True, "axes.axisbelow": True, "axes.titlelocation": "left", "axes.titleweight": "bold"}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6"}
+    style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.2, 6.6), layout="constrained")  # a page's width: letters stay legible
         panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])

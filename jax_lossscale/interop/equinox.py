@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax_lossscale._check import check_flag, check_function
+from jax_lossscale._check import check_function
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._loss_scale.finding import as_loss_scale
 
@@ -22,7 +22,7 @@ def filter_value_and_scaled_grad(
 
     Args:
       fun: a scalar-valued function of a module (any pytree), and of any other arguments.
-      loss_scale: a `LossScale`, a number or scalar array, or any optimizer state that holds a loss scale.
+      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
       has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
     Returns:
@@ -51,6 +51,5 @@ def filter_value_and_scaled_grad(
       Array(1, dtype=int32)
     """
     check_function(fun, "filter_value_and_scaled_grad(fun=...)")
-    check_flag(has_aux, "filter_value_and_scaled_grad(has_aux=...)")
     loss_scale = as_loss_scale(loss_scale, "filter_value_and_scaled_grad(loss_scale=...)")
     return eqx.filter_value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), has_aux=has_aux)

@@ -10,15 +10,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
-from jax_lossscale.interop import _carry
+from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale._warn import warn_user
+from jax_lossscale.interop._peers import SMALLEST_FLOOR, from_peer, number, to_peer
 
 try:
     import jmp
 except ImportError as error:
     raise ImportError("`jax_lossscale.interop.jmp` needs jmp: `pip install jmp`.") from error
-
-_FLOOR = 1.0  # jmp's default, and what any floor becomes when jmp's loss scale is flattened
 
 
 def from_jmp(loss_scale: Any) -> LossScale:
@@ -48,30 +47,19 @@ def from_jmp(loss_scale: Any) -> LossScale:
         return NoOpLossScale()
     if isinstance(loss_scale, jmp.StaticLossScale):
         return FixedLossScale.from_config(
-            {"loss_scale_value": _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")}
+            {"loss_scale_value": number(loss_scale.loss_scale, "from_jmp(...).loss_scale")}
         )
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
-    scale: Any = _carry.number(loss_scale.loss_scale, "from_jmp(...).loss_scale")
-    num_good_steps: Any = _carry.count(loss_scale.counter, "from_jmp(...).counter")
     floor = float(loss_scale.min_loss_scale)
-    lost = []
-    if floor != _FLOOR:
-        lost.append(f"the floor {floor:g} is kept here, where jmp loses it at the first `jax.jit` and goes on with 1")
+    if floor != 1:
+        warn_user(
+            f"`from_jmp`: the floor {floor:g} is kept here; jmp loses it at the first `jax.jit`, and goes on with 1."
+        )
     if floor == 0:
-        floor = _carry.SMALLEST_FLOOR
-        lost.append("jmp's floor is 0; here it is the smallest normal float32, 1.2e-38")
-    result = DynamicLossScale(
-        max(scale, floor),
-        _carry.count(loss_scale.period, "from_jmp(...).period"),
-        _carry.number(loss_scale.factor, "from_jmp(...).factor"),
-        min_loss_scale=floor,
-        current_loss_scale=scale,
-        num_good_steps=num_good_steps,
-    )
-    lost += _carry.past_period(num_good_steps, result.increment_period) + _carry.below_floor(scale, floor)
-    _carry.warn("from_jmp", lost)
-    return result
+        floor = SMALLEST_FLOOR
+        warn_user("`from_jmp`: jmp's floor is 0; here it is the smallest normal float32, 1.2e-38.")
+    return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
@@ -92,13 +80,13 @@ def to_jmp(loss_scale: LossScale) -> Any:
         return jmp.NoOpLossScale()
     if isinstance(loss_scale, FixedLossScale):
         if loss_scale.skip_nonfinite:
-            _carry.warn("to_jmp", ["`skip_nonfinite` is set; with jmp, skipping is the caller's to write"])
+            warn_user("`to_jmp`: `skip_nonfinite` is set; with jmp, skipping is the caller's to write.")
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
-    loss_scale = _carry.outgoing("to_jmp", loss_scale, floor=_FLOOR)
+    fields = to_peer("jmp", loss_scale)
     return jmp.DynamicLossScale(
-        jnp.float32(loss_scale.current_loss_scale),
-        jnp.int32(loss_scale.num_good_steps),
-        loss_scale.increment_period,
-        loss_scale.multiplier,
-        jnp.float32(loss_scale.min_loss_scale),
+        jnp.float32(fields["loss_scale"]),
+        jnp.int32(fields["counter"]),
+        fields["period"],
+        fields["factor"],
+        jnp.float32(loss_scale.get_config()["min_loss_scale"]),
     )

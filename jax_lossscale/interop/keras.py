@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale
-from jax_lossscale.interop import _carry
-
-_CONFIG = {"initial_scale": _carry.number, "dynamic_growth_steps": _carry.count}
-_STATE = {"dynamic_scale": _carry.number, "step_counter": _carry.count}
+from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_keras(
@@ -46,20 +43,12 @@ def from_keras(
       >>> float(loss_scale()), int(loss_scale.num_good_steps)
       (65536.0, 7)
     """
-    name = "from_keras(config=...)"
-    initial, period = _carry.entries(config, _CONFIG, name)
-    if "dynamic" in config:
+    if isinstance(config, Mapping) and "dynamic" in config:
         raise ValueError(
-            f"`{name}` is of tf-keras 2, which has the floor 1: use `DynamicLossScale(initial_scale, "
+            "`from_keras(config=...)` is of tf-keras 2, which has the floor 1: use `DynamicLossScale(initial_scale, "
             "dynamic_growth_steps)`, or `FixedLossScale(initial_scale)` where `dynamic` is false."
         )
-    scale, num_good_steps = (initial, 0) if state is None else _carry.entries(state, _STATE, "from_keras(state=...)")
-    floor, lost = _carry.floor_of(min_loss_scale, "from_keras(min_loss_scale=...)")
-    loss_scale = DynamicLossScale(
-        initial, period, min_loss_scale=floor, current_loss_scale=scale, num_good_steps=num_good_steps
-    )
-    _carry.warn("from_keras", lost + _carry.past_period(num_good_steps, period))
-    return loss_scale
+    return from_peer("keras", min_loss_scale, {"config": config, "state": state})
 
 
 def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,6 +72,6 @@ def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.
     """
-    loss_scale = _carry.outgoing("to_keras", loss_scale, multiplier=2.0, floor=_carry.SMALLEST_FLOOR)
-    config = {"initial_scale": loss_scale.initial_loss_scale, "dynamic_growth_steps": loss_scale.increment_period}
-    return config, {"dynamic_scale": float(loss_scale()), "step_counter": int(loss_scale.num_good_steps)}
+    config = to_peer("keras", loss_scale)
+    state = {name: config.pop(name) for name in ("dynamic_scale", "step_counter")}
+    return config, state

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from jax_lossscale.interop import _carry
-
-_CONFIG = {"initial_loss_scale": _carry.number, "increment_period": _carry.count, "multiplier": _carry.number}
-_STATE = {"current_loss_scale": _carry.number, "good_steps": _carry.count}
-_FLOOR = 1.0  # TensorFlow's, which cannot be set
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
+from jax_lossscale._warn import warn_user
+from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> LossScale:
@@ -49,19 +46,7 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
     """
     if isinstance(config, Mapping) and config.keys() == {"loss_scale_value"}:
         return FixedLossScale.from_config(dict(config))
-    initial, period, multiplier = _carry.entries(config, _CONFIG, "from_tensorflow(config=...)")
-    fresh = (initial, 0)
-    scale, num_good_steps = fresh if state is None else _carry.entries(state, _STATE, "from_tensorflow(state=...)")
-    loss_scale = DynamicLossScale(
-        initial,
-        period,
-        multiplier,
-        min_loss_scale=min(initial, _FLOOR),
-        current_loss_scale=scale,
-        num_good_steps=num_good_steps,
-    )
-    _carry.warn("from_tensorflow", _carry.below_floor(min(initial, scale), _FLOOR))
-    return loss_scale
+    return from_peer("tensorflow", 1.0, {"config": config, "state": state})
 
 
 def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -80,8 +65,8 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
     """
     if isinstance(loss_scale, FixedLossScale):
         if loss_scale.skip_nonfinite:
-            _carry.warn("to_tensorflow", ["`skip_nonfinite` is set, and the peer never skips with a fixed scale"])
+            warn_user("`to_tensorflow`: `skip_nonfinite` is set, and the peer never skips with a fixed scale.")
         return {"loss_scale_value": loss_scale.get_config()["loss_scale_value"]}, {}
-    loss_scale = _carry.outgoing("to_tensorflow", loss_scale, floor=_FLOOR)
-    config = {name: getattr(loss_scale, name) for name in _CONFIG}
-    return config, {"current_loss_scale": float(loss_scale()), "good_steps": int(loss_scale.num_good_steps)}
+    config = to_peer("tensorflow", loss_scale)
+    state = {name: config.pop(name) for name in ("current_loss_scale", "good_steps")}
+    return config, state

@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax_lossscale._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
-from jax_lossscale.interop import _carry
-
-_STATE_DICT = {
-    "scale": _carry.number,
-    "growth_factor": _carry.number,
-    "backoff_factor": _carry.number,
-    "growth_interval": _carry.count,
-    "_growth_tracker": _carry.count,
-}
+from jax_lossscale._loss_scale import LossScale, NoOpLossScale
+from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = None) -> LossScale:
@@ -52,21 +43,7 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         return NoOpLossScale()
-    scale, growth, backoff, period, num_good_steps = _carry.entries(
-        state_dict, _STATE_DICT, "from_torch(state_dict=...)"
-    )
-    floor, lost = _carry.floor_of(min_loss_scale, "from_torch(min_loss_scale=...)")
-    loss_scale = DynamicLossScale(
-        max(scale, floor),
-        period,
-        growth,
-        backoff_factor=backoff,
-        min_loss_scale=floor,
-        current_loss_scale=scale,
-        num_good_steps=num_good_steps,
-    )
-    _carry.warn("from_torch", lost + _carry.past_period(num_good_steps, period))
-    return loss_scale
+    return from_peer("torch", min_loss_scale, {"state_dict": state_dict})
 
 
 def to_torch(loss_scale: LossScale) -> dict[str, Any]:
@@ -84,11 +61,4 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
     """
     if isinstance(loss_scale, NoOpLossScale):
         return {}
-    loss_scale = _carry.outgoing("to_torch", loss_scale, floor=_carry.SMALLEST_FLOOR, takes_backoff=True)
-    return {
-        "scale": float(loss_scale()),
-        "growth_factor": loss_scale.multiplier,
-        "backoff_factor": applied_backoff_factor(loss_scale),
-        "growth_interval": loss_scale.increment_period,
-        "_growth_tracker": int(loss_scale.num_good_steps),
-    }
+    return to_peer("torch", loss_scale)

@@ -18,9 +18,9 @@ GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
 
 
 def given_or_new_axes(
-    given: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
+    requested: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
 ) -> tuple[Axes, ...]:
-    """One of the Axes ``given`` for each panel, or Axes of a new figure, which a notebook shows; without a box around.
+    """The Axes that the user gave, one for each panel, or those of a new figure, which a notebook shows.
 
     ``caller`` and its ``argument`` are named in the errors: an `ImportError` if there is no matplotlib, a `ValueError`
     if these are no Axes, or not as many.
@@ -31,19 +31,19 @@ def given_or_new_axes(
         raise ImportError(
             f"`{caller}` needs matplotlib, which the extra `plot` brings: `pip install matplotlib`."
         ) from error
-    if given is None:
+    if requested is None:
         from matplotlib import pyplot
 
-        _, given = pyplot.subplots(len(panels), sharex=True, layout="constrained", **figure)
-    taken = tuple(np.ravel(np.asarray(given, object)))
-    if len(taken) != len(panels) or not all(isinstance(ax, axes.Axes) for ax in taken):
+        _, requested = pyplot.subplots(len(panels), sharex=True, layout="constrained", **figure)
+    chosen = tuple(np.ravel(np.asarray(requested, object)))
+    if len(chosen) != len(panels) or not all(isinstance(ax, axes.Axes) for ax in chosen):
         raise ValueError(
             f"`{caller}({argument}=...)` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got "
-            f"{given!r}. Make some with `pyplot.subplots({len(panels)})`."
+            f"{requested!r}. Make some with `pyplot.subplots({len(panels)})`."
         )
-    for ax in taken:
+    for ax in chosen:
         ax.spines[["top", "right"]].set_visible(False)
-    return taken
+    return chosen
 
 
 def draw_grid(ax: Axes) -> None:

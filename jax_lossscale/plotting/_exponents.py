@@ -14,14 +14,7 @@ from jax_lossscale._check import checked_floating_dtype, positive_normal_number
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._tree import widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
-from jax_lossscale.plotting._axes import (
-    BLUE,
-    GRAY,
-    PALE,
-    PALER,
-    VERMILLION,
-    given_or_new_axes,
-)
+from jax_lossscale.plotting._axes import BLUE, GRAY, PALE, PALER, VERMILLION, given_or_new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,14 +122,9 @@ def plot_exponents(
     ax.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     ax.set(xlabel="magnitude of a gradient", ylabel="share of non-zero gradients (%)")
     words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
-    ax.legend(
-        loc="upper left",
-        bbox_to_anchor=(0.0, 0.82),  # below the ranges
-        title=f"not drawn: {', '.join(words)}" if words else None,
-        alignment="left",
-        fontsize="small",
-        title_fontsize="small",
-    )
+    title = f"not drawn: {', '.join(words)}" if words else None
+    below_the_ranges: Any = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.82)}
+    ax.legend(title=title, alignment="left", fontsize="small", title_fontsize="small", **below_the_ranges)
     return ax
 
 
@@ -174,22 +162,12 @@ def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> t
 
 
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
-    """An axis that ends where the bars do, with room above it for the ranges and the legend."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
-    tallest, lowest, above = float(heights.max()) or 1.0, 0.0, 1 / 0.6
-    locator: Any = MaxNLocator(6)
-    if yscale == "log":
-        lowest = heights[heights > 0].min(initial=tallest) / 2
-        above = (tallest / lowest) ** 0.7
-        locator = LogLocator(numticks=8)
-    ax.set_ylim(lowest, tallest * above)
+    """An axis from below the lowest bar to above the highest, with room for the ranges and the legend."""
+    tallest = float(heights.max()) or 1.0
+    lowest = heights[heights > 0].min(initial=tallest) / 2 if yscale == "log" else 0.0
+    ax.set_ylim(lowest, tallest * ((tallest / lowest) ** 0.7 if lowest else 1 / 0.6))
     ax.set_yscale(yscale)  # after the limits: matplotlib would look for some, and find none if there is no bar
-    ax.minorticks_off()
-    ticks = locator.tick_values(lowest, tallest)
-    ax.set_yticks(ticks[(ticks >= lowest) & (ticks <= tallest)])
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.spines["left"].set_bounds(lowest, tallest)
 
 
 def _draw_ranges(ax: Axes, dtype: Any) -> None:
@@ -202,12 +180,12 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
         (f"normal {dtype.name}", normal, top, "white"),
         ("overflow", top, right, PALE),
     ]
-    row: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
+    place: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
     for name, start, end, color in zones:
         rotation = 90 if end - start < 0.085 * (right - left) else 0  # a narrow zone has its name upright
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
         ax.axvspan(start, end, facecolor=color, edgecolor="none", zorder=0)
-        ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **row)
+        ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **place)
     for edge in bottom, normal, top:
         ax.axvline(edge, color=GRAY, linewidth=0.8, linestyle=":", zorder=0.5)
 
@@ -218,7 +196,7 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
     ax.plot(ends, (0.91, 0.91), linewidth=1.2, **line)
     for end, marker in zip(ends, ("<" if left > normal else "|", ">" if right < top else "|"), strict=True):
         ax.plot(end, 0.91, marker, markersize=6, **line)
-    ax.text((normal + top) / 2, 0.9, f"normal {other.name}: $2^{{{normal}}}$ to $2^{{{top}}}$", **row)
+    ax.text((normal + top) / 2, 0.9, f"normal {other.name}: $2^{{{normal}}}$ to $2^{{{top}}}$", **place)
 
 
 def _told(lost: float, over: float) -> str:

@@ -10,19 +10,12 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale.plotting._axes import (
-    BLUE,
-    GREEN,
-    VERMILLION,
-    draw_grid,
-    given_or_new_axes,
-)
+from jax_lossscale.plotting._axes import BLUE, GREEN, VERMILLION, draw_grid, given_or_new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FLAGS = ("skipped", "grads_finite")
-_HISTORY = ("step", "loss", "loss_scale", "underflow", "consecutive_skips", "skipped_steps", *_FLAGS)
+_HISTORY = ("step", "loss", "loss_scale", "underflow", "consecutive_skips", "skipped_steps", "skipped")
 
 
 def plot_loss_scale(
@@ -57,8 +50,8 @@ def plot_loss_scale(
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['skipped step (1)', 'growth (1)']
     """
-    given = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
-    columns = _columns(given, "plot_loss_scale")
+    sequences = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
+    columns = _columns(sequences, "plot_loss_scale")
     (ax,) = given_or_new_axes(ax, "plot_loss_scale")
     steps = _steps(columns, "plot_loss_scale")
     _draw_loss_scale(ax, steps, columns["loss_scale"], _was_skipped(columns))
@@ -79,8 +72,8 @@ def plot_run(
 
     Args:
       history: sequences by name, all as long as the run, or one dictionary for each step: ``"loss"``; ``"loss_scale"``,
-        as in `plot_loss_scale`; ``"skipped"``, or else the rest of `jax_lossscale.metrics`, that is
-        ``"consecutive_skips"``, ``"skipped_steps"`` or ``"grads_finite"``, the first of them that is there;
+        as in `plot_loss_scale`; ``"skipped"``, or else ``"consecutive_skips"`` of `jax_lossscale.metrics`;
+        ``"skipped_steps"``, their number so far, if the history does not begin with the run;
         ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured;
         ``"step"``, the number of each step, if not all were logged. Other entries are ignored.
       axes: where to draw, as many Axes as there are panels; by default a new figure of `matplotlib.pyplot`.
@@ -156,12 +149,9 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
             f"`{caller}` needs sequences of one number a step, all as long, got the shapes {shapes}. Where a number "
             "was not measured, write NaN."
         )
-    for name, column in columns.items():
-        if column.dtype.kind in "OSU":
-            raise ValueError(f"`{caller}` needs numbers in {name}, got {column[0]!r}. Convert text before.")
-        if name in _FLAGS and np.isnan(column.astype(float)).any():
-            raise ValueError(f"`{caller}` got NaN in {name}, which must be known for every step.")
-    return {name: column.astype(bool if name in _FLAGS else float) for name, column in columns.items()}
+    if "skipped" in columns and np.isnan(columns["skipped"].astype(float)).any():
+        raise ValueError(f"`{caller}` got NaN in skipped, which must be known for every step.")
+    return {name: column.astype(bool if name == "skipped" else float) for name, column in columns.items()}
 
 
 def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
@@ -177,18 +167,10 @@ def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
 
 
 def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Whether each step was skipped, by the first of the names that can tell."""
+    """Whether each step was skipped, if that can be told."""
     if "skipped" in columns:
         return columns["skipped"]
-    if "consecutive_skips" in columns:
-        return columns["consecutive_skips"] > 0
-    if "skipped_steps" in columns:
-        total = columns["skipped_steps"]
-        before = 0 if total[0] <= 1 else total[0]  # a run that begins here, or goes on
-        return np.diff(total, prepend=before) > 0
-    if "grads_finite" in columns:
-        return ~columns["grads_finite"]
-    return None
+    return columns["consecutive_skips"] > 0 if "consecutive_skips" in columns else None
 
 
 def _draw_loss(ax: Axes, steps: np.ndarray, loss: np.ndarray) -> None:
@@ -203,9 +185,8 @@ def _draw_loss(ax: Axes, steps: np.ndarray, loss: np.ndarray) -> None:
         ax.yaxis.set_major_formatter("{x:g}")
     if not finite.all():
         gaps = steps[~finite]
-        foot = np.full(len(gaps), 0.06)
-        label = f"not finite ({len(gaps)})"
-        ax.plot(gaps, foot, "|", color=VERMILLION, markersize=8, transform=ax.get_xaxis_transform(), label=label)
+        mark: Any = {"color": VERMILLION, "markersize": 8, "transform": ax.get_xaxis_transform()}
+        ax.plot(gaps, np.full(len(gaps), 0.06), "|", label=f"not finite ({len(gaps)})", **mark)
 
 
 def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skipped: np.ndarray | None) -> None:

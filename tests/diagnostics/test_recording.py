@@ -15,38 +15,34 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 RECORDED = {
-    # gradients, loss, skip_if: leaf, has_nan, value_finite; that skip_if is kept, too, is asserted for each
-    "infinity": ([1.0, INF], 1.0, False, 1, False, True),
-    "NaN": ([NAN, INF], 1.0, False, 0, True, True),
-    "loss": ([1.0, 1.0], INF, False, -1, False, False),
-    "loss and gradients": ([1.0, NAN], NAN, False, 1, True, False),
-    "condition": ([1.0, 1.0], 1.0, True, -1, False, True),
+    # gradients, loss, skip_if: leaf, cause
+    "infinity": ([1.0, INF], 1.0, False, 1, "infinity"),
+    "NaN": ([NAN, INF], 1.0, False, 0, "nan"),
+    "loss": ([1.0, 1.0], INF, False, -1, "loss"),
+    "loss and gradients": ([1.0, NAN], NAN, False, 1, "loss"),
+    "condition": ([1.0, 1.0], 1.0, True, -1, "skip_if"),
+    "condition and gradients": ([1.0, INF], 1.0, True, 1, "infinity"),
 }
 
 
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])
-@pytest.mark.parametrize(
-    ("grads", "value", "skip_if", "leaf", "has_nan", "value_finite"), RECORDED.values(), ids=RECORDED
-)
-def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, has_nan, value_finite, skip):
-    tx = jls.loss_scaled(optax.sgd(0.1), skip=skip, record_bad_steps=True)
+@pytest.mark.parametrize(("grads", "value", "skip_if", "leaf", "cause"), RECORDED.values(), ids=RECORDED)
+def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, cause, skip):
+    tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, 1), skip=skip, record_bad_steps=True)
     state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
     record = state.last_bad_step
-    assert (record.step, record.leaf, record.has_nan, record.value_finite) == (1, leaf, has_nan, value_finite)
-    assert record.skip_if == skip_if
-    assert record.parts_finite
-    assert record.loss_scale == jls.get_loss_scale(recorded(tx, PARAMS, [GOOD]))()  # which it was made with
+    assert (record.step, record.leaf, record.cause) == (1, leaf, cause)
+    assert record.loss_scale == 16  # which the good step before has doubled
     assert jls.metrics(state)["last_bad_leaf"] == leaf
 
 
-def test_a_part_that_was_left_out_is_kept_where_the_step_was_bad_otherwise():
+def test_the_cause_is_what_made_the_step_skipped():
+    """Of gradients under a scale that lets them through it was the condition; of what was told, the teller."""
+    tx = jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=True)
+    assert recorded(tx, PARAMS, [([1.0, NAN], 1.0, True)]).last_bad_step.cause == "skip_if"
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
-    told = {"parts_finite": jnp.array(False)}
-    params, state = tx.update_and_apply(PARAMS, tx.init(PARAMS), PARAMS, **told)
-    assert state.last_bad_step.step == -1
-    _, state = tx.update_and_apply(PARAMS, state, params, **told, skip_if=jnp.array(True))
-    record = state.last_bad_step
-    assert (record.step, record.parts_finite, record.leaves_finite, record.skip_if) == (1, False, True, True)
+    _, state = tx.update_and_apply(PARAMS, tx.init(PARAMS), PARAMS, grads_finite=False)
+    assert (state.last_bad_step.leaf, state.last_bad_step.cause) == (-1, "grads_finite")
 
 
 def test_steps_are_counted_whether_they_were_applied_or_not():
@@ -68,17 +64,8 @@ def test_the_number_of_a_step_stays_at_the_largest_int32(applied, skipped):
 
 def test_a_fresh_record():
     record = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True).init(PARAMS).last_bad_step
-    assert record._asdict() == {
-        "step": -1,
-        "leaf": -1,
-        "num_leaves": 0,
-        "has_nan": False,
-        "leaves_finite": True,
-        "parts_finite": True,
-        "value_finite": True,
-        "skip_if": False,
-        "loss_scale": 0.0,
-    }
+    assert record._asdict() == {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0}
+    assert record.cause == "none"
 
 
 def test_before_the_first_bad_step_there_is_no_leaf_and_by_default_there_is_no_record():
@@ -142,4 +129,4 @@ def test_under_shard_map_all_devices_record_the_same(check_vma):
     )
     grads = {**params, "b": np.array([1, 1, 1, 1, 1, NAN, 1, 1], np.float32)}
     _, state = jax.jit(step)(grads, state, params)
-    assert (state.last_bad_step.leaf, state.last_bad_step.has_nan) == (1, True)
+    assert (state.last_bad_step.leaf, state.last_bad_step.cause) == (1, "nan")

@@ -123,14 +123,6 @@ def test_extra_arguments_reach_the_chain():
     np.testing.assert_array_equal(after.params["x"], state.params["x"] - 2 * GRADS["x"] / 8)
 
 
-def test_parts_finite_lowers_the_scale_though_the_step_is_applied():
-    tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
-    state = TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=tx)
-    after = state.apply_gradients(grads=GRADS, parts_finite=False)
-    np.testing.assert_array_equal(after.params["x"], 0.5)
-    assert jls.get_loss_scale(after)() == 4.0
-
-
 def test_the_chain_gets_its_extra_arguments():
     def scaled_by(updates, state, params=None, *, factor, **extra_args):
         return jax.tree.map(lambda update: factor * update, updates), state
@@ -164,7 +156,7 @@ def test_an_optimizer_without_a_loss_scale_is_refused():
 def test_a_field_that_is_none_or_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="same structure"):
         simple().apply_gradients(grads=GRADS, average={"x": jnp.ones(2)})
-    with pytest.raises(ValueError, match="equal shapes and dtypes"):
+    with pytest.raises(ValueError, match="shapes and dtypes of arrays must be equal"):
         simple(count=jnp.int32(3)).apply_gradients(grads=GRADS, count=jnp.float32(3))
     with pytest.raises(AttributeError, match="no_such_field"):
         simple().apply_gradients(grads=GRADS, no_such_field=1)
@@ -226,50 +218,26 @@ def test_a_restored_state_goes_on_bit_for_bit(page, through, tmp_path):
     )
 
 
-# Flax knows a loss scale without `jax_lossscale.interop.flax`. In an interpreter of its own, since it is imported here.
+# Flax knows a loss scale once `jax_lossscale.interop.flax` is imported; in a fresh interpreter, since it is here.
 
 KNOWN_OR_NOT = """
-import sys
-import jax, jax.numpy as jnp, optax
+from flax import serialization
 import jax_lossscale as jls
 
-made_before = jls.loss_scaled(optax.adam(1e-3), jls.DynamicLossScale(2.0**10, hysteresis=2))
-state_before = made_before.init(jnp.ones(2))
-assert "flax" not in sys.modules
-from flax import serialization
-
+loss_scale = jls.DynamicLossScale(2.0**10, hysteresis=2)
 try:
-    serialization.to_bytes(state_before)
+    serialization.to_bytes(loss_scale)
 except TypeError as error:
     print(error)
+import jax_lossscale.interop.flax
 
-state = made_before.init(jnp.ones(2))  # the loss scale is of before, but the state is not
-assert serialization.from_bytes(state, serialization.to_bytes(state)).loss_scale == state.loss_scale
-assert serialization.from_bytes(state, serialization.to_bytes(state_before)).loss_scale == state.loss_scale
-
-for loss_scale in jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.AutoLossScale():
-    jls.loss_scaled(optax.sgd(1.0), loss_scale).init(jnp.ones(2))
+for loss_scale in loss_scale, jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.AutoLossScale():
     saved = serialization.to_bytes({"loss_scale": loss_scale})
     assert serialization.from_bytes({"loss_scale": loss_scale}, saved) == {"loss_scale": loss_scale}
-
-
-@jax.tree_util.register_dataclass
-@__import__("dataclasses").dataclass(frozen=True)
-class Own(jls.LossScale):
-    current: jax.Array
-    def __call__(self): return self.current
-    def adjust(self, grads_finite): return self
-    def get_config(self): return {}
-
-
-own = Own(jnp.float32(3.0))
-jls.loss_scaled(optax.sgd(1.0), own).init(jnp.ones(2))
-assert serialization.from_bytes(Own(jnp.float32(1.0)), serialization.to_bytes(own))() == 3.0
-assert not any(name.startswith("jax_lossscale.interop") for name in sys.modules)
 """
 
 
-def test_flax_knows_a_loss_scale_that_was_made_after_flax_was_imported():
+def test_flax_knows_the_loss_scales_once_the_module_is_imported():
     root = str(Path(jls.__file__).parents[1])
     completed = subprocess.run(
         [sys.executable, "-c", KNOWN_OR_NOT],
@@ -280,11 +248,3 @@ def test_flax_knows_a_loss_scale_that_was_made_after_flax_was_imported():
     )
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"  # as `docs/frameworks/linen.md` says
-
-
-def test_a_registration_of_the_users_own_is_left_alone():
-    class Own(jls.FixedLossScale):
-        pass
-
-    serialization.register_serialization_state(Own, lambda own: {"mine": 1}, lambda own, state: own)
-    assert serialization.to_state_dict(Own(8.0)) == {"mine": 1}

@@ -157,25 +157,31 @@ def test_what_carries_a_scale(holder):
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        ("dynamic", "got 'dynamic'. One made here would be forgotten"),
-        (None, "got None. One made here would be forgotten"),
+        ("other", "'auto' (`AutoLossScale()`)"),
         (True, "True"),
-        (0.5, "at least 1"),
-        (NAN, "nan"),
-        (jnp.ones(2), "real scalar"),
+        (jnp.ones(2), "a number"),
         (jls.FixedLossScale(jnp.ones(3)), "shape (3,)"),
         (optax.sgd(0.1).init(X), "holds no `LossScale`. It should be the state of an optimizer"),
         ({"w": X}, "holds no `LossScale`. It should be the state of an optimizer"),  # a dict has an `update`, too
-        (TX, "tx.init"),
+        (TX, "`tx.init(params)`"),
         ((TX.init(X), TX.init(X)), "holds 2"),
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_what_carries_none_is_refused_by_name(function, scale, message):
+def test_what_holds_no_scale_is_refused_by_name(function, scale, message):
     with pytest.raises(ValueError) as info:
         function(X, scale)
     assert f"`{function.__name__}(scale=...)`" in str(info.value)
     assert message in str(info.value)
+
+
+@BOTH
+def test_whatever_get_takes_is_a_scale(function):
+    np.testing.assert_array_equal(pulled_back(function, X, X, None), X)
+    named = pulled_back(function, X, X, "dynamic")
+    np.testing.assert_array_equal(named, pulled_back(function, X, X, jls.DynamicLossScale()))
+    with pytest.raises(ValueError, match="at least 1"):
+        function(X, 0.5)
 
 
 # Within other transformations.

@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from jax_lossscale._gradients.warn import warn_if_narrow
 
 SCALE = 1024.0
 X, Y = jnp.array([0.3, -1.7, 2.9]), jnp.array([1.1, 0.7, -0.2])
@@ -116,12 +115,6 @@ def test_scaled_grad_is_as_jax_grad(name):
     assert_identical(actual, times(SCALE, expected))
 
 
-def test_options_may_be_positional_and_auxiliary_data_need_not_be_arrays():
-    (value, aux), grads = jls.value_and_scaled_grad(lambda x, y: (loss(x, y), "aux"), SCALE, (1,), True)(X, Y)
-    assert_identical((value, grads), (loss(X, Y), times(SCALE, jax.grad(loss, (1,))(X, Y))))
-    assert aux == "aux"
-
-
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, 100])
 def test_powers_of_two_are_exact(exponent):
     grads = jls.scaled_grad(loss, 2.0**exponent)(X, Y)
@@ -198,50 +191,37 @@ def test_what_carries_a_loss_scale(name):
     np.testing.assert_allclose(traced(HOLDERS[name]()), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "loss_scale",
-    [
-        None,
-        "dynamic",
-        "8",
-        True,
-        False,
-        np.True_,
-        jnp.array(True),
-        8j,
-        0.5,
-        0,
-        float("nan"),
-        float("inf"),
-        jnp.ones(2),
-        np.ones(1),
-        [],
-        object(),
-        jls.DynamicLossScale,
-        optax.adam(1e-3).init(X),
-        (TX.init(X), TX.init(X)),
-    ],
-    ids=lambda loss_scale: type(loss_scale).__name__,
-)
+HOLDING_NONE = {
+    "string": ("8", "a number"),
+    "bool": (True, "a number"),
+    "array of one": (np.ones(1), "a number"),
+    "class": (jls.DynamicLossScale, "a number"),
+    "empty": ([], "holds no `LossScale`"),
+    "plain state": (optax.adam(1e-3).init(X), "holds no `LossScale`"),
+    "optimizer": (TX, r"`tx.init\(params\)`"),
+    "chain": (optax.chain(TX), r"`tx.init\(params\)`"),
+    "two states": ((TX.init(X), TX.init(X)), "holds 2 of `LossScale`"),
+}
+
+
+@pytest.mark.parametrize(("loss_scale", "message"), HOLDING_NONE.values(), ids=HOLDING_NONE)
 @pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
-def test_what_carries_none(function, loss_scale):
-    with pytest.raises(ValueError):
+def test_what_holds_no_loss_scale_is_refused_by_name(function, loss_scale, message):
+    with pytest.raises(ValueError, match=rf"`{function.__name__}\(loss_scale=...\)`.*{message}"):
         function(loss, loss_scale)
 
 
-@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
-def test_the_optimizer_itself_is_not_its_state(function):
-    for optimizer in (TX, optax.chain(TX), optax.sgd(0.1)):
-        with pytest.raises(ValueError, match=rf"{function.__name__}\(loss_scale=...\)`.*`tx.init\(params\)`"):
-            function(loss, optimizer)
-
-
-def test_errors_name_the_argument_that_was_given():
-    for loss_scale in ("8", 0.5, optax.sgd(0.1).init(X), (TX.init(X), TX.init(X))):
-        with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)"):
-            jls.value_and_scaled_grad(loss, loss_scale)
+def test_a_batch_of_loss_scales_is_refused_by_name():
     with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)` holds scales of shape \(3,\)"):
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
+
+
+@pytest.mark.parametrize(
+    "identifier", [None, "auto", 8, {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8}}]
+)
+def test_whatever_get_takes_is_a_loss_scale(identifier):
+    expected = jls.value_and_scaled_grad(loss, jls.get(identifier))(X, Y)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, jls.value_and_scaled_grad(loss, identifier)(X, Y), expected))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "allow_int"])  # where JAX refuses the loss itself
@@ -451,59 +431,6 @@ def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(ji
         assert issubclass(warning.category, UserWarning)
         assert "float32" in str(warning.message)
         assert "max_loss_scale=32768.0" in str(warning.message)
-
-
-@pytest.mark.filterwarnings("ignore:The loss is:UserWarning")
-@pytest.mark.parametrize(
-    ("value", "loss_scale", "warned"),
-    [
-        (jnp.float16(1), jls.DynamicLossScale(), True),
-        (jnp.ones(2, jnp.float16), jls.DynamicLossScale(), False),  # no loss
-        (1.0, jls.DynamicLossScale(), False),
-        (jnp.int32(1), jls.DynamicLossScale(), False),
-        (jnp.float32(1), jls.DynamicLossScale(), False),
-        (jnp.float16(1), jls.FixedLossScale(8), False),
-        (jnp.float16(1), jls.FixedLossScale(np.float32([8, 2.0**16])), True),  # one of a batch suffices
-    ],
-    ids=str,
-)
-def test_it_is_known_whether_a_narrow_loss_was_warned_of(value, loss_scale, warned):
-    assert warn_if_narrow(value, loss_scale) is warned
-
-
-def float16_step(tx):
-    @jax.jit
-    def step(params, state):
-        value, grads = jls.value_and_scaled_grad(lambda w: jnp.sum(w * w), state)(params)
-        params, state = tx.update_and_apply(grads, state, params, value=value)
-        return params, state, value
-
-    return step
-
-
-@pytest.mark.parametrize(("max_loss_scale", "expected"), [(None, 1), (2.0**15, 0)])
-def test_a_training_step_warns_once_at_trace_time(max_loss_scale, expected):
-    tx = jls.loss_scaled(optax.sgd(0.01), jls.DynamicLossScale(max_loss_scale=max_loss_scale))
-    params, step = jnp.ones(2, jnp.float16), float16_step(tx)
-
-    def train():
-        nonlocal params
-        state = tx.init(params.astype(jnp.float32))  # at float16 ones it warns, too
-        for _ in range(3):
-            params, state, _ = step(params, state)
-
-    assert len(warnings_of(train)) == expected
-
-
-@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-@pytest.mark.filterwarnings("ignore:The loss is float16:UserWarning")
-def test_the_default_first_step_with_a_float16_loss_is_applied():
-    tx = jls.loss_scaled(optax.sgd(0.25))
-    params = jnp.array([0.5, -0.25], jnp.float16)
-    new_params, state, value = float16_step(tx)(params, tx.init(params))
-    assert (int(state.applied_steps), int(state.skipped_steps)) == (1, 0)
-    assert_identical(value, jnp.sum(params * params))
-    assert_identical(new_params, params / 2)
 
 
 # A scale that moves must be an argument of the program.

@@ -15,10 +15,12 @@ import optax
 from hypothesis import strategies as st
 
 import jax_lossscale as jls
+import jax_lossscale.interop.flax
 
 F32_MAX = float(np.finfo(np.float32).max)
 
 
+@jax_lossscale.interop.flax.register
 @partial(jax.tree_util.register_dataclass, data_fields=["num_overflows"], meta_fields=["initial"])
 @dataclasses.dataclass(frozen=True)
 class SinkingLossScale(jls.LossScale):
@@ -69,7 +71,7 @@ _TRAINED = {"kernel": ((2, 3), jnp.float16), "bias": ((3,), jnp.bfloat16), "gain
 EVENTS = [
     *["good"] * 4,
     *[f"{fault}:{leaf}" for fault in ("nan", "inf", "-inf") for leaf in _TRAINED],
-    *["zeros", "tiny", "huge", "lost_loss", "lost_loss_and_grads", "skip_if", "skip_if_and_inf", "lost_part"],
+    *["zeros", "tiny", "huge", "lost_loss", "lost_loss_and_grads", "skip_if", "skip_if_and_inf"],
 ]
 events = st.sampled_from(EVENTS)
 
@@ -94,7 +96,6 @@ def inputs_of(event, random):
         "grads": grads,
         "value": np.float32(random.choice([np.nan, np.inf]) if event.startswith("lost_loss") else 0.5),
         "skip_if": np.bool_(event.startswith("skip_if")),
-        "parts_finite": np.bool_(event != "lost_part"),
     }
 
 
@@ -107,7 +108,7 @@ def stacked_inputs(sequence, seed):
 def arguments_of(inputs):
     """Gradients as `jax.grad` gives them for all of `PARAMS`, and the keyword arguments of a step."""
     grads = {**inputs["grads"], "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
-    return grads, {name: inputs[name] for name in ("value", "skip_if", "parts_finite")}
+    return grads, {name: inputs[name] for name in ("value", "skip_if")}
 
 
 def by_update(tx, grads, state, params, **told):
@@ -129,11 +130,10 @@ def verdict_of(kind, scale, inputs):
     if not kind.checks_gradients:
         return Verdict(applied=not inputs["skip_if"], grads_finite=True, reacts=False)
     leaves = [np.float32(leaf) / np.float32(scale) for leaf in inputs["grads"].values()]
-    leaves_finite = all(np.isfinite(leaf).all() for leaf in leaves)
-    grads_finite = leaves_finite and bool(inputs["parts_finite"])
+    grads_finite = all(np.isfinite(leaf).all() for leaf in leaves)
     value_finite = bool(np.isfinite(inputs["value"]))
     return Verdict(
-        applied=value_finite and not inputs["skip_if"] and (leaves_finite or not kind.skip_nonfinite),
+        applied=value_finite and not inputs["skip_if"] and (grads_finite or not kind.skip_nonfinite),
         grads_finite=grads_finite,
         reacts=value_finite and (not inputs["skip_if"] or not grads_finite),
     )

@@ -19,7 +19,7 @@ STEPS, MICROBATCHES, FEATURES = 10_000, 4, 8
 FAULTS = (
     *["none"] * 12,
     *["nan", "inf", "-inf", "zeros", "subnormal", "huge", "lost_loss", "skip_if"],
-    *["one_lost_microbatch", "all_lost_microbatches"],
+    "lost_microbatch",
 )
 CODES = {name: code for code, name in enumerate(dict.fromkeys(FAULTS))}
 
@@ -66,9 +66,9 @@ OPTIMIZER = optax.chain(
 
 
 def with_lost_microbatches(batch, fault):
-    """Which examples are in a micro-batch whose gradients are to overflow."""
+    """Which examples are in the micro-batch whose gradients are to overflow."""
     number = jnp.arange(batch["y"].size) % MICROBATCHES
-    is_lost = (fault == CODES["all_lost_microbatches"]) | ((fault == CODES["one_lost_microbatch"]) & (number == 1))
+    is_lost = (fault == CODES["lost_microbatch"]) & (number == 1)
     return {**batch, "is_lost": is_lost.astype(jnp.float32)}
 
 
@@ -109,7 +109,7 @@ def make_step(name):
 
     def step(carry, inputs):
         params, state = carry
-        window = jls.accumulate_gradients(loss_that_may_be_lost, state, MICROBATCHES, drop="microbatch")(
+        window = jls.accumulate_gradients(loss_that_may_be_lost, state, MICROBATCHES)(
             params, with_lost_microbatches(inputs["batch"], inputs["fault"])
         )
         grads = spoiled(window.grads, inputs["fault"], inputs["position"])
@@ -118,7 +118,7 @@ def make_step(name):
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]).all()
         if name in LOOKED_AT_BY_THE_USER:
             skip_if |= ~is_finite | ~jnp.isfinite(value)
-        told = {"value": value, "skip_if": skip_if, "parts_finite": window.parts_finite}
+        told = {"value": value, "skip_if": skip_if}
         new_params, new_state = tx.update_and_apply(grads, state, params, **told)
 
         def same(a, b):
@@ -127,7 +127,6 @@ def make_step(name):
         seen = {
             "finite": jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(new_params)]).all(),
             "grads": is_finite,
-            "parts": window.parts_finite,
             "value": jnp.isfinite(value),
             "skip_if": skip_if,
             "stood_still": same((params, state.inner_state), (new_params, new_state.inner_state)),
@@ -178,11 +177,11 @@ def assert_counts_and_scales(kind, seen):
     """The account of the run, kept in plain Python from what was seen of each step."""
     applied = skipped = in_a_row = 0
     scale, good_steps, left = float(kind()), 0, getattr(kind, "hysteresis", None)
-    rows = zip(*(seen[name].tolist() for name in ("grads", "parts", "value", "skip_if")), strict=True)
-    for step, (grads, parts, value, skip_if) in enumerate(rows):
+    rows = zip(*(seen[name].tolist() for name in ("grads", "value", "skip_if")), strict=True)
+    for step, (grads, value, skip_if) in enumerate(rows):
         if kind.checks_gradients:
             is_applied = value and not skip_if and (grads or not kind.skip_nonfinite)
-            reacts = value and (not skip_if or not (grads and parts))
+            reacts = value and (not skip_if or not grads)
         else:
             is_applied, reacts = not skip_if, False
         applied, skipped = applied + is_applied, skipped + (not is_applied)
@@ -191,7 +190,7 @@ def assert_counts_and_scales(kind, seen):
         assert counts == (applied, skipped, in_a_row), f"step {step}"
         if isinstance(kind, jls.DynamicLossScale):
             if reacts:
-                scale, good_steps, left = dynamic_step(kind, scale, good_steps, left, grads and parts)
+                scale, good_steps, left = dynamic_step(kind, scale, good_steps, left, grads)
             assert float(seen["loss_scale"][step]) == scale, f"step {step}"
         assert is_applied or bool(seen["stood_still"][step]), f"step {step}"
 
@@ -238,6 +237,5 @@ def test_the_faults_are_what_they_are_called():
     for name, code in CODES.items():
         here = faults == code
         assert here.sum() > 300, name
-        expected = name in ("nan", "inf", "-inf", "lost_loss", "skip_if", "all_lost_microbatches")
+        expected = name in ("nan", "inf", "-inf", "lost_loss", "skip_if", "lost_microbatch")
         assert (skipped[here] == expected).all(), name
-        assert seen["parts"][here].all() == ("lost_microbatch" not in name), name

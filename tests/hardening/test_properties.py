@@ -160,39 +160,6 @@ def test_eager_steps_are_the_compiled_ones(sequence, seed, exponent):
 EAGER = jls.loss_scaled(MOMENTUM)
 
 
-# Derivatives.
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def loss_and_derivative(skip, rate, inputs):
-    """The loss after a run, and its derivative with respect to the learning rate, through the skipped steps."""
-
-    def loss_after(rate):
-        tx = jls.loss_scaled(optax.adam(rate), "dynamic", skip=skip)
-        params = {name: PARAMS[name].astype(jnp.float32) for name in ("kernel", "bias")}
-
-        def step(carry, inputs):
-            params, state = carry
-            pull = jax.tree.map(lambda leaf: leaf - rate, params)  # so that the gradients depend on the rate, too
-            grads = {k: inputs["grads"][k].astype(jnp.float32) + pull[k] for k in params}
-            told = {name: inputs[name] for name in ("value", "skip_if", "parts_finite")}
-            return tx.update_and_apply(grads, state, params, **told), None
-
-        params, _ = jax.lax.scan(step, (params, tx.init(params)), inputs)[0]
-        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
-
-    return jax.value_and_grad(loss_after)(rate)
-
-
-@quick(max_examples=12)
-@given(sequence=st.lists(events, min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**32 - 1))
-def test_cond_and_select_have_the_same_finite_derivatives(sequence, seed):
-    inputs = stacked_inputs(sequence, seed)
-    by_cond, by_select = (loss_and_derivative(skip, 0.1, inputs) for skip in ("cond", "select"))
-    chex.assert_tree_all_finite(by_cond)
-    np.testing.assert_allclose(by_cond, by_select, rtol=1e-5)
-
-
 # Trees.
 
 

@@ -252,7 +252,7 @@ def test_there_and_back_again(peer, data):
         (lambda: to_tensorflow(None), ["to_tensorflow(loss_scale=...)", "None"]),
         (
             lambda: to_torch(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale())),
-            ["batch of shape (3,)", "one by one"],
+            ["must be one `DynamicLossScale`", "one by one"],
         ),
     ],
 )

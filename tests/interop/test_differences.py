@@ -1,6 +1,7 @@
 """What `docs/migrating.md` says that other libraries do, in its table of intended differences, seen in them.
 
-Our side of each row is tested with the rule that it is about. Only the packages that are installed are run.
+Rows that are also in the table of `docs/differences.md` are tested with that (`tests/test_peers.py`). Our side of each
+row is tested with the rule that it is about. Only the packages that are installed are run.
 """
 
 import importlib
@@ -80,24 +81,6 @@ def test_torch_lowers_the_scale_of_both_optimizers():
     assert ([parameter.item() for parameter in parameters], scaler.get_scale()) == ([0.0, 1.0], 4.0)
 
 
-@pytest.mark.parametrize("name", ["torch", "keras"])
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_torch_and_keras_have_no_floor(name):
-    peer = PEERS[name](initial=1.0)
-    for _ in range(160):
-        peer.step(False)
-    assert peer.scale_and_counter()[0] == 0.0
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_keras_has_no_ceiling():
-    peer = PEERS["keras"](initial=2.0**126, period=1)
-    for _ in range(4):
-        peer.step(True)
-    peer.step(False)
-    assert peer.scale_and_counter()[0] == math.inf
-
-
 def test_a_torch_counter_past_the_interval_does_not_grow():
     peer = PEERS["torch"](period=10)
     for _ in range(5):
@@ -132,22 +115,6 @@ def test_jmp_goes_down_to_a_floor_of_zero():
     assert loss_scale.loss_scale == 0.0
 
 
-def test_flax_reports_nan_for_the_loss_of_an_overflowing_step():
-    needs("flax")
-    from flax.training.dynamic_scale import DynamicScale
-
-    *_, loss, _ = DynamicScale().value_and_grad(lambda x: jnp.asarray(x, jnp.float16) ** 2)(3.0)
-    assert not jnp.isfinite(loss)
-
-
-def test_flax_takes_no_arguments_by_name():
-    needs("flax")
-    from flax.training.dynamic_scale import DynamicScale
-
-    with pytest.raises(TypeError, match="keyword"):
-        DynamicScale().value_and_grad(lambda x, y: x * y)(2.0, y=3.0)
-
-
 @pytest.mark.filterwarnings("ignore:Casting from complex:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::numpy.exceptions.ComplexWarning")
 def test_flax_drops_imaginary_parts():
@@ -156,27 +123,6 @@ def test_flax_drops_imaginary_parts():
 
     *_, grads = DynamicScale(scale=8.0).value_and_grad(lambda z: jnp.abs(z) ** 2)(jnp.complex64(1 + 2j))
     assert grads.dtype == jnp.float32
-
-
-def test_flax_averages_gradients_over_an_axis():
-    needs("flax")
-    from flax.training.dynamic_scale import DynamicScale
-
-    def grads_of(x):
-        return DynamicScale(scale=8.0).value_and_grad(lambda x: x**2, axis_name="shard")(x).grad
-
-    np.testing.assert_allclose(jax.vmap(grads_of, axis_name="shard")(jnp.array([1.0, 3.0])), [4.0, 4.0])
-
-
-def test_jmp_loses_its_floor():
-    jmp = needs("jmp")
-    loss_scale = jmp.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0.25))
-    assert jax.jit(lambda s: s)(loss_scale).min_loss_scale == 1.0
-
-
-def test_jmp_unscales_in_the_dtype_of_promotion():
-    jmp = needs("jmp")
-    assert jmp.DynamicLossScale(jnp.float16(8)).unscale(jnp.float16(1)).dtype == jnp.float16
 
 
 def test_jmp_warns_of_an_integer_and_fails():

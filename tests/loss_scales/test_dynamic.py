@@ -24,6 +24,7 @@ from kinds import F32_MAX, Dynamic, grads_of, named, scales_over
             ("floor_is_no_power_of_two", Dynamic(8, min_loss_scale=3), "FFF", [4, 3, 3]),
             ("set_to_the_ceiling", Dynamic(4, 1, max_loss_scale=10), "TTTF", [8, 10, 10, 5]),
             ("kept_where_float32_ends", Dynamic(2.0**126, 1), "TTTF", [2.0**127] * 3 + [2.0**126]),
+            ("kept_at_the_largest_float32", Dynamic(F32_MAX, 1), "TT", [F32_MAX] * 2),
             (
                 "set_to_a_ceiling_where_float32_ends",
                 Dynamic(2.0**127, 1, max_loss_scale=F32_MAX),

@@ -77,30 +77,14 @@ def test_unscale_undoes_scale(make):
 
 
 @pytest.mark.parametrize(
-    ("grads", "finite"),
+    ("grads", "finite"),  # what is finite is specified in tests/measure
     named(
         [
-            ("scalar", np.float32(4), True),
             ("python_number", 4.0, True),
-            ("python_nan", float("nan"), False),
             ("none", None, True),
-            ("none_leaves", {"frozen": None, "kernel": [None]}, True),
-            ("none_beside_nan", [None, np.float32(np.nan)], False),
-            ("nan_in_the_first_of_two", [np.float32(np.nan), np.float32(1)], False),
-            ("empty_list", [], True),
             ("empty_tree", {"encoder": {}, "decoder": ([], ())}, True),
-            ("empty_array", np.ones((0, 3), np.float32), True),
-            ("nested", {"encoder": [np.ones(3), (np.zeros(2), {"bias": np.float32(1)})]}, True),
             ("nested_inf", {"encoder": [np.ones(3), (np.zeros(2), {"bias": np.float32(-np.inf)})]}, False),
-            ("complex", np.array([1 + 2j], np.complex64), True),
-            ("complex_real_nan", np.array([complex(np.nan, 1)], np.complex64), False),
-            ("complex_imaginary_inf", np.array([complex(1, np.inf)], np.complex64), False),
-            ("float16_at_its_largest", np.full(9, 65504, np.float16), True),
-            ("float16_inf", np.array([1, np.inf], np.float16), False),
-            ("bfloat16_nan", jnp.array([1, jnp.nan], jnp.bfloat16), False),
-            ("integers", [3, np.array([2**31 - 1], np.int32)], True),
-            ("booleans", [True, np.zeros(2, bool)], True),
-            ("integers_beside_nan", [np.arange(3), np.float32(np.nan)], False),
+            ("integers_beside_nan", [np.arange(3), None, np.float32(np.nan)], False),
         ]
     ),
 )

@@ -146,16 +146,6 @@ def test_serialize_and_get_round_trip_through_json_without_the_state(make):
     assert through_config(moved) == make()
 
 
-def test_get_says_so_where_a_kind_does_not_understand_its_own_configuration():
-    class Forgetful(jls.FixedLossScale):
-        @classmethod
-        def from_config(cls, config):
-            return cls(**config, forgotten=1)
-
-    with pytest.raises(ValueError, match=r"Could not make a `Forgetful` of the config .*forgotten"):
-        jls.get({"class_name": "Forgetful", "config": {"loss_scale_value": 8}})
-
-
 def test_serialize():
     config = {"loss_scale_value": 8.0, "skip_nonfinite": True}
     serialized = {"class_name": "FixedLossScale", "config": config}

@@ -10,7 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import MORE_COLLECTIVES, enable_x64, needs_jax, set_mesh
+from any_jax import FLOAT8S, MORE_COLLECTIVES, enable_x64, needs_jax, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -20,7 +20,7 @@ import jax_lossscale as jls
 from jax_lossscale._measure import finite, finite_and_largest, largest
 from jax_lossscale._measure.leaves import as_read
 
-DTYPES = "float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz float16 bfloat16 float32 float64 complex64 complex128".split()
+DTYPES = (*FLOAT8S, "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 BAD = (np.nan, np.inf, -np.inf)
 LARGEST_FLOAT32 = np.finfo(np.float32).max
 
@@ -94,6 +94,7 @@ def test_as_numpy_sees_it(dtype, data):
         expected = oracle([tree["other"], leaf])
         assert answer_of(finite_and_largest(tree)) == expected
         assert answer_of(compiled(tree)) == expected
+        assert bool(jls.all_finite(tree)) == expected[0]
         other = np.zeros_like(leaf) if expected[0] else leaf
         finite, magnitude = map(np.asarray, of_each_member([np.stack([leaf, other])]))
         assert (bool(finite[0]), float(magnitude[0])) == oracle([leaf])

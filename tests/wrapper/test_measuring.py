@@ -5,7 +5,6 @@ import re
 from collections import Counter
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-import jax_lossscale.interop.flax
 
 SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
 METHODS = ["update", "update_and_apply"]
@@ -47,30 +45,26 @@ def stepped(tx, method, grads, state, params, **extra):
     return optax.apply_updates(params, updates), state
 
 
-# what spoils the gradients, parts finite, value, skip_if: applied, how the scale moves, largest is kept
+# what spoils the gradients, value, skip_if: applied, how the scale moves, largest is kept
 STEPS = {
-    "all is well": (0.0, None, 1.0, False, True, "good", True),
-    "nothing is told": (0.0, None, None, None, True, "good", True),
-    "the user skips": (0.0, None, 1.0, True, False, "stays", True),
-    "overflow": (INF, None, 1.0, False, False, "bad", False),
-    "NaN": (NAN, None, None, None, False, "bad", False),
-    "overflow while the user skips": (-INF, None, 1.0, True, False, "bad", False),
-    "the loss is NaN": (0.0, None, NAN, False, False, "stays", True),
-    "the loss is infinite": (0.0, None, -INF, None, False, "stays", True),
-    "the loss is NaN, and so are the gradients": (NAN, None, NAN, False, False, "stays", False),
-    "no part was dropped": (0.0, True, 1.0, False, True, "good", True),
-    "a part was dropped": (0.0, False, 1.0, False, True, "bad", True),
-    "a part was dropped, and the user skips": (0.0, False, 1.0, True, False, "bad", True),
-    "a part was dropped, and the loss is NaN": (0.0, False, NAN, False, False, "stays", True),
+    "all is well": (0.0, 1.0, False, True, "good", True),
+    "nothing is told": (0.0, None, None, True, "good", True),
+    "the user skips": (0.0, 1.0, True, False, "stays", True),
+    "overflow": (INF, 1.0, False, False, "bad", False),
+    "NaN": (NAN, None, None, False, "bad", False),
+    "overflow while the user skips": (-INF, 1.0, True, False, "bad", False),
+    "the loss is NaN": (0.0, NAN, False, False, "stays", True),
+    "the loss is infinite": (0.0, -INF, None, False, "stays", True),
+    "the loss is NaN, and so are the gradients": (NAN, NAN, False, False, "stays", False),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("spoil", "parts", "value", "skip_if", "applied", "moves", "keeps"), STEPS.values(), ids=STEPS)
-def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, parts, value, skip_if, applied, moves, keeps, method):
+@pytest.mark.parametrize(("spoil", "value", "skip_if", "applied", "moves", "keeps"), STEPS.values(), ids=STEPS)
+def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, applied, moves, keeps, method):
     tx = adam()
     params, before = stepped(tx, method, scaled(tx.init(PARAMS)), tx.init(PARAMS), PARAMS)
-    told = {"value": value, "skip_if": skip_if, "parts_finite": parts}
+    told = {"value": value, "skip_if": skip_if}
     told = {name: jnp.asarray(flag) for name, flag in told.items() if flag is not None}
     after, state = stepped(tx, method, scaled(before, spoil), before, params, **told)
 
@@ -88,37 +82,6 @@ def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, parts, value, ski
         assert (after["bias"] != params["bias"]).all()
     else:
         chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
-
-
-def test_every_way_to_skip_gives_the_same_in_one_compilation():
-    ways = {skip: jls.loss_scaled(optax.adamw(0.1), "auto", skip=skip) for skip in ["auto", *SKIPS]}
-    ends = {}
-    for skip, tx in ways.items():
-        traces = []
-
-        @jax.jit
-        def step(grads, state, params, tx=tx, traces=traces):
-            traces.append(1)
-            return tx.update_and_apply(grads, state, params)
-
-        params, state = PARAMS, tx.init(PARAMS)
-        for spoil in 0.0, INF, 0.0, 0.0, NAN, NAN, 0.0:
-            params, state = step(scaled(state, spoil), state, params)
-        ends[skip] = params, state
-        assert len(traces) == 1
-        assert (state.applied_steps, state.skipped_steps) == (4, 3)
-    for skip in SKIPS:
-        chex.assert_trees_all_close(ends[skip], ends["auto"], rtol=1e-6)
-
-
-def test_an_eager_step_is_compiled_once(compilations):
-    tx = jls.loss_scaled(optax.adam(0.1), "auto")
-    params, state = tx.update_and_apply(scaled(tx.init(PARAMS)), tx.init(PARAMS), PARAMS)
-    grads = [scaled(state), scaled(state, INF)]
-    compilations.clear()
-    for each in grads:
-        params, state = tx.update_and_apply(each, state, params)
-    assert compilations == []
 
 
 def test_scan_carries_the_state_and_donates_it():
@@ -255,12 +218,3 @@ def test_another_kind_may_be_put_into_the_state_and_taken_out_again():
     back = optax.tree_utils.tree_set(changed, loss_scale=jls.AutoLossScale(8.0))
     _, back = tx.update_and_apply(scaled(back), back, PARAMS)
     assert jls.metrics(back)["largest"] == LARGEST
-
-
-def test_flax_keeps_every_leaf_of_what_was_learned():
-    loss_scale = jls.AutoLossScale(8.0, log2_headroom=1.0)
-    for finite, largest in ((True, 1e-3), (False, 0.0), (True, 2e-3)):
-        loss_scale = loss_scale.adjust(finite, largest=largest)
-    fresh = jls.AutoLossScale(8.0, log2_headroom=1.0)
-    restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(loss_scale))
-    chex.assert_trees_all_equal(restored, loss_scale)

@@ -81,15 +81,6 @@ def test_known_finiteness_is_not_looked_for():
     assert questions(grads_finite=jnp.array(True), skip_if=jnp.array(False)) == 0
 
 
-@pytest.mark.parametrize("name", ["skip_if", "parts_finite", "grads_finite"])
-@pytest.mark.parametrize("flag", [1.0, "yes", jnp.ones(2, bool), jnp.float32(1)], ids=repr)
-@pytest.mark.parametrize("loss_scale", [SCALE, None], ids=["dynamic", "none"])
-def test_a_flag_that_is_no_boolean_scalar_is_refused(name, flag, loss_scale):
-    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
-    with pytest.raises(ValueError, match=rf"update\({name}="):
-        tx.update(GRADS, tx.init(PARAMS), PARAMS, **{name: flag})
-
-
 # --- Below a scale of 1, unscaling can overflow where the scaled gradients are finite ---
 
 BELOW_ONE = {
@@ -158,7 +149,7 @@ def test_strict_promotion_changes_nothing(dtype, loss_scale):
         with jax.numpy_dtype_promotion(promotion):
             tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam itself does not do strict promotion
             step = jax.jit(lambda *args, tx=tx, **told: tx.update_and_apply(*args, **told))
-            told = {"value": jnp.float16(1), "skip_if": False, "parts_finite": True}
+            told = {"value": jnp.float16(1), "skip_if": False}
             first = step(grads, tx.init(params), params, **told)
             results.append((first, tx.update(grads, first[1], first[0], **told)))
     jax.tree.map(np.testing.assert_array_equal, *results)

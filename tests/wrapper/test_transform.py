@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 from any_jax import needs_optax
 
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
-from jax_lossscale._loss_scale.base import register
 
 SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
 PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
@@ -88,8 +86,9 @@ def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, ski
         chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
 
 
-def test_an_eager_step_is_compiled_once(compilations):
-    tx = jls.loss_scaled(optax.adam(0.1), SCALE)
+@pytest.mark.parametrize("loss_scale", [SCALE, "auto"], ids=["dynamic", "auto"])
+def test_an_eager_step_is_compiled_once(loss_scale, compilations):
+    tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     params, state = tx.update_and_apply(GRADS, tx.init(PARAMS), params=PARAMS)
     compilations.clear()
     for grads in GRADS, BAD_GRADS, GRADS:
@@ -97,10 +96,11 @@ def test_an_eager_step_is_compiled_once(compilations):
     assert compilations == []
 
 
+@pytest.mark.parametrize("loss_scale", [SCALE, "auto"], ids=["dynamic", "auto"])
 @pytest.mark.parametrize("skip", ["auto", "select"])
-def test_every_way_to_skip_gives_the_same(skip):
+def test_every_way_to_skip_gives_the_same(skip, loss_scale):
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
-    tx, reference = (jls.loss_scaled(inner, SCALE, skip=how) for how in (skip, "cond"))
+    tx, reference = (jls.loss_scaled(inner, loss_scale, skip=how) for how in (skip, "cond"))
     state = expected = (PARAMS, tx.init(PARAMS))
     for grads in GRADS, BAD_GRADS, GRADS, GRADS:
         state = jax.jit(tx.update_and_apply)(grads, state[1], state[0])
@@ -499,19 +499,12 @@ def test_scan_carries_the_state_and_vmap_decides_for_each_member():
 # Saving and restoring.
 
 
-def by_pickle(state, target, path):
+def by_pickle(state, target):
     return pickle.loads(pickle.dumps(jax.device_get(state)))
 
 
-def by_flax(state, target, path):
+def by_flax(state, target):
     return flax.serialization.from_bytes(target, flax.serialization.to_bytes(state))
-
-
-def by_orbax(state, target, path):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(path / "state", target)
 
 
 KINDS = {
@@ -532,13 +525,11 @@ def after_three_steps(kind):
     return tx, params, state
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of orbax, about shardings
-@pytest.mark.parametrize("save_and_restore", [by_pickle, by_flax, by_orbax])
+@pytest.mark.parametrize("save_and_restore", [by_pickle, by_flax])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind, tmp_path):
+def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind):
     tx, params, state = after_three_steps(kind)
-    restored = save_and_restore(state, tx.init(PARAMS), tmp_path)
+    restored = save_and_restore(state, tx.init(PARAMS))
     assert type(restored) is type(state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     chex.assert_trees_all_equal(restored, state)
@@ -561,18 +552,6 @@ class Halved(jls.LossScale):
 
     def get_config(self):
         return {}
-
-
-def test_a_state_of_a_new_kind_is_known_to_flax_where_flax_has_been_imported():
-    @register  # as the kinds of this library are
-    @dataclasses.dataclass(frozen=True, eq=False)
-    class New(jls.FixedLossScale):
-        pass
-
-    loss_scale = New(8.0)
-    assert not flax.serialization.is_serializable(New)
-    jls.loss_scaled(optax.sgd(0.1), loss_scale).init(jnp.ones(2))
-    assert flax.serialization.is_serializable(New)
 
 
 def test_flax_keeps_the_leaves_of_a_kind_that_wraps_another():
@@ -604,14 +583,6 @@ def test_recording_is_turned_on_and_off_between_steps(record):
     assert state.last_bad_step.step == 1 if record else state.last_bad_step is None
 
 
-def test_what_flax_makes_of_a_record_that_the_target_has_not_is_refused():
-    _, recorded = after_a_bad_step(True)
-    tx, _ = after_a_bad_step(False)
-    state = flax.serialization.from_bytes(tx.init(PARAMS), flax.serialization.to_bytes(recorded))
-    with pytest.raises(ValueError, match=r"a dict for `last_bad_step`.*_replace\(last_bad_step=None\)"):
-        tx.update(BAD_GRADS, state, PARAMS)
-
-
 def test_in_a_users_jit_a_step_is_no_program_of_its_own():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     state = tx.init(PARAMS)  # concrete, beside gradients that are traced
@@ -628,6 +599,12 @@ def test_float16_parameters_are_warned_of_where_gradients_are_checked():
     jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
 
 
+def test_a_step_without_gradients_is_a_good_step():
+    tx = jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(8.0, 1))
+    params, state = tx.update_and_apply({"kernel": None}, tx.init({"kernel": None}), {"kernel": None})
+    assert (params, state.loss_scale(), state.applied_steps) == ({"kernel": None}, 16.0, 1)
+
+
 # Misuse.
 
 MISUSE = {
@@ -636,7 +613,6 @@ MISUSE = {
     "half a transformation": (lambda: jls.loss_scaled({}), "inner"),  # it has an `update`
     "no such scale": (lambda: jls.loss_scaled(optax.sgd(0.1), "Dynamic"), "Dynamic"),
     "no such skip": (lambda: jls.loss_scaled(optax.sgd(0.1), skip="where"), "skip"),
-    "no such axis": (lambda: jls.loss_scaled(optax.sgd(0.1), axis_name=3), "axis_name"),
     "wrapped twice": (lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS), "twice"),
     "wrapped twice, in two parts": (
         lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)), jls.loss_scaled(optax.sgd(0.1)))).init(
@@ -657,30 +633,6 @@ MISUSE = {
             GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), None
         ),
         r"update_and_apply\(params",
-    ),
-    "gradients of integers": (
-        lambda: jls.loss_scaled(optax.sgd(0.1)).update(
-            jax.tree.map(jnp.int32, GRADS), jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), PARAMS
-        ),
-        r"floating gradients .*'bias'",
-    ),
-    "the gradient of one Python number is an integer": (
-        lambda: jls.loss_scaled(optax.sgd(0.1)).update_and_apply(
-            [1.0, 1], jls.loss_scaled(optax.sgd(0.1)).init([2.0, 2.0]), [2.0, 2.0]
-        ),
-        r"got 1 at '\[1\]'",
-    ),
-    "skip_if of many": (
-        lambda: jls.loss_scaled(optax.sgd(0.1)).update(
-            GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), skip_if=jnp.array([True, False])
-        ),
-        "skip_if",
-    ),
-    "skip_if of a number": (
-        lambda: jls.loss_scaled(optax.sgd(0.1)).update(
-            GRADS, jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), skip_if=jnp.float32(1)
-        ),
-        "skip_if",
     ),
 }
 
@@ -755,10 +707,3 @@ def test_lookahead_with_leaves_that_have_no_gradient(others, apply_together):
     for ours, theirs in zip(result, expected, strict=True):
         assert {name: ours.pop(name) for name in others} == others
         chex.assert_trees_all_equal(ours, theirs)
-
-
-def test_lookahead_with_an_integer_for_a_gradient():
-    tx = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), SCALE)
-    params = optax.LookaheadParams.init_synced(PARAMS)
-    with pytest.raises(ValueError, match="floating gradients for floating parameters"):
-        tx.update({**GRADS, "bias": jnp.int32([1, 2])}, tx.init(params), params)

@@ -56,10 +56,7 @@ _NOT_THE_SCALE = (
     "Look in those batches for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
     f"`nonfinite_report(batch)`, and {_THE_LINE}",
 )
-_PERHAPS_A_PART = (
-    "Or it was in a micro-batch that was left out of them, and `skip_if` was true or the loss not finite. Which it "
-    "was, only `record_bad_steps=True` keeps."
-)
+_WHERE = "Where it was, only `record_bad_steps=True` keeps."
 
 
 class Cause(NamedTuple):
@@ -67,7 +64,6 @@ class Cause(NamedTuple):
 
     loss: bool | None = None  # whether it was not finite
     grads: bool | None = None  # whether they were not finite
-    part: bool | None = None  # whether a micro-batch that was left out was not finite
     condition: bool | None = None  # whether `skip_if` was true
     record: BadStep | None = None
 
@@ -75,36 +71,28 @@ class Cause(NamedTuple):
 def cause_of_last_step(state: LossScaledState) -> Cause:
     """What is known of the last step, if it was bad."""
     if not state.loss_scale.checks_gradients:
-        return Cause(loss=False, grads=False, part=False, condition=True)
+        return Cause(loss=False, grads=False, condition=True)
     record = state.last_bad_step
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and record.step == min(number, np.iinfo(np.int32).max):
         return recorded_cause(record)
     if state.grads_finite:
-        return Cause(grads=False, part=False)
-    is_applied = state.consecutive_skips == 0
-    if record is not None and is_applied:  # a step whose own gradients were bad would have been recorded
-        return Cause(loss=False, grads=False, part=True, condition=False)
+        return Cause(grads=False)
     return Cause()
 
 
 def recorded_cause(record: BadStep) -> Cause:
     """What a record says of its step."""
-    return Cause(
-        loss=not record.value_finite,
-        grads=not record.leaves_finite,
-        part=not record.parts_finite,
-        condition=bool(record.skip_if),
-        record=record,
-    )
+    grads = record.cause in ("nan", "infinity", "grads_finite")
+    return Cause(loss=record.cause == "loss", grads=grads, condition=record.cause == "skip_if", record=record)
 
 
 def names_of_leaves(state: LossScaledState, params: chex.ArrayTree | None) -> chex.ArrayTree | None:
     """The parameters, or else a part of the optimizer's state with leaves of the same names, such as a moment."""
     if params is not None or state.last_bad_step is None:
         return params
-    number = int(state.last_bad_step.num_leaves)
-    parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) == number]
+    index = int(state.last_bad_step.leaf)
+    parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) > index]
     named = [part for part in parts if not jax.tree_util.all_leaves([part])]
     structures = {jax.tree.structure(part, is_leaf=lambda node: node is None) for part in named}
     return named[0] if len(structures) == 1 else None
@@ -122,10 +110,9 @@ def why(cause: Cause, loss_scale: LossScale, names: chex.ArrayTree | None) -> st
     if cause.loss:
         return "its loss was not finite"
     if cause.grads and cause.record is not None and (loss_scale.skip_nonfinite or not cause.condition):
-        return fault(cause.record, names) + (", and `skip_if` was true" if cause.condition else "")
+        return fault(cause.record, names)
     if cause.condition:
-        also = ", and a micro-batch that was left out had overflowed" if cause.part else ""
-        return "`skip_if` was true" + (", and the gradients were not finite" if cause.grads else also)
+        return "`skip_if` was true"
     if cause.grads is False or not loss_scale.skip_nonfinite:
         return "its loss was not finite, or `skip_if` was true"
     return "there was a NaN or an infinity in its gradients"
@@ -134,7 +121,7 @@ def why(cause: Cause, loss_scale: LossScale, names: chex.ArrayTree | None) -> st
 def fault(record: BadStep, names: chex.ArrayTree | None) -> str:
     """What was wrong with gradients, as a clause."""
     if record.leaf >= 0:
-        what = "a NaN" if record.has_nan else "an infinity"
+        what = "a NaN" if record.cause == "nan" else "an infinity"
         return f"there was {what} in the gradients, first in {_where(record, names)}"
     return "`grads_finite` said that the gradients were not finite, though every leaf was"
 
@@ -143,10 +130,10 @@ def _where(record: BadStep, names: chex.ArrayTree | None) -> str:
     if names is None:
         return f"leaf {int(record.leaf)}"
     num_leaves = len(_tree.leaves_and_nones(names))
-    if num_leaves != record.num_leaves:
+    if num_leaves <= record.leaf:
         raise ValueError(
-            f"`explain(params=...)` has {num_leaves} leaves, but the gradients had {int(record.num_leaves)}. Pass a "
-            "tree of the structure of the gradients, such as the parameters that they were taken with respect to."
+            f"`explain(params=...)` has {num_leaves} leaves, but the gradients had more than {int(record.leaf)}. Pass "
+            "a tree of the structure of the gradients, such as the parameters that they were taken with respect to."
         )
     return leaf_path(names, record.leaf) or "the only leaf"
 
@@ -159,17 +146,15 @@ def what_to_do(cause: Cause, state: LossScaledState, often: bool = False) -> lis
     if cause.condition and not is_about_gradients:
         if not state.loss_scale.checks_gradients:
             return [f"{_THE_CONDITION}."]
-        if cause.part:
-            return [f"{_THE_CONDITION}; to the micro-batch the scale reacts as to any overflow."]
         return [f"{_THE_CONDITION}; the scale stays."]
     if not is_about_gradients:
         return [*_PERHAPS_THE_LOSS]
     if often:
         return _of_many(cause, state)
-    unknown = [_PERHAPS_A_PART] if cause.record is None else []
+    unknown = [_WHERE] if cause.record is None else []
     if is_at_its_floor(state.loss_scale):
         return [*unknown, _NO_LOWER, *_why_it_stays(cause, state.loss_scale)]
-    has_nan = cause.record is None or cause.record.leaf < 0 or bool(cause.record.has_nan)
+    has_nan = cause.record is None or cause.record.leaf < 0 or cause.record.cause == "nan"
     if has_nan and state.consecutive_skips >= _MANY_SKIPS_IN_A_ROW:
         return [*unknown, *_why_it_stays(cause, state.loss_scale)]
     return [*unknown, _PERHAPS_AN_OVERFLOW if has_nan else _AN_OVERFLOW]
@@ -187,7 +172,7 @@ def _of_many(cause: Cause, state: LossScaledState) -> list[str]:
 
 def is_back(record: BadStep | None, state: LossScaledState) -> bool:
     """Whether the scale is again where the gradients of that step were NaN, and steps are finite there."""
-    if record is None or not record.has_nan or not state.grads_finite or not state.loss_scale.skip_nonfinite:
+    if record is None or record.cause != "nan" or not state.grads_finite or not state.loss_scale.skip_nonfinite:
         return False
     return bool(state.loss_scale() >= record.loss_scale > 0)
 
@@ -195,7 +180,7 @@ def is_back(record: BadStep | None, state: LossScaledState) -> bool:
 def _why_it_stays(cause: Cause, loss_scale: LossScale) -> list[str]:
     if cause.record is None:
         return [_UNKNOWN_GRADIENTS, *_PERHAPS_THE_LOSS]
-    if cause.record.has_nan:
+    if cause.record.cause == "nan":
         return [*_A_NAN_THAT_STAYS]
     if isinstance(loss_scale, FixedLossScale):
         return [_A_FIXED_SCALE]

@@ -70,7 +70,6 @@ _ALL_ZERO = (
     "If they are, as behind a mask or where nothing is rewarded, there is nothing that float16 could lose.",
     "If they are not, float16 lost them; or they were never scaled: take `jls.value_and_scaled_grad`.",
 )
-_A_PART = "In the last step a micro-batch overflowed, and was left out."
 _THE_OPTIMIZER = f"how they began, at the optimizer (a learning rate that is not finite), and for {A_FROZEN_SCALE}."
 _RESTART = "Restart from a checkpoint."
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
@@ -94,8 +93,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       A few lines of text.
 
     Raises:
-      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` does not
-        have as many leaves as the gradients.
+      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` has fewer
+        leaves than the gradients, and the bad one is missing.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -194,18 +193,15 @@ def _applied_all_the_same(
     loss_scale: LossScale, cause: Cause, names: chex.ArrayTree | None, are_finite: bool | None
 ) -> list[str]:
     """Of a last step that was applied though something was not finite."""
-    if loss_scale.skip_nonfinite or (cause.part and not cause.grads):
-        return [_A_PART]
     if cause.record is None:
-        said = "There was a NaN or an infinity in the gradients of the last step, or in a micro-batch left out of them"
+        said = "There was a NaN or an infinity in the gradients of the last step"
     else:
         said = f"In the last step {fault(cause.record, names)}"
     if are_finite:
         return [f"{said}; the step was applied, and the parameters are finite all the same."]
     if are_finite is False:
         return [f"{said}, and the step was applied all the same."]
-    unless = "Unless it was in such a micro-batch, the" if cause.record is None else "The"
-    return [f"{said}, and the step was applied all the same.", f"{unless} parameters are lost. {_RESTART} {_SKIPPING}"]
+    return [f"{said}, and the step was applied all the same.", f"The parameters are lost. {_RESTART} {_SKIPPING}"]
 
 
 def _the_steps_before(state: LossScaledState, names: chex.ArrayTree | None) -> list[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
 
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale
-from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
-from jax_lossscale.interop import _carry
+from jax_lossscale._warn import warn_user
+from jax_lossscale.interop._peers import LARGEST_SCALE, from_peer, to_peer
 
 
 def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
@@ -42,29 +41,16 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    scale: Any = _carry.number(dynamic_scale.scale, "from_flax(...).scale")
-    num_good_steps: Any = _carry.count(dynamic_scale.fin_steps, "from_flax(...).fin_steps")
-    interval = _carry.count(dynamic_scale.growth_interval, "from_flax(...).growth_interval")
-    lost = []
+    fields = vars(dynamic_scale)
     if _steps_late():
-        lost.append(
-            f"flax grows on the finite step {interval} + 1, so `increment_period` becomes {interval + 1}; to have what "
-            f"was asked for, use {interval}"
+        interval = dynamic_scale.growth_interval
+        fields = {**fields, "growth_interval": interval + 1}
+        warn_user(
+            f"`from_flax`: flax grows on the finite step {interval} + 1, so `increment_period` becomes {interval + 1}; "
+            f"to have what was asked for, use {interval}."
         )
-    floor, no_floor = _carry.floor_of(dynamic_scale.minimum_scale, "from_flax(...).minimum_scale")
-    loss_scale = DynamicLossScale(
-        max(scale, floor),
-        interval + _steps_late(),
-        dynamic_scale.growth_factor,
-        backoff_factor=dynamic_scale.backoff_factor,
-        min_loss_scale=floor,
-        max_loss_scale=_carry.LARGEST_SCALE,  # flax's ceiling
-        current_loss_scale=scale,
-        num_good_steps=num_good_steps,
-    )
-    lost += no_floor + _carry.past_period(num_good_steps, loss_scale.increment_period)
-    _carry.warn("from_flax", lost + _carry.below_floor(scale, floor))
-    return loss_scale
+    floor = dynamic_scale.minimum_scale
+    return from_peer("flax", floor, {"dynamic_scale": fields}, max_loss_scale=LARGEST_SCALE)  # flax's ceiling
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
@@ -81,15 +67,10 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
     Raises:
       ValueError: if ``loss_scale`` is of another kind, or a batch.
     """
-    loss_scale = _carry.outgoing("to_flax", loss_scale, takes_backoff=True)
-    return DynamicScale(
-        growth_factor=loss_scale.multiplier,
-        backoff_factor=applied_backoff_factor(loss_scale),
-        growth_interval=loss_scale.increment_period - _steps_late(),
-        fin_steps=jnp.int32(loss_scale.num_good_steps),
-        scale=jnp.float32(loss_scale.current_loss_scale),
-        minimum_scale=loss_scale.min_loss_scale,
-    )
+    fields = to_peer("flax", loss_scale)
+    fields["growth_interval"] -= _steps_late()
+    arrays = {"scale": jnp.float32(fields["scale"]), "fin_steps": jnp.int32(fields["fin_steps"])}
+    return DynamicScale(**{**fields, **arrays})
 
 
 @functools.cache

@@ -63,7 +63,7 @@ class Optimizer(nnx.Optimizer):
           model: the model.
           grads: the gradients of the scaled loss, as ``nnx.grad`` gives them.
           **told: all that ``update`` of `loss_scaled` takes by name: ``value``, the true loss, ``skip_if``,
-            ``parts_finite``, ``grads_finite``, and what the chain takes.
+            ``grads_finite``, and what the chain takes.
         """
         # Flax 0.12.0 has no graph mode to choose.
         options = {"graph": self.graph} if hasattr(self, "graph") else {}

@@ -47,7 +47,6 @@ class TrainState(train_state.TrainState):
         grads: chex.ArrayTree,
         value: ArrayLike | None = None,
         skip_if: ArrayLike | None = None,
-        parts_finite: ArrayLike | None = None,
         grads_finite: ArrayLike | None = None,
         extra_args: Mapping[str, Any] | None = None,
         **fields: Any,
@@ -56,9 +55,8 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: the gradients of the scaled loss, of the structure of ``params``.
-          value: the true loss, as in `loss_scaled`, like the next three: a step whose loss is not finite is skipped.
+          value: the true loss, as in `loss_scaled`, like the next two: a step whose loss is not finite is skipped.
           skip_if: likewise.
-          parts_finite: likewise.
           grads_finite: likewise.
           extra_args: what the chain takes by name beside these, such as ``{"value_fn": ...}`` for a line search.
           **fields: further fields with their new values, such as ``batch_stats=new_batch_stats``. They are replaced if
@@ -79,7 +77,6 @@ class TrainState(train_state.TrainState):
             self.params["params"] if has_overwritten else self.params,
             value=value,
             skip_if=skip_if,
-            parts_finite=parts_finite,
             grads_finite=grads_finite,
             **(extra_args or {}),
         )

@@ -1,0 +1,215 @@
+"""A wrapped chain: its `init`, `update` and `update_and_apply`; what they refuse, and the step that they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._measure import AxisName
+from jax_lossscale._optax import hidden
+from jax_lossscale._optax.branch import Skip, run_or_leave
+from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
+from jax_lossscale._optax.verdict import Told, check_told, decide
+from jax_lossscale._warn import warn_user
+
+_Stepped = tuple[chex.ArrayTree, LossScaledState]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wrapper:
+    """A chain and how its steps are taken; the methods are those of the transformation."""
+
+    inner: optax.GradientTransformationExtraArgs
+    initial_loss_scale: LossScale
+    axis_name: AxisName
+    skip: Skip
+    record_bad_steps: bool
+
+    def __repr__(self) -> str:
+        return f"loss_scaled({self.initial_loss_scale!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
+        """Itself, as for a function: the copy of a train state steps with what was compiled for the original."""
+        return self
+
+    def init(self, params: optax.Params) -> LossScaledState:
+        """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        if self.initial_loss_scale.checks_gradients:
+            _check_not_masked(params, "init(params=...)")
+            _warn_of_float16(params)
+        inner_state = self.inner.init(_widened(_tree.inexact_only(params), self.initial_loss_scale))
+        if _holds(inner_state, LossScale):
+            raise ValueError(
+                "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
+                "Wrap the whole chain once."
+            )
+        return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        *,
+        value: ArrayLike | None = None,
+        skip_if: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        """``(updates, state)``: those of the inner chain, or zeros where the step is skipped; see `loss_scaled`."""
+        told = Told(value, skip_if, grads_finite)
+        new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
+        return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
+
+    def update_and_apply(
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params,
+        *,
+        value: ArrayLike | None = None,
+        skip_if: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, LossScaledState]:
+        """``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster; see `loss_scaled`."""
+        if params is None:
+            raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
+        told, shown = Told(value, skip_if, grads_finite), hidden.shown(params, scaled_grads)
+        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, shown, told)
+        return hidden.filled(new_params, lambda: params), state
+
+    def _dispatched(self, applies: bool, extra_args: dict[str, Any], *arguments: Any) -> _Stepped:
+        """Take the step with the leaves that are numbers; outside `jax.jit` in one dispatch, where it can be compiled.
+
+        Extra arguments that are no arrays stay what they are, since they may be functions, or numbers and flags that
+        steer Python code. With one of those nothing is compiled, as with a bare optax chain.
+        """
+        scaled_grads, state, params, told = arguments
+        check_state(state)
+        check_told(told)
+        if state.loss_scale.checks_gradients:
+            _check_not_masked(scaled_grads, "update(updates=...)")
+            _check_not_scaled(extra_args, scaled_grads)
+        arguments = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
+        are_operands = all(map(_is_array_or_number, jax.tree.leaves(arguments)))
+        is_compiled = are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args)))
+        return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *arguments)
+
+    @functools.cached_property
+    def _compiled_step(self) -> Callable[..., _Stepped]:
+        """Lives and dies with this object, and with it all that the chain has closed over."""
+        return jax.jit(self._step, static_argnums=0)
+
+    def _step(
+        self,
+        applies: bool,
+        extra_args: dict[str, Any],
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None,
+        told: Told,
+    ) -> _Stepped:
+        """The state after the step, beside the parameters if it ``applies`` the updates, and the updates if not."""
+        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
+        if told.value is not None:
+            extra_args = {**extra_args, "value": told.value}
+        if applies:
+            params = _tree.without_weak_types(params)
+
+        def run() -> tuple[chex.ArrayTree, optax.OptState]:
+            updates, inner_state = self.inner.update(
+                _widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
+                state.inner_state,
+                None if params is None else _widened(params, state.loss_scale),
+                **extra_args,
+            )
+            result = apply_updates(params, updates) if applies else updates
+            return result, with_dtypes_of(state.inner_state, inner_state)
+
+        def leave() -> tuple[chex.ArrayTree, optax.OptState]:
+            return params if applies else _no_updates(jax.eval_shape(run)[0]), state.inner_state
+
+        if isinstance(verdict.should_apply, jax.core.Tracer):
+            run = jax.jit(run)  # traced once, though it is asked for several times
+        result, inner_state = run_or_leave(self.skip, verdict.should_apply, run, leave)
+        return result, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates`, which adds float32 updates to narrow parameters, whatever JAX is told of promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates)
+
+
+def _no_updates(like: optax.Updates) -> optax.Updates:
+    """Updates that change nothing: -0.0, since 0.0 added to -0.0 would be 0.0."""
+    return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
+
+
+def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
+    """Parameters or unscaled gradients as the inner chain sees them: none of them narrow.
+
+    Without a loss scale bfloat16 stays, as it would without this library. Float16 never does: the square of a small
+    gradient would be zero, and Adam would divide zero by zero.
+    """
+    keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
+    return _tree.widen(tree, keep=keep)
+
+
+def _warn_of_float16(params: optax.Params) -> None:
+    """Warn of float16 parameters, which nobody may have asked for: some layers make them where the input is float16."""
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    narrow = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
+    if narrow:
+        warn_user(
+            f"`init(params)` got {len(narrow)} float16 parameters, the first at {jax.tree_util.keystr(narrow[0])!r}: "
+            "updates below a 4096th of a parameter are lost in them. Keep them in float32, `params = "
+            "jls.cast_floating(params, jnp.float32)`. If they were not meant to be float16, initialize their layer "
+            "with a float32 input, whose dtype it took."
+        )
+
+
+def _check_not_masked(tree: optax.Params, name: str) -> None:
+    """Raise a `ValueError` that names the argument if `optax.masked` is around the wrapper, and not inside it."""
+    if _holds(tree, optax.MaskedNode):
+        raise ValueError(
+            f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
+            "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
+            "`loss_scaled(optax.partition(...))`."
+        )
+
+
+def _check_not_scaled(extra_args: dict[str, Any], scaled_grads: optax.Updates) -> None:
+    """Raise a `ValueError` if an argument that the chain gets as it is holds the scaled gradients themselves."""
+    scaled = {id(grad) for grad in jax.tree.leaves(scaled_grads) if isinstance(grad, (jax.Array, np.ndarray))}
+    for name, argument in extra_args.items():
+        if any(id(leaf) in scaled for leaf in jax.tree.leaves(argument)):
+            raise ValueError(
+                f"`update({name}=...)` got the scaled gradients, which the chain would take for true ones. Pass "
+                f"`{name}=state.loss_scale.unscale(scaled_grads)`."
+            )
+
+
+def _holds(tree: chex.ArrayTree, kind: type) -> bool:
+    return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)))
+
+
+def _is_concrete_array(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and _tree.is_array(leaf))
+    return is_array and not isinstance(leaf, jax.core.Tracer)
+
+
+def _is_array_or_number(leaf: Any) -> bool:
+    return _is_concrete_array(leaf) or isinstance(leaf, (np.generic, bool, int, float, complex))
