@@ -194,7 +194,9 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:  # type: ignore[operator]
-        raise ValueError(f"`select_tree` needs trees of the same structure, got {structure} and {other_structure}.")
+        raise ValueError(
+            f"`select_tree` needs trees of the same structure, got on_true: {structure}, on_false: {other_structure}."
+        )
     chosen = [_is_chosen_between(path, a, b) for (path, a), b in zip(with_paths, others, strict=True)]
     others = [leaf for leaf, is_chosen in zip(others, chosen, strict=True) if is_chosen]
     return _replace(lambda leaves: _select(list(zip(leaves, others, strict=True)), pred), on_true, chosen)
