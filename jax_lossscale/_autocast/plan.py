@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jax_lossscale._autocast.stretches import Stretch
 from jax_lossscale._program.inline import Name, Program, Step
+from jax_lossscale._program.jaxpr import size_of
 from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 
 
