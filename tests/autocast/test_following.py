@@ -252,7 +252,7 @@ def test_dimensions_may_have_no_number(narrow_skips):
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (8,), (batch, length, 8))]
     args = W, jnp.ones(8), jnp.stack([X, 2 * X, -X])
     found = jax.export.export(narrow)(*types).call(*args)
-    assert distance(jax.grad(loss, (0, 1))(*args), found) < 1e-2
+    assert distance(narrow(*args), found) < 1e-5
 
 
 # Nested conditionals.
