@@ -101,6 +101,9 @@ TESTS = {  # the quickest to notice first
     ],
     "_autocast/softmax.py": [AUTOCAST + "test_following.py"],
     "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
+    "_autocast/uses.py": [
+        AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_acceptance.py", "test_following.py")
+    ],
     "_autocast/transform.py": [AUTOCAST + "test_arguments_and_transformations.py", AUTOCAST + "test_policy.py"],
     "_gradients/accumulation.py": [
         *(GRADIENTS + name for name in ("test_accumulation.py", "test_gradients.py")),

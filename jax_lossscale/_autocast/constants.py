@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Name, Program, Step
-from jax_lossscale._program.jaxpr import bind, jaxprs_of
+from jax_lossscale._program.jaxpr import bind, jaxprs_of, size_of
 from jax_lossscale._program.primitives import CHOICES, LINEAR_ALGEBRA, MOVES, OPAQUE, REPEATING_MOVES
 
 _MOST = 2**16  # numbers that are computed while a program is traced
@@ -96,18 +96,27 @@ def _results(eqn: Any, operands: Sequence[Known]) -> Sequence[Constant | None]:
         each.value is not None and np.shape(each.value) == atom.aval.shape
         for each, atom in zip(found, eqn.invars, strict=True)
     )
-    is_small = all(variable.aval.size <= _MOST for variable in eqn.outvars)
-    if are_whole and is_small and not eqn.ctx.cur_abstract_mesh.manual_axes:
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    is_small = all(size_of(variable.aval) <= _MOST for variable in eqn.outvars)
+    host = _host()
+    if are_whole and is_small and host is not None and not eqn.ctx.cur_abstract_mesh.manual_axes:
+        with jax.ensure_compile_time_eval(), jax.default_device(host):
             return [_constant(value) for value in bind(eqn, [each.value for each in found], eqn.params)]
     bounds = _bounds_of_result(eqn, found)
     return nothing if bounds is None or not all(map(math.isfinite, bounds)) else [Constant(*bounds)] * len(nothing)
 
 
+def _host() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # Other platforms only were asked for.
+        return None
+
+
 def _bounds_of_result(eqn: Any, of: Sequence[Constant]) -> tuple[float, float] | None:
     name = eqn.primitive.name
     if name == "iota":
-        return 0.0, float(max(eqn.params["shape"][eqn.params["dimension"]] - 1, 0))
+        length = eqn.params["shape"][eqn.params["dimension"]]
+        return (0.0, float(max(length - 1, 0))) if isinstance(length, int) else None
     if name in _BETWEEN_0_AND_1 and eqn.outvars[0].aval.dtype == bool:
         return 0.0, 1.0
     if name in MOVES | REPEATING_MOVES | CHOICES or name in _CONVERSIONS:

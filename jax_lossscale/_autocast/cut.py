@@ -17,9 +17,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind, taken_narrow
+from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
-from jax_lossscale._program.jaxpr import bind_here
+from jax_lossscale._program.jaxpr import bind_here, size_of
 from jax_lossscale._program.primitives import PLACEMENTS
 
 # They are written by themselves, not within what they go into. A Mamba's scan is made of these, and so it is kept.
@@ -35,7 +36,6 @@ _ASK_NOTHING = PLACEMENTS | {
     *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "name", "neg", "pad"),
     *("reduce_sum", "reshape", "rev", "slice", "squeeze", "stop_gradient", "sub", "transpose"),
 }
-_UNKNOWN = 1024  # A dimension that `jax.export` has no number for is taken for a large one.
 _MOST = 2**29  # Prices in all: the solver counts in 32 bits.
 
 
@@ -69,7 +69,7 @@ class Cut:
 
         taken = [
             [
-                Value(atom, is_narrow and atom not in self._narrow and variable.aval.dtype == jnp.float32)
+                Value(atom, is_narrow and atom not in self._narrow and is_float32(variable.aval))
                 for atom, variable, is_narrow in zip(
                     step.inputs, step.eqn.invars, taken_narrow(step, decision, self._narrow, stretch.wide), strict=True
                 )
@@ -92,8 +92,7 @@ class Cut:
         def size(value: Value) -> int:
             aval = types[value.name]
             is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
-            shape = (each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
-            return math.prod(shape) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
+            return size_of(aval) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
         def again(value: Value) -> float:
             # A residual sum is written again for what reads it; other arithmetic is fused.

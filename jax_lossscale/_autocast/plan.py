@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jax_lossscale._autocast.stretches import Stretch
 from jax_lossscale._program.inline import Name, Program, Step
+from jax_lossscale._program.jaxpr import size_of
 from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 
 
@@ -60,9 +61,8 @@ def taken_narrow(step: Step, decision: Decision, narrow: Collection[Name], wide:
     if step.eqn.primitive.name in MOVES_EACH_BY_ITSELF:
         return are_narrow
     # What repeats a number has a sum of cotangents, which is arithmetic, unless a broadcast only adds axes.
-    adds_axes = (
-        step.eqn.primitive.name == "broadcast_in_dim" and step.eqn.invars[0].aval.size == step.eqn.outvars[0].aval.size
-    )
+    taken, given = (size_of(variable.aval) for variable in (step.eqn.invars[0], step.eqn.outvars[0]))
+    adds_axes = step.eqn.primitive.name == "broadcast_in_dim" and taken == given
     is_repeating = step.eqn.primitive.name in REPEATING_MOVES and not adds_axes
     return [all(are_narrow) and not is_repeating] * len(step.inputs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
 from jax_lossscale._autocast.softmax import softmaxes
 from jax_lossscale._autocast.stretches import Stretch, stretches
+from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, going_into_products, streams
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import LOOPS, REMAT, inside
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
@@ -25,10 +25,7 @@ from jax_lossscale._program.primitives import (
     MOVES_BETWEEN_DEVICES,
     MOVES_EACH_BY_ITSELF,
     PRODUCTS,
-    REPEATING_MOVES,
 )
-
-_POOLS = ("reduce_window_max", "reduce_window_min")
 
 
 class Planner:
@@ -83,7 +80,7 @@ class Planner:
             if decision.kind in (*FOLLOWING, Kind.OTHER):
                 constants.add(step)
             decisions.append(decision)
-        into_products = _going_into_products(program, decisions)
+        into_products = going_into_products(program, decisions)
         if at.recompute:
             program = _with_softmaxes(program, decisions, into_products)
         comes_narrow = tuple(arrives) or (False,) * len(program.inputs)
@@ -168,11 +165,11 @@ class Planner:
         is_alone = [decision.is_alone for decision in decisions]
         order = stretches(program, is_alone, [decision.kind is Kind.PRODUCT for decision in decisions])
         if self.policy.narrow_skips:
-            narrow |= {name for stretch in order for name in _streams(program, decisions, stretch)}
+            narrow |= {name for stretch in order for name in streams(program, decisions, stretch)}
         for stretch in order:
             steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
-            wide = _added_up_in_float32(steps, narrow, into_products)
-            biased = {n for n in stretch.steps if _adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
+            wide = added_up_in_float32(steps, narrow, into_products)
+            biased = {n for n in stretch.steps if adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
             if (
                 at.recompute
@@ -181,41 +178,6 @@ class Planner:
             ):
                 stretch = stretch._replace(kept=cut.kept(stretch, steps))
             yield stretch
-
-
-def _going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
-    """The names of float32 values that go into nothing but narrow products, by way of moves or straight.
-
-    So they are cast once, and as early as can be. A pool is computed narrow if its result goes into any product:
-    nothing overflows there that would not in the product.
-    """
-    found: set[Name] = set()
-    into_any: set[Name] = set()
-    others = set(names(program.outputs))
-    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
-    arguments = {*program.inputs, *program.constants}
-    met: set[Name] = set()
-    for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
-        name = step.eqn.primitive.name
-        operands = {
-            atom
-            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
-            if not isinstance(atom, Literal) and is_float32(variable.aval)
-        }
-        goes_on = goes_into_any = decision.kind is Kind.PRODUCT and decision.is_narrow
-        if decision.kind in FOLLOWING:
-            goes_into_any = not into_any.isdisjoint(step.outputs)
-            is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
-            goes_on = is_plain and all(each in found and each not in others for each in step.outputs)
-            if name in _POOLS and goes_into_any:
-                found.update(step.outputs)
-                others.difference_update(step.outputs)
-        if goes_into_any:
-            into_any |= operands
-        (found if goes_on else others).update(operands)
-        others |= operands & arguments & met
-        met |= operands
-    return found - others
 
 
 def _with_softmaxes(program: Program, decisions: list[Decision], into_products: Set[Name]) -> Program:
@@ -241,54 +203,4 @@ def _is_arithmetic(eqn: Any) -> bool:
         and step.eqn.primitive.name not in COMPUTED_ONCE | PRODUCTS | MOVES_BETWEEN_DEVICES
         and (not any(map(jaxprs_of, step.eqn.params.values())) or _is_arithmetic(step.eqn))
         for step in inlined(closed).steps
-    )
-
-
-def _added_up_in_float32(
-    steps: Sequence[tuple[Step, Decision]], narrow: Set[Name], into_products: Set[Name]
-) -> set[Name]:
-    """The narrow values that a stretch uses several times, and not for products alone; and what is moved of them.
-
-    Each is widened once: then its cotangents are added up in float32.
-    """
-    into_arithmetic: set[Name] = set()
-    uses: Counter[Name] = Counter()
-    for step, decision in reversed(steps):
-        uses.update(names(step.inputs))
-        is_moved_there = decision.kind in FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
-        if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
-            into_arithmetic.update(names(step.inputs))
-    found = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
-    for step, decision in steps:
-        if decision.kind in FOLLOWING and not found.isdisjoint(names(step.inputs)):
-            found |= {name for name in step.outputs if name in narrow and name not in into_products}
-    return found
-
-
-def _streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -> set[Name]:
-    """The float32 values that arithmetic leaves for later stretches, as far as they are as large as any there is."""
-    types = {
-        name: variable.aval
-        for position in stretch.steps
-        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and not decisions[position].is_alone
-        for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
-        if is_float32(variable.aval)
-    }
-    leaving = {*stretch.outputs} - {*names(program.outputs)}
-    largest = max((aval.size for name, aval in types.items() if name in leaving), default=0)
-    return {name for name, aval in types.items() if name in leaving and aval.size == largest > 1}
-
-
-def _adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:
-    """Whether a step adds something smaller, such as a bias, to a narrow value, such as a product's result."""
-    if step.eqn.primitive.name != "add" or decision.kind is not Kind.OTHER or decision.is_narrow:
-        return False
-    sizes = [variable.aval.size for variable in step.eqn.invars]
-    return any(
-        not isinstance(product, Literal)
-        and not isinstance(bias, Literal)
-        and product in narrow
-        and bias not in narrow
-        and (size < step.eqn.outvars[0].aval.size or bias in spread)
-        for product, bias, size in zip(step.inputs, reversed(step.inputs), reversed(sizes), strict=True)
     )

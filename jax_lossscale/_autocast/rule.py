@@ -15,7 +15,7 @@ from jax_lossscale._autocast.constants import Constant, Constants
 from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Step, inlined
-from jax_lossscale._program.inside import LOOPS, REMAT
+from jax_lossscale._program.inside import LOOPS, REMAT, inside
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of
 from jax_lossscale._program.place import place_within
 from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, COMPUTED_ONCE, MOVES_BETWEEN_DEVICES, is_product
@@ -103,7 +103,7 @@ class Rule:
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
             return None
         if name == "custom_jvp_call":  # such as relu
-            kinds = {self._follows(step.eqn) for step in inlined(eqn.params["call_jaxpr"]).steps}
+            kinds = {self._follows(step.eqn) for step in inlined(inside(eqn).bodies[0].closed).steps}
             return Kind.CHOICE if Kind.CHOICE in kinds and None not in kinds else None
         return Kind.CHOICE if name in CHOICES else Kind.MOVE if name in ALL_MOVES else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jax_lossscale._program import nnx_objects
+
+_UNKNOWN = 2**20
 
 
 class Traced:
@@ -81,6 +84,11 @@ def is_narrow(aval: Any) -> bool:
     """Whether a value of this type is a float narrower than 32 bits."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def size_of(aval: Any) -> int:
+    """The number of elements; a dimension that `jax.export` has no number for is taken for a large one."""
+    return math.prod(each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
 
 
 def jaxprs_of(parameter: Any) -> list[Jaxpr]:

@@ -4,6 +4,7 @@ import functools
 import tracemalloc
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -236,6 +237,22 @@ def test_a_callback_of_constants_is_not_called_while_tracing():
         return x @ jax.pure_callback(called, jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones((8, 8)))
 
     assert product_dtypes(jls.autocast(loss), X) == [NARROW]
+
+
+@pytest.mark.parametrize("narrow_skips", [False, True])
+def test_dimensions_may_have_no_number(narrow_skips):
+    def loss(w, bias, x):
+        positions = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None]
+        y = jax.nn.softmax(x @ w + bias[None, None] + positions / 8) @ w
+        return jnp.mean(jnp.max(jax.nn.relu(y) @ w + x, axis=1) @ w)
+
+    policy = jls.PrecisionPolicy(narrow_skips=narrow_skips)
+    batch, length = jax.export.symbolic_shape("batch, length")
+    narrow = jax.jit(jax.grad(jls.autocast(loss, policy=policy), (0, 1)))
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (8,), (batch, length, 8))]
+    args = W, jnp.ones(8), jnp.stack([X, 2 * X, -X])
+    found = jax.export.export(narrow)(*types).call(*args)
+    assert distance(narrow(*args), found) < 1e-5
 
 
 # Nested conditionals.

@@ -1,0 +1,102 @@
+"""What values are used for: which go into nothing but products, and which are added up, or stored, in another dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+
+from jax.extend.core import Literal
+
+from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind
+from jax_lossscale._autocast.rule import is_float32
+from jax_lossscale._autocast.stretches import Stretch
+from jax_lossscale._program.inline import Name, Program, Step, names
+from jax_lossscale._program.jaxpr import size_of
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
+
+_POOLS = ("reduce_window_max", "reduce_window_min")
+
+
+def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
+    """The names of float32 values that go into nothing but narrow products, by way of moves or straight.
+
+    So they are cast once, and as early as can be. A pool is computed narrow if its result goes into any product:
+    nothing overflows there that would not in the product.
+    """
+    found: set[Name] = set()
+    into_any: set[Name] = set()
+    others = set(names(program.outputs))
+    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
+    arguments = {*program.inputs, *program.constants}
+    met: set[Name] = set()
+    for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
+        name = step.eqn.primitive.name
+        operands = {
+            atom
+            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+            if not isinstance(atom, Literal) and is_float32(variable.aval)
+        }
+        goes_on = goes_into_any = decision.kind is Kind.PRODUCT and decision.is_narrow
+        if decision.kind in FOLLOWING:
+            goes_into_any = not into_any.isdisjoint(step.outputs)
+            is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
+            goes_on = is_plain and all(each in found and each not in others for each in step.outputs)
+            if name in _POOLS and goes_into_any:
+                found.update(step.outputs)
+                others.difference_update(step.outputs)
+        if goes_into_any:
+            into_any |= operands
+        (found if goes_on else others).update(operands)
+        others |= operands & arguments & met
+        met |= operands
+    return found - others
+
+
+def added_up_in_float32(
+    steps: Sequence[tuple[Step, Decision]], narrow: Set[Name], into_products: Set[Name]
+) -> set[Name]:
+    """The narrow values that a stretch uses several times, and not for products alone; and what is moved of them.
+
+    Each is widened once: then its cotangents are added up in float32.
+    """
+    into_arithmetic: set[Name] = set()
+    uses: Counter[Name] = Counter()
+    for step, decision in reversed(steps):
+        uses.update(names(step.inputs))
+        is_moved_there = decision.kind in FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
+        if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
+            into_arithmetic.update(names(step.inputs))
+    found = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
+    for step, decision in steps:
+        if decision.kind in FOLLOWING and not found.isdisjoint(names(step.inputs)):
+            found |= {name for name in step.outputs if name in narrow and name not in into_products}
+    return found
+
+
+def streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -> set[Name]:
+    """The float32 values that arithmetic leaves for later stretches, as far as they are as large as any there is."""
+    types = {
+        name: variable.aval
+        for position in stretch.steps
+        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and not decisions[position].is_alone
+        for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
+        if is_float32(variable.aval)
+    }
+    leaving = {*stretch.outputs} - {*names(program.outputs)}
+    sizes = {name: size_of(aval) for name, aval in types.items() if name in leaving}
+    return {name for name, size in sizes.items() if size == max(sizes.values()) > 1}
+
+
+def adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:
+    """Whether a step adds something smaller, such as a bias, to a narrow value, such as a product's result."""
+    if step.eqn.primitive.name != "add" or decision.kind is not Kind.OTHER or decision.is_narrow:
+        return False
+    *sizes, whole = (size_of(variable.aval) for variable in (*step.eqn.invars, *step.eqn.outvars))
+    return any(
+        not isinstance(product, Literal)
+        and not isinstance(bias, Literal)
+        and product in narrow
+        and bias not in narrow
+        and (size < whole or bias in spread)
+        for product, bias, size in zip(step.inputs, reversed(step.inputs), reversed(sizes), strict=True)
+    )
