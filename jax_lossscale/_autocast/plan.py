@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax_lossscale._autocast import linear_algebra
 from jax_lossscale._autocast.calls import CALLS
 from jax_lossscale._autocast.constants import Constant, Constants
+from jax_lossscale._autocast.in_half import IN_HALF
 from jax_lossscale._autocast.operations import (
     COMPUTED_ONCE,
     MOVES,
@@ -28,6 +29,7 @@ from jax_lossscale._program.inline import Name, Program, Step, inlined
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.place import place_within
 
+_KEPT = "inside `keep_float32`"
 _ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
 
 
@@ -147,6 +149,9 @@ class Planner:
         around = (*within, *step.within)
         if name in CALLS:
             return Decision(Kind.CALL, is_alone=True)
+        if name == IN_HALF:
+            reason = self._reason_for_otherwise(eqn, around)
+            return Decision(Kind.OTHER, is_alone=True, is_narrow=not reason, reason=reason)
         if has_effects(eqn) or name in COMPUTED_ONCE or any(map(jaxprs_of, eqn.params.values())):
             return Decision(Kind.OTHER, is_alone=True)
         rule = self._rule(eqn, around)
@@ -159,16 +164,23 @@ class Planner:
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
         if rule is not None:
             has_wide_result = rule.precision == "wide_result"
-            reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
+            reason = _said_by(rule) if wide_by_rule or has_wide_result else ""
             return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
+    def _reason_for_otherwise(self, eqn: Any, around: tuple[Any, ...]) -> str:
+        """Why `in_half` computes its other function; "" if it does not."""
+        rule = self._rule(eqn, around)
+        if rule is not None:
+            return _said_by(rule) if rule.precision == "wide" else ""
+        return _KEPT if _is_kept_float32(eqn, around) else ""
+
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: Constants) -> str:
         """Why a product of float32 arrays stays one; "" if it does not."""
         eqn = step.eqn
-        if any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn)):
-            return "inside `keep_float32`"
+        if _is_kept_float32(eqn, around):
+            return _KEPT
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
@@ -203,6 +215,14 @@ class Planner:
                 self.matched.add(rule)
                 return rule
         return None
+
+
+def _said_by(rule: PrecisionRule) -> str:
+    return f"a rule of the policy: {rule!r}"
+
+
+def _is_kept_float32(eqn: Any, around: Sequence[Any]) -> bool:
+    return any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn))
 
 
 def _changes_nothing(eqn: Any) -> bool:

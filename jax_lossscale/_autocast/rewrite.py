@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.calls import CALLS, as_declared, declared
+from jax_lossscale._autocast.in_half import IN_HALF, results_in
 from jax_lossscale._autocast.operations import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
 from jax_lossscale._autocast.plan import Decision, Kind, Plan, Planner
 from jax_lossscale._autocast.stretches import Stretch, names, stretches
@@ -181,6 +182,8 @@ class _Evaluation:
             return self.call(position, step, inputs)
         if decision.kind is Kind.MOVE:
             return self.move(step, inputs)
+        if eqn.primitive.name == IN_HALF and decision.is_narrow:
+            return results_in(self.dtype, eqn, inputs)
         inputs = [self.narrowed(value) for value in inputs] if decision.is_narrow else declared(inputs, eqn.invars)
         if not (decision.is_narrow and "preferred_element_type" in eqn.params):
             return bind_here(eqn, inputs, eqn.params)
