@@ -111,9 +111,11 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
         of_function = {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
         made = {_FLOAT32: of_otherwise, **of_function}
         traced = [each for each in made.values() if isinstance(each, Traced)]
-        if isinstance(of_otherwise, Exception) and (otherwise is not None or not traced):
-            raise of_otherwise
-        _check_alike(traced, function, otherwise or function)
+        if isinstance(of_otherwise, Exception):
+            if otherwise is not None or not traced:
+                raise of_otherwise
+            of_otherwise.add_note(f"`in_half(function={function!r})` calls it in float32 here. Give `otherwise`, too.")
+        _check_alike(made, function, otherwise or function)
         operands, programs = _of_the_same_operands(made)
         return traced[0].result(_primitive.bind(*operands, **_params(programs)))
 
@@ -123,7 +125,7 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The results of an equation, computed in a dtype. Some may be of that dtype where the equation has float32."""
     program = _program(dtype, **eqn.params)
-    outputs = jaxpr_as_fun(program)(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
+    outputs = _called(program)(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     return [
         value if (value.dtype, variable.aval.dtype) == (dtype, _FLOAT32) else as_dtype(value, variable.aval.dtype)
         for value, variable in zip(outputs, eqn.outvars, strict=True)
@@ -142,22 +144,26 @@ def _or_error(make: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _check_alike(traced: Sequence[Traced], function: Any, otherwise: Any) -> None:
+def _check_alike(made: dict[jnp.dtype, Any], function: Any, otherwise: Any) -> None:
     """Raise a `ValueError` unless the results differ in nothing but the precision of floats."""
-    described = [
-        each.filled([f"{_kind(aval.dtype)}[{','.join(map(str, aval.shape))}]" for aval in each.jaxpr.out_avals])
-        for each in traced
+    found = [
+        (each.filled([_described(aval) for aval in each.jaxpr.out_avals]), dtype)
+        for dtype, each in made.items()
+        if isinstance(each, Traced)
     ]
-    for other in described[1:]:
-        if jax.tree.flatten(other) != jax.tree.flatten(described[0]):
+    (expected, of_first), *others = found
+    for result, dtype in others:
+        if jax.tree.flatten(result) != jax.tree.flatten(expected):
             raise ValueError(
-                f"`in_half(function={function!r}, otherwise={otherwise!r})`: one returns {other[0]}, and the other "
-                f"{described[0][0]}. Both must return arrays of the same shapes, in the same structure."
+                f"`in_half(function={function!r}, otherwise={otherwise!r})`: `function` returns {result[0]} in "
+                f"{dtype.name}, and `otherwise` {expected[0]} in {of_first.name}. Let both return arrays of the same "
+                "shapes, in the same structure."
             )
 
 
-def _kind(dtype: Any) -> str:
-    return "float" if jnp.issubdtype(dtype, jnp.floating) else str(dtype)
+def _described(aval: Any) -> str:
+    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+    return f"{'float' if is_float else aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
 def _of_the_same_operands(made: dict[jnp.dtype, Any]) -> tuple[list[Any], dict[jnp.dtype, _Program]]:
@@ -197,15 +203,19 @@ def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, half: _Half) -> Closed
     return program
 
 
+def _called(program: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """The program as a call: from which line, that is known of the call only."""
+    return jax.jit(jaxpr_as_fun(program))
+
+
 def _otherwise(*operands: Any, **params: Any) -> list[Any]:
-    with jax.named_scope(_SCOPE):
-        return jaxpr_as_fun(_program(_FLOAT32, **params))(*operands)
+    return jaxpr_as_fun(_program(_FLOAT32, **params))(*operands)
 
 
 def _types(*operands: Any, jaxpr: ClosedJaxpr | None, half: _Half) -> tuple[list[Any], Any]:
     if jaxpr:
         return jaxpr.out_avals, jaxpr.effects
-    dtype, program = next(item for item in half.programs.items() if isinstance(item[1], ClosedJaxpr))
+    dtype, program = next((dtype, each) for dtype, each in half.programs.items() if isinstance(each, ClosedJaxpr))
     widened = [aval.update(dtype=_FLOAT32) if aval.dtype == dtype else aval for aval in program.out_avals]
     return widened, program.effects
 
@@ -253,7 +263,8 @@ def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -
 
     def function(*values: Any) -> list[Any]:
         given = dict(zip(moved, values, strict=True))
-        return _otherwise(*(given.get(n, operand) for n, operand in enumerate(operands)), **params)
+        with jax.named_scope(_SCOPE):
+            return _called(_program(_FLOAT32, **params))(*(given.get(n, each) for n, each in enumerate(operands)))
 
     return function
 

@@ -17,7 +17,14 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
 from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
-from jax_lossscale.diagnostics.programs._operations import OperationPrecision, bytes_kept, casts, opaque, operations
+from jax_lossscale.diagnostics.programs._operations import (
+    OperationPrecision,
+    bytes_kept,
+    casts,
+    not_in_half,
+    opaque,
+    operations,
+)
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
@@ -37,6 +44,7 @@ class AutocastReport(Report[OperationPrecision]):
       bytes_after: the same with `autocast`.
       casts: how many casts between floating dtypes value and gradient hold with `autocast`.
       not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
+      not_in_half: where ``otherwise`` of an `in_half` is computed: the lines, and why.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -45,6 +53,7 @@ class AutocastReport(Report[OperationPrecision]):
     bytes_after: int
     casts: int
     not_followed: tuple[str, ...]
+    not_in_half: tuple[str, ...]
 
     _name_columns: ClassVar[int] = 5
 
@@ -96,6 +105,8 @@ class AutocastReport(Report[OperationPrecision]):
         notes = [f"... and {more} more: `report.products`."] if more > 0 else []
         if self.not_followed:
             notes.append(f"Not followed: {', '.join(self.not_followed)}.")
+        if self.not_in_half:
+            notes.append(f"`otherwise` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
         return notes
 
 
@@ -173,6 +184,7 @@ def autocast_report(
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
+        not_in_half=tuple(not_in_half(Traced(of_leaves, chosen, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 
 
