@@ -7,7 +7,6 @@ comes before `autocast` finds both in it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -27,22 +26,11 @@ _IN_SCOPE = re.compile(rf"\b{_SCOPE}\b")
 _FLOAT32, *_HALVES = (jnp.dtype(each) for each in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# What a function computes in a dtype; or its error, if it is not for that dtype.
-_Program: TypeAlias = ClosedJaxpr | Exception
+# What is computed, in each dtype; or the error of the function, if it is not for that dtype.
+_Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
 _primitive = Primitive(IN_HALF)
 _primitive.multiple_results = True
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Half:
-    """What an equation holds beside its ``jaxpr``, which is ``otherwise``: nothing that walks through jaxprs finds it.
-
-    Attributes:
-      programs: of ``function`` in each half precision; and the error of ``otherwise``, if there is no jaxpr of it.
-    """
-
-    programs: dict[jnp.dtype, _Program]
 
 
 def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) -> _Function:
@@ -60,11 +48,10 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
     says so; and where the derivative is taken before `autocast` sees it, as in ``autocast(jax.grad(fun))``. Its
     derivative is then a program like any other. `jls.diagnostics.autocast_report` says where this is so.
 
-    Only arguments are cast. An array that ``function`` uses without taking it as an argument keeps its dtype.
-
     Args:
       function: of any pytrees. It is traced once in float16 and once in bfloat16. Arguments that are no arrays
-        (Python numbers, strings, functions, `None`) are passed on as they are.
+        (Python numbers, strings, functions, `None`) are passed on as they are. Only arguments are cast, so traced
+        arrays must be arguments: parameters, too.
       otherwise: takes the same arguments, and returns arrays of the same shapes in the same structure. By default it
         is ``function``.
 
@@ -73,7 +60,7 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
 
     Raises:
       ValueError: if an argument cannot be called; when it is called, if the results of the two differ in more than the
-        precision of floats.
+        precision of floats, or if one of them uses a traced array that is no argument.
 
     Examples:
       >>> import functools, jax, jax.numpy as jnp
@@ -107,17 +94,18 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        of_otherwise = _or_error(Traced, otherwise or function, args, kwargs)
-        of_function = {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
-        made = {_FLOAT32: of_otherwise, **of_function}
-        traced = [each for each in made.values() if isinstance(each, Traced)]
-        if isinstance(of_otherwise, Exception):
+        made = {_FLOAT32: _or_error(Traced, otherwise or function, args, kwargs)}
+        made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
+        traced = {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}
+        if isinstance(error := made[_FLOAT32], Exception):
             if otherwise is not None or not traced:
-                raise of_otherwise
-            of_otherwise.add_note(f"`in_half(function={function!r})` calls it in float32 here. Give `otherwise`, too.")
-        _check_alike(made, function, otherwise or function)
-        operands, programs = _of_the_same_operands(made)
-        return traced[0].result(_primitive.bind(*operands, **_params(programs)))
+                raise error
+            error.add_note(f"`in_half(function={function!r})` calls it in float32 here. Give `otherwise`, too.")
+        _check(traced, f"`in_half(function={function!r}, otherwise={otherwise!r})`")
+        # An error without its traceback, which holds arrays: a program may be kept for long.
+        programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
+        first = next(iter(traced.values()))
+        return first.result(_bind(first.inputs, programs))
 
     return called  # type: ignore[return-value]
 
@@ -125,7 +113,8 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The results of an equation, computed in a dtype. Some may be of that dtype where the equation has float32."""
     program = _program(dtype, **eqn.params)
-    outputs = _called(program)(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
+    # A call has the line that it stands in, which operations of a library do not have.
+    outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     return [
         value if (value.dtype, variable.aval.dtype) == (dtype, _FLOAT32) else as_dtype(value, variable.aval.dtype)
         for value, variable in zip(outputs, eqn.outvars, strict=True)
@@ -133,7 +122,7 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def is_otherwise(stack: Any) -> bool:
-    """Whether a name stack says that ``otherwise`` is what is computed."""
+    """Whether a name stack says that the derivative of ``otherwise`` is computed."""
     return bool(_IN_SCOPE.search(str(stack)))
 
 
@@ -144,20 +133,21 @@ def _or_error(make: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _check_alike(made: dict[jnp.dtype, Any], function: Any, otherwise: Any) -> None:
-    """Raise a `ValueError` unless the results differ in nothing but the precision of floats."""
-    found = [
-        (each.filled([_described(aval) for aval in each.jaxpr.out_avals]), dtype)
-        for dtype, each in made.items()
-        if isinstance(each, Traced)
-    ]
-    (expected, of_first), *others = found
+def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
+    """Raise a `ValueError` unless the functions use arguments only, and return the same but for precision."""
+    for const in (const for each in traced.values() for const in each.jaxpr.consts):
+        if isinstance(const, jax.core.Tracer):
+            raise ValueError(
+                f"{name} uses a traced array, {const.aval.str_short()}, that is none of its arguments. Make it one: "
+                "only arguments are cast."
+            )
+    described = {dtype: each.filled(list(map(_described, each.jaxpr.out_avals))) for dtype, each in traced.items()}
+    (expected, of_first), *others = ((result, dtype.name) for dtype, result in described.items())
     for result, dtype in others:
         if jax.tree.flatten(result) != jax.tree.flatten(expected):
             raise ValueError(
-                f"`in_half(function={function!r}, otherwise={otherwise!r})`: `function` returns {result[0]} in "
-                f"{dtype.name}, and `otherwise` {expected[0]} in {of_first.name}. Let both return arrays of the same "
-                "shapes, in the same structure."
+                f"{name} returns {expected[0]} in {of_first}, and {result[0]} in {dtype}. Return arrays of the same "
+                "shapes, in the same structure, from both functions."
             )
 
 
@@ -166,105 +156,68 @@ def _described(aval: Any) -> str:
     return f"{'float' if is_float else aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _of_the_same_operands(made: dict[jnp.dtype, Any]) -> tuple[list[Any], dict[jnp.dtype, _Program]]:
-    """The inputs, and after them the arrays that the functions close over; and programs that take all of these."""
-    traced = [each for each in made.values() if isinstance(each, Traced)]
-    number = len(traced[0].inputs)
-    operands = [*traced[0].inputs, *(const for each in traced for const in each.jaxpr.consts)]
-    programs: dict[jnp.dtype, _Program] = {}
-    start = number
-    for dtype, each in made.items():
-        if isinstance(each, Exception):
-            # Without its traceback, which holds arrays: a program is kept for long.
-            programs[dtype] = each.with_traceback(None)
-            continue
-        own = slice(start, start := start + len(each.jaxpr.consts))
-
-        def function(*operands: Any, jaxpr: Any = each.jaxpr.jaxpr, own: slice = own) -> list[Any]:
-            return jaxpr_as_fun(ClosedJaxpr(jaxpr, operands[own]))(*operands[:number])
-
-        types = [*each.jaxpr.in_avals, *map(jax.typeof, operands[number:])]
-        programs[dtype] = each.jaxpr if len(operands) == number else jax.make_jaxpr(function)(*types)
-    return operands, programs
+def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
+    """The results. Whatever walks through jaxprs finds that of ``otherwise``, if there is one, and no other."""
+    jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
+    return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)
 
 
-def _params(programs: dict[jnp.dtype, _Program]) -> dict[str, Any]:
-    jaxpr = programs[_FLOAT32]
-    if isinstance(jaxpr, ClosedJaxpr):
-        return {"jaxpr": jaxpr, "half": _Half({dtype: programs[dtype] for dtype in _HALVES})}
-    return {"jaxpr": None, "half": _Half(programs)}
-
-
-def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, half: _Half) -> ClosedJaxpr:
+def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> ClosedJaxpr:
     """What is computed in a dtype; an error if nothing can be."""
-    program = jaxpr if dtype == _FLOAT32 and jaxpr else half.programs[dtype]
+    program = jaxpr if jaxpr and dtype == _FLOAT32 else program_in(dtype)
     if isinstance(program, Exception):
         raise program
     return program
-
-
-def _called(program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """The program as a call: from which line, that is known of the call only."""
-    return jax.jit(jaxpr_as_fun(program))
 
 
 def _otherwise(*operands: Any, **params: Any) -> list[Any]:
     return jaxpr_as_fun(_program(_FLOAT32, **params))(*operands)
 
 
-def _types(*operands: Any, jaxpr: ClosedJaxpr | None, half: _Half) -> tuple[list[Any], Any]:
+def _types(*operands: Any, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> Any:
     if jaxpr:
         return jaxpr.out_avals, jaxpr.effects
-    dtype, program = next((dtype, each) for dtype, each in half.programs.items() if isinstance(each, ClosedJaxpr))
-    widened = [aval.update(dtype=_FLOAT32) if aval.dtype == dtype else aval for aval in program.out_avals]
-    return widened, program.effects
+    half = next(dtype for dtype in _HALVES if isinstance(program_in(dtype), ClosedJaxpr))
+    types = program_in(half).out_avals
+    return [t.update(dtype=_FLOAT32) if t.dtype == half else t for t in types], program_in(half).effects
 
 
-def _batch(axis: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
-    def batched(program: _Program) -> _Program:
+def _batch(
+    axis: Any, operands: Sequence[Any], axes: Sequence[Any], jaxpr: Any, program_in: Callable[[jnp.dtype], Any]
+) -> tuple[list[Any], list[int]]:
+    names = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+
+    def batched(program: Any) -> Any:
         if isinstance(program, Exception):
             return program
-        types = [
-            jax.typeof(operand).update(dtype=aval.dtype)
-            for operand, aval in zip(operands, program.in_avals, strict=True)
-        ]
-        function = jax.vmap(
-            jaxpr_as_fun(program),
-            in_axes=tuple(axes),
-            axis_size=axis.size,
-            axis_name=axis.name,
-            spmd_axis_name=axis.spmd_name,
-        )
-        return _or_error(jax.make_jaxpr(function), *types)
+        types = [jax.typeof(x).update(dtype=aval.dtype) for x, aval in zip(operands, program.in_avals, strict=True)]
+        return _or_error(jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), tuple(axes), **names)), *types)
 
-    programs = {_FLOAT32: params["jaxpr"], **params["half"].programs}
-    outputs = _primitive.bind(*operands, **_params({dtype: batched(each) for dtype, each in programs.items()}))
+    programs = {dtype: batched(program_in(dtype)) for dtype in _HALVES}
+    outputs = _bind(operands, {_FLOAT32: batched(jaxpr or program_in(_FLOAT32)), **programs})
     return outputs, [0] * len(outputs)
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    function = _of(primals, moved, params)
-    outputs, found = jax.jvp(function, [primals[n] for n in moved], [tangents[n] for n in moved])
-    types = [jax.typeof(output).to_tangent_aval() for output in outputs]
-    return outputs, [ad.Zero(t) if t.dtype == jax.dtypes.float0 else x for x, t in zip(found, types, strict=True)]
+    return jax.jvp(_of(primals, moved, params), [primals[n] for n in moved], [tangents[n] for n in moved])
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     linear = [n for n, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
-    function = _of(operands, linear, params)
-    transposed = jax.linear_transpose(function, *(operands[n].aval for n in linear))
+    transposed = jax.linear_transpose(_of(operands, linear, params), *(operands[n].aval for n in linear))
     found = dict(zip(linear, transposed(list(map(ad.instantiate_zeros, cotangents))), strict=True))
     return [found.get(n) for n in range(len(operands))]
 
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
     """``otherwise`` as a function of some of its operands."""
+    program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:
         given = dict(zip(moved, values, strict=True))
         with jax.named_scope(_SCOPE):
-            return _called(_program(_FLOAT32, **params))(*(given.get(n, each) for n, each in enumerate(operands)))
+            return program(*(given.get(n, operand) for n, operand in enumerate(operands)))
 
     return function
 

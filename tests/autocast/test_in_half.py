@@ -310,30 +310,53 @@ def test_a_result_has_the_dtype_that_the_other_function_gives_it():
     assert jls.autocast(by_author)(W, X).dtype == by_author(W, X).dtype == jnp.bfloat16
 
 
-def test_what_the_functions_close_over_keeps_its_dtype():
-    """Traced values, too, of `jax.jit` and of `jax.vmap`."""
-    seen = set()
+def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
+    constant = np.linspace(0, 1, 32, dtype=np.float32).reshape(4, 8)
+    shifted = jls.in_half(lambda w, x: kernel(w, x) + constant, lambda w, x: reference(w, x) + constant)
+    assert_alike(jax.jit(jls.autocast(shifted))(W, X), by_hand(jnp.float16)(W, X) + constant)
+    assert_alike(shifted(W, X), reference(W, X) + constant)
 
-    @jax.jit
-    def closing_over(w, x, mask):
-        def function(x):
-            seen.add((x.dtype.name, w.dtype.name))
-            return jnp.where(mask, jnp.sin(x @ w.astype(x.dtype)), np.float16(0.5))
 
-        return jls.in_half(function, lambda x: jnp.where(mask, jnp.cos(x @ w), 0.25))(x)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w, x: jls.in_half(lambda x: x @ w)(x),
+        lambda w, x: jls.in_half(lambda x: jnp.sin(x), lambda x: x @ w)(x),
+        lambda w, x: jls.in_half(lambda x: x @ w, lambda x: jnp.sin(x))(x),
+    ],
+    ids=["both", "otherwise", "function"],
+)
+def test_a_traced_array_must_be_an_argument(call):
+    """Or it would not be cast, nor be there any more when `autocast` comes."""
+    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is none of its arguments"):
+        jax.jit(call)(W, X)
 
-    def expected(w, x, mask):
-        y = jnp.sin(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
-        return jnp.where(mask, y, 0.5)
 
-    def mapped(function):
-        return jax.vmap(function, (None, 0, 0))
+def with_integers(function):
+    def loss(w, x):
+        y, largest = function(w, x, x > 0)
+        return jnp.mean(y * largest[:, None])
 
-    for found, by_hand in ((closing_over, expected), (mapped(closing_over), mapped(expected))):
-        of_found, of_expected = (loss_of(lambda w, x, f=f: f(w, x, X > 0)) for f in (found, by_hand))
-        assert_alike(jax.value_and_grad(jls.autocast(of_found))(W, X), jax.value_and_grad(of_expected)(W, X))
-    assert_alike(closing_over(W, X, X > 0), jnp.where(X > 0, jnp.cos(X @ W), 0.25))
-    assert seen == {("float16", "float32"), ("bfloat16", "float32")}
+    return loss
+
+
+def test_derivatives_pass_by_integers():
+    def function(w, x, mask):
+        y = jnp.where(mask, jnp.sin(x @ w), 0)
+        return y, jnp.argmax(y, axis=-1)
+
+    def otherwise(w, x, mask):
+        y = jnp.where(mask, jnp.cos(x @ w), 0)
+        return y, jnp.argmax(y, axis=-1)
+
+    def hand(w, x, mask):
+        y, largest = function(w.astype(jnp.float16), x.astype(jnp.float16), mask)
+        return y.astype(jnp.float32), largest
+
+    half = with_integers(jls.in_half(function, otherwise))
+    assert_alike(jax.grad(jls.autocast(half))(W, X), jax.grad(with_integers(hand))(W, X))
+    assert_alike(jax.grad(jax.jit(half))(W, X), jax.grad(with_integers(otherwise))(W, X))
+    assert_alike(jax.jvp(half, (W, X), (W, X)), jax.jvp(with_integers(otherwise), (W, X), (W, X)))
 
 
 @pytest.mark.parametrize("above", [True, False])
@@ -430,11 +453,11 @@ def test_what_cannot_be_called_is_refused(argument):
 OTHER_RESULTS = {
     "structure": (
         lambda w, x: (reference(w, x),),
-        r"returns float\[4,8\] in float16, .*\('float\[4,8\]',\) in float32",
+        r"returns \('float\[4,8\]',\) in float32, and float\[4,8\] in float16",
     ),
-    "shape": (lambda w, x: reference(w, x).T, r"returns float\[4,8\] in float16, and `otherwise` float\[8,4\]"),
-    "kind": (lambda w, x: reference(w, x) > 0, r"`otherwise` bool\[4,8\]"),
-    "no array": (lambda w, x: 3.0, "`otherwise` 3.0"),
+    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, and float\[4,8\] in float16"),
+    "kind": (lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
+    "no array": (lambda w, x: 3.0, "returns 3.0 in float32"),
 }
 
 
@@ -445,7 +468,7 @@ def test_results_that_differ_are_refused(otherwise, message):
 
 
 def test_results_that_depend_on_the_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"float\[8\] in bfloat16, and `otherwise` float\[4,8\] in float32"):
+    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, and float\[8\] in bfloat16"):
         jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
 
 
