@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import functools
 from typing import Any
 
 import jax
@@ -18,50 +17,33 @@ import jax_lossscale as jls
 from benchmarks import cuda
 from benchmarks.gpu_program import read
 
-_KERNEL = re.compile(r'custom_call_target="__cudnn\$fmha(\w+)"')
+BLOCKS, WIDTH, HEADS, BATCH, CONTEXT = 4, 512, 8, 8, 1024
+_FORWARD, _BACKWARD = (f'custom_call_target="__cudnn$fmha{name}"' for name in ("Softmax", "SoftmaxBackward"))
 
 
-def fused(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """It refuses float32 when it is traced."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-
-
-def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """The same in any dtype, with all scores in memory."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-
-def transformer(attention: Any, dtype: Any = None, blocks: int = 4, width: int = 512, heads: int = 8) -> Any:
-    """The blocks."""
+def compiled(attention: Any, dtype: Any, *, narrow: bool) -> Any:
+    """The program of value and gradients; ``narrow``: of the loss under `autocast`."""
     import flax.linen as nn
 
-    class Blocks(nn.Module):
+    class Transformer(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            for _ in range(blocks):
-                normed = nn.LayerNorm(dtype=dtype)(x)
-                x = x + nn.MultiHeadDotProductAttention(heads, dtype=dtype, attention_fn=attention)(normed)
-                hidden = nn.gelu(nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
-                x = x + nn.Dense(width, dtype=dtype)(hidden)
+            for _ in range(BLOCKS):
+                layer = nn.MultiHeadDotProductAttention(HEADS, dtype=dtype, attention_fn=attention)
+                x = x + layer(nn.LayerNorm(dtype=dtype)(x))
+                hidden = nn.gelu(nn.Dense(4 * WIDTH, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
+                x = x + nn.Dense(WIDTH, dtype=dtype)(hidden)
             return x
 
-    return Blocks()
-
-
-def compiled(attention: Any, dtype: Any, *, narrow: bool, batch: int = 8, context: int = 1024, width: int = 512) -> Any:
-    """The text of the program of value and gradients, and the bytes of its temporaries."""
-    network = transformer(attention, dtype)
-
     def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(network.apply(params, x if dtype is None else x.astype(dtype)).astype(jnp.float32) ** 2)
+        return jnp.mean(Transformer().apply(params, x.astype(dtype or x.dtype)).astype(jnp.float32) ** 2)
 
-    x = jax.ShapeDtypeStruct((batch, context, width), jnp.float32)
-    arguments = jax.eval_shape(transformer(plain).init, jax.random.key(0), x), x
+    x = jax.ShapeDtypeStruct((BATCH, CONTEXT, WIDTH), jnp.float32)
+    params = jax.eval_shape(Transformer().init, jax.random.key(0), x.update(dtype=dtype or x.dtype))
     there = jax.sharding.SingleDeviceSharding(cuda.devices("1x1x1")[0])
-    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), (params, x))
     traced = jax.jit(jax.value_and_grad(jls.autocast(loss) if narrow else loss)).trace(*placed)
-    program = traced.lower(lowering_platforms=("cuda",)).compile()
-    return program.as_text(), program.memory_analysis().temp_size_in_bytes
+    return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def main() -> None:
@@ -69,21 +51,23 @@ def main() -> None:
     cuda.start()
     from jax._src.cudnn import fused_attention_stablehlo
 
-    # Asked of the library, which need not be there: that of CUDA 12.9.
-    fused_attention_stablehlo.check_cudnn_version = lambda: 91000
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91000  # else JAX asks cuDNN, which need not be there
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    fused = functools.partial(plain, implementation="cudnn")
     ways = {
         "float32": (plain, None, False),
-        "float16 by hand": (plain, jnp.float16, False),
-        "float16 by hand, cuDNN's attention": (fused, jnp.float16, False),
+        "by hand": (plain, jnp.float16, False),
+        "by hand, cuDNN": (fused, jnp.float16, False),
         "autocast": (plain, None, True),
-        "autocast, in_half(cuDNN's attention)": (jls.in_half(fused, plain), None, True),
+        "autocast, in_half(cuDNN)": (jls.in_half(fused, plain), None, True),
     }
     for name, (attention, dtype, narrow) in ways.items():
-        text, temporaries = compiled(attention, dtype, narrow=narrow)
-        kernels = ", ".join(f"{n} {kernel}" for kernel, n in sorted(Counter(_KERNEL.findall(text)).items()))
+        program = compiled(attention, dtype, narrow=narrow)
+        text, temporaries = program.as_text(), program.memory_analysis().temp_size_in_bytes
         moved = read(text, 0, temporaries)
         print(
-            f"{name:38} {temporaries / 2**20:7.0f} MiB {moved.bytes / 2**30:6.2f} GiB {len(moved.kernels):4} {kernels}"
+            f"{name:24} {temporaries / 2**20:5.0f} MiB of temporaries, {len(moved.kernels)} kernels, "
+            f"{moved.bytes / 2**30:.1f} GiB moved; cuDNN's: {text.count(_FORWARD)}, backward {text.count(_BACKWARD)}"
         )
 
 

@@ -173,7 +173,7 @@ class Planner:
         """Why `in_half` computes its other function; "" if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:
-            return _said_by(rule) if rule.precision == "wide" else ""
+            return _said_by(rule) if rule.precision != "narrow" else ""
         return _KEPT if _is_kept_float32(eqn, around) else ""
 
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: set[Name], constants: Constants) -> str:

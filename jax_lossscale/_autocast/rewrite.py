@@ -182,10 +182,11 @@ class _Evaluation:
             return self.call(position, step, inputs)
         if decision.kind is Kind.MOVE:
             return self.move(step, inputs)
-        if eqn.primitive.name == IN_HALF and decision.is_narrow:
+        is_in_half = eqn.primitive.name == IN_HALF
+        if is_in_half and decision.is_narrow and self.body.measured is None:
             return results_in(self.dtype, eqn, inputs)
         inputs = [self.narrowed(value) for value in inputs] if decision.is_narrow else declared(inputs, eqn.invars)
-        if not (decision.is_narrow and "preferred_element_type" in eqn.params):
+        if not (decision.is_narrow and (is_in_half or "preferred_element_type" in eqn.params)):
             return bind_here(eqn, inputs, eqn.params)
         if self.body.measured is not None:
             return self.body.measured(eqn, (*self.body.within, *step.within), inputs)

@@ -211,12 +211,13 @@ def test_inside_keep_float32_it_is_the_other_function(below):
 
 
 @pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
-def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule):
+@pytest.mark.parametrize("precision", ["wide", "wide_result"])
+def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precision):
     def loss(w, x):
         with jax.named_scope("attention"):
             return loss_of(either)(w, x)
 
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", **rule)])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, **rule)])
     found = jax.value_and_grad(jls.autocast(loss, policy=policy))(W, X)
     assert_alike(found, jax.value_and_grad(loss_of(reference))(W, X))
 
@@ -441,6 +442,11 @@ def test_a_function_may_be_for_one_dtype_only():
         jls.autocast(half)(X, W)
 
 
+def test_a_program_that_is_kept_holds_none_of_the_arrays_that_an_error_met():
+    [eqn] = jax.make_jaxpr(kernel_only)(W, X).eqns
+    assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
+
+
 # Bad input.
 
 
@@ -472,10 +478,9 @@ def test_results_that_depend_on_the_dtype_are_refused():
         jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
 
 
-@pytest.mark.parametrize("function", [kernel, lambda w, x: x @ w])
-def test_an_error_of_the_other_function_comes_at_once(function):
+def test_an_error_of_the_other_function_comes_at_once():
     with pytest.raises(TypeError, match="dot_general"):
-        jax.eval_shape(jls.in_half(function, reference), W, X[:, :3])
+        jax.eval_shape(jls.autocast(jls.in_half(kernel, lambda w, x: x @ w[:3])), W, X)
 
 
 def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
