@@ -17,7 +17,7 @@ from reading import distance, equations, product_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import autocast_report
+from jax_lossscale.diagnostics import autocast_report, in_precision
 
 HALVES = (jnp.float16, jnp.bfloat16)
 
@@ -304,6 +304,19 @@ def test_a_result_that_the_function_returns_in_float32_is_not_rounded():
 
     expected = function(W.astype(jnp.float16), X.astype(jnp.float16))
     np.testing.assert_array_equal(jls.autocast(jls.in_half(function))(W, X), expected)
+
+
+def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_narrow_product():
+    half = jls.in_half(lambda w, x: (x @ w).astype(jnp.bfloat16), reference)
+    assert set(product_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
+
+
+def test_in_precision_finds_the_other_function():
+    def cast(w, x):
+        return jls.in_half(kernel, reference)(w.astype(jnp.float16), x.astype(jnp.float16))
+
+    w, x = (each.astype(jnp.float16).astype(jnp.float32) for each in (W, X))
+    np.testing.assert_allclose(in_precision(cast)(w, x), reference(w, x), rtol=1e-6)
 
 
 def test_a_result_has_the_dtype_that_the_other_function_gives_it():
