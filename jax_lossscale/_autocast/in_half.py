@@ -91,10 +91,11 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
     check_function(function, "in_half(function=...)")
     if otherwise is not None:
         check_function(otherwise, "in_half(otherwise=...)")
+    by_default = function if otherwise is None else otherwise
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        made = {_FLOAT32: _or_error(Traced, otherwise or function, args, kwargs)}
+        made = {_FLOAT32: _or_error(Traced, by_default, args, kwargs)}
         made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
         traced = {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}
         if isinstance(error := made[_FLOAT32], Exception):
