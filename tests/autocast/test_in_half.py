@@ -248,14 +248,17 @@ DIFFERENTIATED = {
     ),
     "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
     "hessian": lambda f: lambda w, x: jax.hessian(lambda b: loss_of(f)(w, x + b))(jnp.zeros((1, 8))),
-    "linear_transpose": lambda f: lambda w, x: jax.linear_transpose(lambda x: linear(f)(w, x), x)(x),
+    "linear_transpose": lambda f: lambda w, x: jax.linear_transpose(lambda x: linear(f)(w, x)[0], x)(x),
 }
 
 
 def linear(function):
-    """One that can be transposed; of which the first function cannot."""
-    other = lambda w, x: x @ w  # noqa: E731
-    return other if function is reference else jls.in_half(lambda w, x: x @ w + 1, other)
+    """One that can be transposed; of which the first function cannot. Of its results one is not used."""
+
+    def other(w, x):
+        return x @ w, 2 * x
+
+    return other if function is reference else jls.in_half(lambda w, x: (x @ w + 1, x), other)
 
 
 @pytest.mark.parametrize("derivative", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
