@@ -418,6 +418,7 @@ def test_effects_take_place_once(narrow, capfd):
     half = jls.in_half(told(kernel), told(reference))
     jax.jit(jls.autocast(half) if narrow else half)(W, X).block_until_ready()
     jax.effects_barrier()
+    assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
     assert capfd.readouterr().out == f"{'kernel' if narrow else 'reference'} is told\n"
 
 
@@ -453,6 +454,7 @@ def test_a_function_may_be_for_one_dtype_only():
         return w @ x
 
     half = jls.in_half(function, jnp.matmul)
+    assert jls.autocast(jls.in_half(function), jnp.bfloat16)(X, W).dtype == jnp.float32
     assert jls.autocast(half, jnp.bfloat16)(X, W).shape == half(X, W).shape == (4, 8)
     with pytest.raises(AssertionError, match="bfloat16 only"):
         jls.autocast(half)(X, W)
@@ -509,10 +511,12 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
 
 
 def test_the_report_counts_the_products_of_the_function():
-    report = autocast_report(loss_of(jls.in_half(jnp.matmul, lambda w, x: (w @ x) @ jnp.eye(8))), X, W)
+    half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
+    report = autocast_report(loss_of(half), X, W)
     assert report.facts == "Matrix products and convolutions: 2 of 2 in float16."
-    assert report.not_in_half == ()
     assert all("test_in_half.py:" in each.source for each in report.products)
+    beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
+    assert report.not_in_half == beside_a_wide_one.not_in_half == ()
 
 
 HERE = "test_in_half.py:"
@@ -525,6 +529,11 @@ REPORTED = {
     ),
     "differentiated before": (
         lambda w, x: jnp.sum(jax.grad(loss_of(either), 1)(w, x) ** 2),
+        None,
+        "differentiated before `autocast`",
+    ),
+    "differentiated before, of a library": (
+        lambda w, x: jnp.sum(jax.grad(loss_of(jls.in_half(jnp.multiply)))(w, w) ** 2),
         None,
         "differentiated before `autocast`",
     ),
