@@ -461,7 +461,7 @@ def test_a_function_may_be_for_one_dtype_only():
 
 
 def test_a_program_that_is_kept_holds_none_of_the_arrays_that_an_error_met():
-    [eqn] = jax.make_jaxpr(kernel_only)(W, X).eqns
+    [eqn] = jax.make_jaxpr(jls.in_half(kernel))(W, X).eqns
     assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
 
 
