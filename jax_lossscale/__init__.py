@@ -1,7 +1,7 @@
 """Mixed precision for JAX and optax: computing in float16, and loss scaling."""
 
 from jax_lossscale import diagnostics, plotting
-from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, keep_float32
+from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32
 from jax_lossscale._gradients import (
     AccumulatedGradients,
     accumulate_gradients,
@@ -53,6 +53,7 @@ __all__ = [
     "diagnostics",
     "get",
     "get_loss_scale",
+    "in_half",
     "keep_float32",
     "loss_scale_for",
     "loss_scaled",

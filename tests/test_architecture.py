@@ -156,7 +156,7 @@ CONTRACT = {
     "LossScale FixedLossScale NoOpLossScale DynamicLossScale AutoLossScale get serialize loss_scale_for",
     "value_and_scaled_grad scaled_grad scale_gradient unscale_gradient accumulate_gradients AccumulatedGradients",
     "loss_scaled LossScaledState LossScaledTransformation BadStep get_loss_scale metrics raise_if_stuck",
-    "autocast keep_float32 PrecisionPolicy PrecisionRule",
+    "autocast in_half keep_float32 PrecisionPolicy PrecisionRule",
     "all_finite select_tree cast_floating",
     "__version__",
 }

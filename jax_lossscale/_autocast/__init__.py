@@ -1,6 +1,7 @@
 """Computing in half precision: a function written for float32, rewritten so that its products are narrow."""
 
+from jax_lossscale._autocast.in_half import in_half
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, keep_float32
 from jax_lossscale._autocast.transform import autocast
 
-__all__ = ["PrecisionPolicy", "PrecisionRule", "autocast", "keep_float32"]
+__all__ = ["PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"]

@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     CHOICE = enum.auto()  # which follows its operands as a move does, and whose derivative asks for a mask
     SOFTMAX = enum.auto()
     CALL = enum.auto()  # of jaxprs that are rewritten
+    IN_HALF = enum.auto()  # of a function that is for half precision
     OTHER = enum.auto()
 
 

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import Constants, Known
 from jax_lossscale._autocast.cut import Asked, Cut
+from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule
@@ -113,6 +114,8 @@ class Planner:
 
     def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
         """Of each result of a step, whether it comes out narrow."""
+        if decision.kind is Kind.IN_HALF and decision.is_narrow:
+            return gives_half(self.dtype, step.eqn)
         if decision.kind not in FOLLOWING:
             is_narrow = decision.kind is Kind.SOFTMAX or (decision.is_narrow and not decision.has_wide_result)
             return [is_narrow] * len(step.outputs)

@@ -30,7 +30,8 @@ class PrecisionRule:
 
     Args:
       precision: ``"narrow"``: in the dtype of `autocast`. ``"wide"``: in float32. ``"wide_result"``, for matrix
-        products and convolutions: narrow operands, a float32 result.
+        products and convolutions: narrow operands, a float32 result. For `in_half`, ``"wide"`` and ``"wide_result"``
+        both mean ``otherwise``.
       layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.

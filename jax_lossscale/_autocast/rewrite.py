@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import keeps, kept, with_rounded_cotangent
 from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, Kind, Plan, taken_narrow
 from jax_lossscale._autocast.planner import Planner
@@ -110,7 +111,9 @@ class Rewriting:
             return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
         if eqn.primitive.name == "convert_element_type" and decision.kind in FOLLOWING:  # No longer weakly typed.
             return [jax.lax.convert_element_type(inputs[0], getattr(inputs[0], "dtype", _FLOAT32))]
-        if not (decision.is_narrow and decision.kind is Kind.PRODUCT):
+        if decision.kind is Kind.IN_HALF and decision.is_narrow and self.measured is None:
+            return results_in(self.dtype, eqn, inputs)
+        if not (decision.is_narrow and decision.kind in (Kind.PRODUCT, Kind.IN_HALF)):
             outputs = bind_here(eqn, inputs, eqn.params)
             is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
             return [with_rounded_cotangent(each, self.dtype) for each in outputs] if is_rounding else outputs

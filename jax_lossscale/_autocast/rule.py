@@ -18,12 +18,20 @@ from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import LOOPS, REMAT, inside
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of
 from jax_lossscale._program.place import place_within
-from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, COMPUTED_ONCE, MOVES_BETWEEN_DEVICES, is_product
+from jax_lossscale._program.primitives import (
+    ALL_MOVES,
+    CHOICES,
+    COMPUTED_ONCE,
+    IN_HALF,
+    MOVES_BETWEEN_DEVICES,
+    is_product,
+)
 
 # What goes into these and comes out may be of any dtype; of the others it is as declared, but for what a scan takes
 # apart and stacks. A function with a rule of its own takes anything, too, and gives what it declares, as its rule does.
 OF_ANY_DTYPE = ("cond", "shard_map", *REMAT)
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+_KEPT = "inside `keep_float32`"
 REWRITTEN = {*OF_ANY_DTYPE, *WITH_A_RULE, *LOOPS, "jit", "linear_call", "pjit"}
 
 
@@ -48,6 +56,9 @@ class Rule:
         follows = self._follows(eqn)
         if name in REWRITTEN and follows is None:
             return Decision(Kind.CALL, is_alone=True)
+        if name == IN_HALF:
+            reason = self._reason_for_otherwise(eqn, around)
+            return Decision(Kind.IN_HALF, is_alone=True, is_narrow=not reason, reason=reason)
         is_costly = name in COMPUTED_ONCE
         if has_effects(eqn) or (follows is None and (is_costly or any(map(jaxprs_of, eqn.params.values())))):
             return Decision(Kind.OTHER, is_alone=True)
@@ -62,16 +73,23 @@ class Rule:
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
         if rule is not None:
             has_wide_result = rule.precision == "wide_result"
-            reason = f"a rule of the policy: {rule!r}" if wide_by_rule or has_wide_result else ""
+            reason = _said_by(rule) if wide_by_rule or has_wide_result else ""
             return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
+    def _reason_for_otherwise(self, eqn: Any, around: tuple[Any, ...]) -> str:
+        """Why `in_half` computes its other function; "" if it does not."""
+        rule = self._rule(eqn, around)
+        if rule is not None:
+            return _said_by(rule) if rule.precision != "narrow" else ""
+        return _KEPT if _is_kept(eqn, around) else ""
+
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> str:
         """Why a product of float32 arrays stays one; "" if it does not."""
         eqn = step.eqn
-        if any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn)):
-            return "inside `keep_float32`"
+        if _is_kept(eqn, around):
+            return _KEPT
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
@@ -140,6 +158,14 @@ class Rule:
                 self.matched.add(rule)
                 return rule
         return None
+
+
+def _said_by(rule: PrecisionRule) -> str:
+    return f"a rule of the policy: {rule!r}"
+
+
+def _is_kept(eqn: Any, around: tuple[Any, ...]) -> bool:
+    return any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn))
 
 
 def is_float32(aval: Any) -> bool:

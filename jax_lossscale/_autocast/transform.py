@@ -43,7 +43,8 @@ def autocast(
 
     Only float32 is touched: integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
-    computed as they are written. `jls.diagnostics.autocast_report` tells what became of each product, and why.
+    computed as they are written; with `in_half`, a kernel that takes 16 bits only gets them.
+    `jls.diagnostics.autocast_report` tells what became of each product, and why.
 
     It is a rewriting of the program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
     `jax.export` on either side. ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:

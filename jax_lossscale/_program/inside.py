@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.jaxpr import bind_here
+from jax_lossscale._program.primitives import IN_HALF
 
 # They compute their jaxpr, and no more. `jax.jit` is "pjit" before jax 0.8.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -92,6 +93,11 @@ def _called(*names: str) -> Callable[[Any], Inside]:
     return rule
 
 
+def _in_half(eqn: Any) -> Inside:
+    """What is computed without `autocast`, if there is anything."""
+    return _called("jaxpr")(eqn) if eqn.params["jaxpr"] else Inside(())
+
+
 def _scan(eqn: Any) -> Inside:
     params, number = eqn.params, len(eqn.invars)
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
@@ -131,6 +137,7 @@ _RULES: dict[str, Callable[[Any], Inside]] = {
     **dict.fromkeys(("custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr"), _called("fun_jaxpr")),
     "custom_vmap_call": _called("call"),
     "linear_call": _called("callee"),
+    IN_HALF: _in_half,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -25,9 +25,12 @@ class Traced:
       jaxpr: the `ClosedJaxpr`, from ``inputs`` to the leaves of the result.
       inputs: the arrays among the leaves of the arguments.
       positions: which of the leaves these are.
+
+    Args:
+      dtype: what the function gets instead of float32, if it is not to be traced with the arrays as they are.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
         leaves, self._objects, made_anew = nnx_objects.flattened((args, kwargs))
         self.positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
         self.inputs = [leaves[position] for position in positions]
@@ -46,18 +49,23 @@ class Traced:
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
 
-        self.jaxpr = jax.make_jaxpr(of_inputs)(*self.inputs)
+        types = self.inputs if dtype is None else [_with_dtype(jax.typeof(each), dtype) for each in self.inputs]
+        self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
         """The inputs for other arguments of the same structure."""
         leaves, *_ = nnx_objects.flattened((args, kwargs))
         return [leaves[position] for position in self.positions]
 
-    def result(self, outputs: Sequence[Any]) -> Any:
-        """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
+    def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """What the function would return for these outputs of the jaxpr, and what it changes in arguments."""
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
-        result, changed = jax.tree.unflatten(self._structure, leaves)
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
+        result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
 
@@ -72,6 +80,10 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             f"The function changes an nnx module or variable that is none of its arguments ({error}). "
             "Make the module an argument of the function instead of closing over it."
         ) from error
+
+
+def _with_dtype(aval: Any, dtype: Any) -> Any:
+    return aval.update(dtype=dtype) if aval.dtype == np.float32 else aval
 
 
 def _is_array(leaf: Any) -> bool:

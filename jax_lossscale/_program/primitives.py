@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-WIDE_PRODUCT, KEPT, ROUNDED_COTANGENT = "wide_product", "kept", "rounded_cotangent"  # those of `autocast`
+# Those of `autocast`.
+WIDE_PRODUCT, KEPT, ROUNDED_COTANGENT, IN_HALF = "wide_product", "kept", "rounded_cotangent", "in_half"
 
 
 def _names(words: str) -> frozenset[str]:

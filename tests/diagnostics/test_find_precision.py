@@ -1,5 +1,6 @@
 """Which products must not be narrow, found for each planted fault, and for nothing in healthy networks."""
 
+import functools
 import importlib.util
 import json
 import re
@@ -213,6 +214,27 @@ def test_a_wish_of_the_author_stays():
         return jnp.mean(jnp.tanh(y) @ weights[1])
 
     assert find_precision(loss, WEIGHTS, X).rules == ()
+
+
+def with_a_kernel(weights, x, large=1.0):
+    y = jax.jit(jls.in_half(jnp.matmul))(x, weights[0])
+    with jax.named_scope("energy"):
+        energy = jls.in_half(jnp.matmul)(large * x * x, large * weights[0] ** 2)
+    return jnp.mean(jnp.tanh(y) @ weights[1]) + jnp.mean(jnp.log(energy))
+
+
+def test_a_function_in_half_stays_where_it_is_right():
+    policy = find_precision(with_a_kernel, WEIGHTS, X)
+    assert policy.rules == ()
+    assert error(with_a_kernel, (WEIGHTS, X), policy) < 0.01
+
+
+def test_a_function_in_half_is_told_where_it_is_wrong():
+    loss = functools.partial(with_a_kernel, large=300.0)
+    policy = find_precision(loss, WEIGHTS, X)
+    assert [(rule.operation, rule.layer) for rule in policy.rules] == [("in_half", "energy")]
+    assert "reaches" in policy.rules[0].reason
+    assert error(loss, (WEIGHTS, X), policy) < 0.01
 
 
 def test_gradients_that_cannot_be_differentiated_again():

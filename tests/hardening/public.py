@@ -116,6 +116,7 @@ ROWS = {
             },
         ),
         "autocast": ({"fun": loss}, {"fun": FUNCTION, "dtype": (*DTYPE, jnp.complex64), "policy": POLICY}),
+        "in_half": ({"function": loss}, {"function": FUNCTION, "otherwise": OPTIONAL_FUNCTION}),
         "keep_float32": ({"function": loss}, {"function": OPTIONAL_FUNCTION}),
         "AccumulatedGradients": ({}, dict.fromkeys(jls.AccumulatedGradients._fields, JUST_STORED)),
         "BadStep": ({}, dict.fromkeys(jls.BadStep._fields, JUST_STORED)),

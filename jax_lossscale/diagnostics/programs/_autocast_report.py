@@ -19,7 +19,14 @@ from jax_lossscale.diagnostics._report import Report, percent
 from jax_lossscale.diagnostics.programs._arguments import faults_of
 from jax_lossscale.diagnostics.programs._facts import names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
-from jax_lossscale.diagnostics.programs._operations import OperationPrecision, bytes_kept, casts, opaque, operations
+from jax_lossscale.diagnostics.programs._operations import (
+    OperationPrecision,
+    bytes_kept,
+    casts,
+    not_in_half,
+    opaque,
+    operations,
+)
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
@@ -40,6 +47,7 @@ class AutocastReport(Report[OperationPrecision]):
       casts: how many casts between floating dtypes value and gradient hold with `autocast`.
       not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
       arguments: what is wrong with the arguments themselves, a sentence each.
+      not_in_half: where ``otherwise`` of an `in_half` is computed: the lines, and why.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -49,6 +57,7 @@ class AutocastReport(Report[OperationPrecision]):
     casts: int
     not_followed: tuple[str, ...]
     arguments: tuple[str, ...] = ()
+    not_in_half: tuple[str, ...] = ()
 
     _name_columns: ClassVar[int] = 5
 
@@ -101,6 +110,8 @@ class AutocastReport(Report[OperationPrecision]):
         notes += self.arguments
         if self.not_followed:
             notes.append(f"Not followed: {', '.join(self.not_followed)}.")
+        if self.not_in_half:
+            notes.append(f"`otherwise` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
         return notes
 
 
@@ -179,6 +190,7 @@ def autocast_report(
         casts=casts(program),
         not_followed=tuple(opaque(program)),
         arguments=faults_of(names_of_leaves(fun, chosen, kwargs), chosen, kwargs, dtype).nan,
+        not_in_half=tuple(not_in_half(Traced(of_leaves, chosen, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 
 

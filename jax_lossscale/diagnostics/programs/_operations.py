@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
+from jax_lossscale._autocast.in_half import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
-from jax_lossscale._program.primitives import ALL_MOVES, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT
+from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT
 
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
@@ -124,6 +125,23 @@ def opaque(program: Jaxpr) -> list[str]:
     return list(dict.fromkeys(f"{name} ({at})" for name, at in found if name in OPAQUE or name not in KNOWN | HOLDING))
 
 
+def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[str]:
+    """Where the other function of an `in_half` is computed, and why.
+
+    Args:
+      program: the program without `autocast`.
+      exceptions: what `autocast` left wide, each by the equations that it lies in, and why.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for path, reason in exceptions:
+        if path[-1].primitive.name == IN_HALF:
+            found.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
+    for met in _walked(program):
+        if is_otherwise(met.place.stack):
+            found.setdefault("differentiated before `autocast`", {})[met.place.source] = None
+    return [f"{', '.join(sources)} ({reason})" for reason, sources in found.items()]
+
+
 def bytes_kept(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: Any, has_aux: bool
 ) -> int:
@@ -165,6 +183,8 @@ def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
     for eqn in met.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which is computed as it was"
+    if is_otherwise(met.place.stack):
+        return "in `otherwise` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)
     return f"made by differentiating what is computed in {met.eqn.outvars[0].aval.dtype.name}"

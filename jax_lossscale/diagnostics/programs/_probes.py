@@ -23,7 +23,7 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.jaxpr import Traced, bind, bind_primitive, jaxprs_of
+from jax_lossscale._program.jaxpr import Traced, bind, bind_here, jaxprs_of
 from jax_lossscale._program.place import Place, place_within
 from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
@@ -45,7 +45,7 @@ Measured: TypeAlias = dict[Key, jax.Array]  # float32[2]: the fields of `Statist
 
 
 class ProductSite(NamedTuple):
-    """Products that no rule of a policy can tell apart."""
+    """Products, or calls of `in_half`, that no rule of a policy can tell apart."""
 
     operation: str
     place: Place  # of which rules know the layer, the source and the lines, and the rest is empty
@@ -78,11 +78,14 @@ class Probes:
         site = ProductSite(eqn.primitive.name, known)
         number = self.sites.setdefault(site, len(self.sites))
         self.equations.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
-        left, right, *others = operands
-        left, right = _probe(left, number, LEFT), _probe(right, number, RIGHT)
+        operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]
         # Else a GPU would round operands that are meant to be exact.
-        params = {**eqn.params, "precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
-        return [_probe(bind_primitive(eqn.primitive, [left, right, *others], params), number, RESULT)]
+        exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if "precision" in eqn.params else {}
+        return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
+
+
+def _probe_float(value: Any, site: int, role: int) -> Any:
+    return _probe(value, site, role) if value.dtype == jnp.float32 else value
 
 
 _probe_primitive = Primitive("probe")

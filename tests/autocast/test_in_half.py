@@ -1,0 +1,620 @@
+"""`in_half`: which of its two functions is computed, in which dtype, below and above every transformation.
+
+One is a sine, the other a cosine, so that a number tells which of them it is.
+"""
+
+import chex
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from any_jax import pcast
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from reading import distance, equations, product_dtypes
+from small_programs import W, X
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import autocast_report, in_precision
+
+HALVES = (jnp.float16, jnp.bfloat16)
+
+
+@jax.custom_vjp
+def kernel(w, x):
+    """For 16 bits only, and with a derivative of its own: three times the true one."""
+    assert {w.dtype, x.dtype} <= {*map(jnp.dtype, HALVES)}, "16 bits only"
+    return jnp.sin(x @ w)
+
+
+def kernel_backward(kept, cotangent):
+    w, x = kept
+    of_product = 3 * cotangent * jnp.cos(x @ w)
+    return x.T @ of_product, of_product @ w.T
+
+
+kernel.defvjp(lambda w, x: (kernel(w, x), (w, x)), kernel_backward)
+
+
+def reference(w, x):
+    return jnp.cos(x @ w)
+
+
+def by_hand(dtype, function=kernel):
+    """What `autocast` should make of `either`, written out."""
+    return lambda w, x: function(w.astype(dtype), x.astype(dtype)).astype(jnp.float32)
+
+
+either = jls.in_half(kernel, reference)
+kernel_only = jls.in_half(kernel)
+jitted_once = jax.jit(either)  # by every test, with `autocast` and without
+
+
+def shard_mapped(function, axes, **options):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=(P(), P("data")), out_specs=axes, **options)
+
+
+def in_a_loop(function):
+    def looped(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: x + function(w, x), x)
+
+    return looped
+
+
+def in_while(function):
+    def looped(w, x):
+        w, x = jax.lax.stop_gradient((w, x))
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 30, lambda x: x + 1 + function(w, x), x)
+
+    return looped
+
+
+def in_cond(function):
+    return lambda w, x: jax.lax.cond(jnp.sum(x) < 1e6, function, lambda w, x: x, w, x)
+
+
+def with_its_own_rule(function):
+    @jax.custom_jvp
+    def ruled(w, x):
+        return function(w, x)
+
+    ruled.defjvp(lambda primals, tangents: (function(*primals), function(*primals) * tangents[1]))
+    return ruled
+
+
+def of_one_row(function, **options):
+    """For one row of ``x``."""
+    return lambda w, x: function(w, x[None], **options)[0]
+
+
+class Layer(eqx.Module):
+    """As equinox writes one: for one example, and mapped by the user."""
+
+    weight: jax.Array
+    function: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return of_one_row(self.function)(self.weight, x)
+
+
+# What lies around the call before `autocast` comes: from a function of W and X, another one.
+BELOW = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "jit, traced before": lambda f: jitted_once if f is either else f,
+    "vmap": lambda f: jax.vmap(of_one_row(f), (None, 0)),
+    "vmap of another axis": lambda f: lambda w, x: jax.vmap(of_one_row(f), (None, 1), 1)(w, x.T).T,
+    "vmap of both": lambda f: lambda w, x: jax.vmap(f)(jnp.stack([w, w.T]), jnp.stack([x, 2 * x])),
+    "vmap of vmap": lambda f: jax.vmap(lambda w, x: jax.vmap(of_one_row(f), (None, 0))(w, x[None])[0], (None, 0)),
+    "vmap in jit in vmap": lambda f: (
+        lambda w, x: jax.vmap(jax.jit(jax.vmap(of_one_row(f), (None, 0))), (0, None))(jnp.stack([w, w.T]), x)
+    ),
+    "scan": lambda f: lambda w, x: jax.lax.scan(lambda x, w: (x + f(w, x), f(w, x)), x, jnp.stack([w, w.T])),
+    "fori": in_a_loop,
+    "while": in_while,
+    "cond": in_cond,
+    "remat": jax.checkpoint,
+    "remat in scan": lambda f: (
+        lambda w, x: jax.lax.scan(jax.checkpoint(lambda x, w: (x + f(w, x), None)), x, jnp.stack([w, w.T]))
+    ),
+    "shard_map": lambda f: shard_mapped(lambda w, x: f(pcast(w, "data", to="varying"), x), P("data")),
+    "shard_map, unchecked": lambda f: shard_mapped(f, P("data"), check_vma=False),
+    "custom_jvp": with_its_own_rule,
+    "equinox": lambda f: lambda w, x: jax.vmap(Layer(w, f))(x),
+    "autocast": lambda f: jls.autocast(f) if f is either else f,
+}
+# What lies around `autocast`.
+ABOVE = {
+    "jit": lambda f: jax.jit(f)(W, X),
+    "value and grad": lambda f: jax.value_and_grad(f, (0, 1))(W, X),
+    "jit of grad": lambda f: jax.jit(jax.grad(f))(W, X),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0))(W, jnp.stack([X, X + 1])),
+    "grad of remat": lambda f: jax.grad(jax.checkpoint(f))(W, X),
+    "value and scaled grad": lambda f: jls.value_and_scaled_grad(f, 2.0**10)(W, X),
+    "autocast": lambda f: jax.grad(jls.autocast(f))(W, X),
+}
+
+
+def loss_of(function):
+    def loss(w, x):
+        return sum(jnp.mean(jnp.square(each - 0.5)) for each in jax.tree.leaves(function(w, x)))
+
+    return loss
+
+
+def assert_alike(found, expected):
+    """But for the order of float32 sums: far below the difference between a sine in 16 bits and in 32."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("below", BELOW.values(), ids=BELOW)
+def test_under_autocast_it_is_the_function_cast_by_hand(below):
+    check_under_autocast(below, ABOVE["value and grad"])
+
+
+@pytest.mark.parametrize("below", ["nothing", "scan", "vmap in jit in vmap"])
+@pytest.mark.parametrize("above", ABOVE.values(), ids=ABOVE)
+def test_and_so_it_is_in_what_is_made_of_that(below, above):
+    check_under_autocast(BELOW[below], above)
+
+
+def check_under_autocast(below, above):
+    assert_alike(above(jls.autocast(loss_of(below(either)))), above(loss_of(below(by_hand(jnp.float16)))))
+
+
+@pytest.mark.parametrize("below", BELOW.values(), ids=BELOW)
+def test_without_autocast_it_is_the_other_function(below):
+    if below is not BELOW["autocast"]:
+        assert_alike(loss_of(below(either))(W, X), loss_of(below(reference))(W, X))
+
+
+def test_in_bfloat16():
+    found = jax.value_and_grad(jls.autocast(loss_of(either), jnp.bfloat16), (0, 1))(W, X)
+    assert_alike(found, jax.value_and_grad(loss_of(by_hand(jnp.bfloat16)), (0, 1))(W, X))
+
+
+def test_what_is_narrow_already_is_not_cast_again():
+    """Neither the product that goes in, nor the result that goes on into a product."""
+    program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
+    casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
+    assert [eqn.params["new_dtype"].name for eqn in casts] == ["float16"] * 3 + ["float32"]
+
+
+def test_the_derivative_of_the_function_keeps_nothing_in_float32():
+    @jls.autocast
+    def loss(w, x):
+        return loss_of(either)(jnp.sin(w), jnp.sin(x))
+
+    kept = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(loss, w, x)[1]))(W, X)
+    there = {*kept.jaxpr.invars}
+    assert {atom.aval.dtype.name for atom in kept.jaxpr.outvars if atom not in there} == {"float16"}
+
+
+# Where the other function is computed, under `autocast`.
+
+WIDE_BY_A_RULE = {
+    "operation": {"operation": "in_half"},
+    "layer": {"layer": "attention"},
+    "line": {"source": "test_in_half.py:*"},
+}
+
+
+@pytest.mark.parametrize("below", ["nothing", "jit", "vmap in jit in vmap", "scan", "remat"])
+def test_inside_keep_float32_it_is_the_other_function(below):
+    kept = jls.keep_float32(BELOW[below](either))
+    expected = jax.value_and_grad(loss_of(BELOW[below](reference)))(W, X)
+    assert_alike(jax.value_and_grad(jls.autocast(loss_of(kept)))(W, X), expected)
+
+
+@pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
+@pytest.mark.parametrize("precision", ["wide", "wide_result"])
+def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precision):
+    def loss(w, x):
+        with jax.named_scope("attention"):
+            return loss_of(either)(w, x)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, **rule)])
+    found = jax.value_and_grad(jls.autocast(loss, policy=policy))(W, X)
+    assert_alike(found, jax.value_and_grad(loss_of(reference))(W, X))
+
+
+@pytest.mark.parametrize("rule", [("narrow", {}), ("wide", {"layer": "head"}), ("wide", {"operation": "dot_general"})])
+def test_other_rules_do_not_ask_for_the_other_function(rule):
+    precision, patterns = rule
+    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("wide", operation="add")])
+
+    def loss(w, x):
+        with jax.named_scope("head"):
+            x = x + 1
+        x = x @ w
+        with jls.keep_float32() if precision == "narrow" else jax.named_scope("attention"):
+            return loss_of(either)(w, x)
+
+    numbers = {each.dtype for each in autocast_report(loss, W, X, policy=policy) if each.operation == "sin"}
+    assert numbers == {"float16"}
+
+
+# The derivative is taken first: it is that of the other function, which `autocast` then treats like any other.
+DIFFERENTIATED = {
+    "grad": lambda f: jax.grad(loss_of(f), (0, 1)),
+    "grad of jit": lambda f: jax.grad(jax.jit(loss_of(f))),
+    "grad of vmap": lambda f: jax.grad(loss_of(BELOW["vmap"](f))),
+    "grad in scan": lambda f: (
+        lambda w, x: jax.lax.scan(lambda x, w: (jax.grad(loss_of(f), 1)(w, x), None), x, jnp.stack([w, w.T]))
+    ),
+    "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
+    "hessian": lambda f: lambda w, x: jax.hessian(lambda b: loss_of(f)(w, x + b))(jnp.zeros((1, 8))),
+    "linear_transpose": lambda f: lambda w, x: jax.linear_transpose(lambda x: linear(f)(w, x)[0], x)(x),
+}
+
+
+def linear(function):
+    """One that can be transposed; of which the first function cannot. Of its results one is not used."""
+
+    def other(w, x):
+        return x @ w, 2 * x
+
+    return other if function is reference else jls.in_half(lambda w, x: (x @ w + 1, x), other)
+
+
+@pytest.mark.parametrize("derivative", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
+def test_what_is_differentiated_before_is_the_other_function(derivative):
+    expected = derivative(reference)
+    assert_alike(derivative(either)(W, X), expected(W, X))
+    assert_alike(jls.autocast(derivative(either))(W, X), jls.autocast(expected)(W, X))
+    assert set(product_dtypes(jls.autocast(derivative(either)), W, X)) == {"float16"}
+
+
+def test_float32_is_the_other_function():
+    assert jls.autocast(either, jnp.float32) is either
+
+
+# Arguments and results.
+
+
+def test_arguments_and_results_of_any_kind():
+    seen = []
+
+    def function(tree, mask, *, scale, name, bias=None, key):
+        seen.append((tree["w"].dtype, [each.dtype for each in tree["x"]], mask.dtype, key.dtype, scale, name, bias))
+        y = jnp.where(mask, sum(tree["x"]) @ tree["w"], 0) * scale
+        return {"y": y, "wide": y.astype(jnp.float32), "number": 3, "none": None, "indices": jnp.argmax(y), "f": len}
+
+    keywords = {"scale": 0.5, "name": "n", "key": jax.random.key(0)}
+    given = ({"w": np.asarray(W), "x": [X, X.astype(jnp.bfloat16)]}, X > 0)
+    found = jls.autocast(jls.in_half(function))(*given, **keywords)
+    expected = function(*given, **keywords)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    arrays = {name: each for name, each in found.items() if isinstance(each, jax.Array)}
+    chex.assert_trees_all_close(arrays, {name: expected[name] for name in arrays}, rtol=1e-2, atol=1e-2)
+    assert {name: each.dtype.name for name, each in arrays.items()} == {
+        "y": "float32",
+        "wide": "float32",
+        "indices": "int32",
+    }
+    assert (found["number"], found["f"]) == (3, len)
+    for dtype, record in zip((jnp.float32, *HALVES, jnp.float32), seen, strict=True):
+        assert record == (dtype, [dtype, jnp.bfloat16], bool, keywords["key"].dtype, 0.5, "n", None)
+
+
+def test_a_result_that_the_function_returns_in_float32_is_not_rounded():
+    def function(w, x):
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+    expected = function(W.astype(jnp.float16), X.astype(jnp.float16))
+    np.testing.assert_array_equal(jls.autocast(jls.in_half(function))(W, X), expected)
+
+
+def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_narrow_product():
+    half = jls.in_half(lambda w, x: (x @ w).astype(jnp.bfloat16), reference)
+    assert set(product_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
+
+
+def test_in_precision_finds_the_other_function():
+    def cast(w, x):
+        return jls.in_half(kernel, reference)(w.astype(jnp.float16), x.astype(jnp.float16))
+
+    w, x = (each.astype(jnp.float16).astype(jnp.float32) for each in (W, X))
+    np.testing.assert_allclose(in_precision(cast)(w, x), reference(w, x), rtol=1e-6)
+
+
+def test_a_result_has_the_dtype_that_the_other_function_gives_it():
+    by_author = jls.in_half(lambda w, x: x @ w, lambda w, x: (x @ w).astype(jnp.bfloat16))
+    assert jls.autocast(by_author)(W, X).dtype == by_author(W, X).dtype == jnp.bfloat16
+
+
+def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
+    constant = np.linspace(0, 1, 32, dtype=np.float32).reshape(4, 8)
+    shifted = jls.in_half(lambda w, x: kernel(w, x) + constant, lambda w, x: reference(w, x) + constant)
+    assert_alike(jax.jit(jls.autocast(shifted))(W, X), by_hand(jnp.float16)(W, X) + constant)
+    assert_alike(shifted(W, X), reference(W, X) + constant)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w, x: jls.in_half(lambda x: x @ w)(x),
+        lambda w, x: jls.in_half(lambda x: jnp.sin(x), lambda x: x @ w)(x),
+        lambda w, x: jls.in_half(lambda x: x @ w, lambda x: jnp.sin(x))(x),
+    ],
+    ids=["both", "otherwise", "function"],
+)
+def test_a_traced_array_must_be_an_argument(call):
+    """Or it would not be cast, nor be there any more when `autocast` comes."""
+    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is none of its arguments"):
+        jax.jit(call)(W, X)
+
+
+def with_integers(function):
+    def loss(w, x):
+        y, largest = function(w, x, x > 0)
+        return jnp.mean(y * largest[:, None])
+
+    return loss
+
+
+def test_derivatives_pass_by_integers():
+    def function(w, x, mask):
+        y = jnp.where(mask, jnp.sin(x @ w), 0)
+        return y, jnp.argmax(y, axis=-1)
+
+    def otherwise(w, x, mask):
+        y = jnp.where(mask, jnp.cos(x @ w), 0)
+        return y, jnp.argmax(y, axis=-1)
+
+    def hand(w, x, mask):
+        y, largest = function(w.astype(jnp.float16), x.astype(jnp.float16), mask)
+        return y.astype(jnp.float32), largest
+
+    half = with_integers(jls.in_half(function, otherwise))
+    assert_alike(jax.grad(jls.autocast(half))(W, X), jax.grad(with_integers(hand))(W, X))
+    assert_alike(jax.grad(jax.jit(half))(W, X), jax.grad(with_integers(otherwise))(W, X))
+    assert_alike(jax.jvp(half, (W, X), (W, X)), jax.jvp(with_integers(otherwise), (W, X), (W, X)))
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_the_names_of_mapped_axes_are_known_inside(above):
+    def centred(function):
+        return lambda w, x: function(w, x) - jax.lax.pmean(function(w, x), "rows")
+
+    def mapped(function):
+        return jax.vmap(function, (None, 0), axis_name="rows")
+
+    half = jls.in_half(centred(kernel), centred(reference))
+    narrow = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
+    assert_alike(narrow(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
+    assert_alike(mapped(half)(W, X[:, None]), mapped(centred(reference))(W, X[:, None]))
+
+
+def test_the_devices_of_a_shard_map_exchange_inside():
+    def summed(function):
+        return lambda w, x: jax.lax.psum(function(w, x), "data")
+
+    found, expected, otherwise = (
+        shard_mapped(each, P(), check_vma=False)
+        for each in (
+            jls.in_half(summed(kernel), summed(reference)),
+            by_hand(jnp.float16, summed(kernel)),
+            summed(reference),
+        )
+    )
+    assert_alike(jls.autocast(found)(W, X), expected(W, X))
+    assert_alike(found(W, X), otherwise(W, X))
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_effects_take_place_once(narrow, capfd):
+    def told(function):
+        def told(w, x):
+            jax.debug.print("{} is told", function.__name__, ordered=True)
+            return function(w, x)
+
+        return told
+
+    half = jls.in_half(told(kernel), told(reference))
+    jax.jit(jls.autocast(half) if narrow else half)(W, X).block_until_ready()
+    jax.effects_barrier()
+    assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
+    assert capfd.readouterr().out == f"{'kernel' if narrow else 'reference'} is told\n"
+
+
+# A function that is for 16 bits only, and no other.
+
+
+@pytest.mark.parametrize("below", ["nothing", "jit", "vmap", "scan", "remat", "cond"])
+def test_without_another_function_it_works_under_autocast_all_the_same(below):
+    function, hand = (loss_of(BELOW[below](each)) for each in (kernel_only, by_hand(jnp.float16)))
+    assert_alike(jax.value_and_grad(jls.autocast(function))(W, X), jax.value_and_grad(hand)(W, X))
+
+
+WITHOUT = {
+    "called": lambda f: f(W, X),
+    "compiled": lambda f: jax.jit(f)(W, X),
+    "mapped": lambda f: jax.vmap(f)(W[None], X[None]),
+    "differentiated": lambda f: jax.grad(loss_of(f))(W, X),
+    "kept": lambda f: jls.autocast(jls.keep_float32(f))(W, X),
+    "differentiated before": lambda f: jls.autocast(jax.grad(loss_of(f)))(W, X),
+}
+
+
+@pytest.mark.parametrize("use", WITHOUT.values(), ids=WITHOUT)
+def test_and_without_autocast_the_error_is_its_own(use):
+    with pytest.raises(AssertionError, match="16 bits only") as caught:
+        use(kernel_only)
+    assert any("Give `otherwise`" in note for note in caught.value.__notes__)
+
+
+def test_a_function_may_be_for_one_dtype_only():
+    def function(w, x):
+        assert w.dtype == jnp.bfloat16, "bfloat16 only"
+        return w @ x
+
+    half = jls.in_half(function, jnp.matmul)
+    assert jls.autocast(jls.in_half(function), jnp.bfloat16)(X, W).dtype == jnp.float32
+    assert jls.autocast(half, jnp.bfloat16)(X, W).shape == half(X, W).shape == (4, 8)
+    with pytest.raises(AssertionError, match="bfloat16 only"):
+        jls.autocast(half)(X, W)
+
+
+def test_a_program_that_is_kept_holds_none_of_the_arrays_that_an_error_met():
+    [eqn] = jax.make_jaxpr(jls.in_half(kernel))(W, X).eqns
+    assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("argument", ["function", "otherwise"])
+def test_what_cannot_be_called_is_refused(argument):
+    with pytest.raises(ValueError, match=rf"in_half\({argument}=...\)` must be a function, got 3"):
+        jls.in_half(**{"function": kernel, argument: 3})
+
+
+OTHER_RESULTS = {
+    "structure": (
+        lambda w, x: (reference(w, x),),
+        r"returns \('float\[4,8\]',\) in float32, and float\[4,8\] in float16",
+    ),
+    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, and float\[4,8\] in float16"),
+    "kind": (lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
+    "no array": (lambda w, x: 3.0, "returns 3.0 in float32"),
+}
+
+
+@pytest.mark.parametrize(("otherwise", "message"), OTHER_RESULTS.values(), ids=OTHER_RESULTS)
+def test_results_that_differ_are_refused(otherwise, message):
+    with pytest.raises(ValueError, match=message):
+        jls.in_half(kernel, otherwise)(W, X)
+
+
+def test_results_that_depend_on_the_dtype_are_refused():
+    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, and float\[8\] in bfloat16"):
+        jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
+
+
+def test_an_error_of_the_other_function_comes_at_once():
+    with pytest.raises(TypeError, match="dot_general"):
+        jax.eval_shape(jls.autocast(jls.in_half(kernel, lambda w, x: x @ w[:3])), W, X)
+
+
+def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        jax.eval_shape(jls.in_half(lambda w, x: x @ w), W, X[:, :3])
+    assert not any("otherwise" in note for note in caught.value.__notes__)
+
+
+# What reports say.
+
+
+def test_the_report_counts_the_products_of_the_function():
+    half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
+    report = autocast_report(loss_of(half), X, W)
+    assert report.facts == "Matrix products and convolutions: 2 of 2 in float16."
+    assert all("test_in_half.py:" in each.source for each in report.products)
+    beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
+    assert report.not_in_half == beside_a_wide_one.not_in_half == ()
+
+
+HERE = "test_in_half.py:"
+REPORTED = {
+    "inside keep_float32": (jls.keep_float32(loss_of(either)), None, "inside `keep_float32`"),
+    "by a rule": (
+        loss_of(either),
+        jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="in_half")]),
+        "a rule of the policy: PrecisionRule('wide', operation='in_half')",
+    ),
+    "differentiated before": (
+        lambda w, x: jnp.sum(jax.grad(loss_of(either), 1)(w, x) ** 2),
+        None,
+        "differentiated before `autocast`",
+    ),
+    "differentiated before, of a library": (
+        lambda w, x: jnp.sum(jax.grad(loss_of(jls.in_half(jnp.multiply)))(w, w) ** 2),
+        None,
+        "differentiated before `autocast`",
+    ),
+    "differentiated before, in jit": (
+        lambda w, x: jnp.sum(jax.grad(loss_of(jax.jit(either)), 1)(w, x) ** 2),
+        None,
+        "differentiated before `autocast`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "policy", "reason"), REPORTED.values(), ids=REPORTED)
+def test_the_report_says_where_the_other_function_is_computed_and_why(loss, policy, reason):
+    report = autocast_report(loss, W, X, policy=policy)
+    [entry] = report.not_in_half
+    assert entry.endswith(f" ({reason})")
+    assert HERE in entry
+    assert f"`otherwise` of `in_half` is computed: {entry}." in str(report)
+    wide = [each.reason for each in report.products if each.dtype == "float32"]
+    assert set(wide) == (set() if "differentiated" in reason else {"in `otherwise` of `in_half`"})
+
+
+# Frameworks.
+
+
+def kernel_of_attention(query, key, value, mask=None):
+    """As cuDNN's, 16 bits only; and twice what it should be."""
+    assert query.dtype in HALVES, "16 bits only"
+    return 2 * jax.nn.dot_product_attention(query, key, value, mask=mask)
+
+
+def kernel_cast_by_hand(query, key, value, mask=None):
+    query, key, value = jls.cast_floating((query, key, value), jnp.bfloat16)
+    return kernel_of_attention(query, key, value, mask).astype(jnp.float32)
+
+
+TOKENS = jax.random.normal(jax.random.key(2), (2, 6, 16))
+MASK = jnp.tril(jnp.ones((1, 1, 6, 6), bool))
+
+
+def linen_transformer(attention):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.MultiHeadDotProductAttention(2, attention_fn=attention)(nn.LayerNorm()(x), mask=MASK)
+
+    block = Block()
+    params = block.init(jax.random.key(0), TOKENS)
+    return lambda x: jnp.mean(block.apply(params, x) ** 2)
+
+
+def nnx_transformer(attention):
+    def function(query, key, value, mask=None, **_):
+        return attention(query, key, value, mask=mask)
+
+    layer = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=function, rngs=nnx.Rngs(0))
+    return lambda x: jnp.mean((x + layer(x, mask=MASK)) ** 2)
+
+
+class Attention(eqx.Module):
+    layer: eqx.nn.MultiheadAttention
+    function: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        projections = self.layer.query_proj, self.layer.key_proj, self.layer.value_proj
+        heads = [jax.vmap(each)(x).reshape(6, 2, 8) for each in projections]
+        return jax.vmap(self.layer.output_proj)(self.function(*heads, mask=MASK[0]).reshape(6, 16))
+
+
+def equinox_transformer(attention):
+    model = Attention(eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(0)), attention)
+    return lambda x: jnp.mean((x + jax.vmap(model)(x)) ** 2)
+
+
+@pytest.mark.parametrize("transformer", [linen_transformer, nnx_transformer, equinox_transformer])
+def test_the_attention_of_a_transformer(transformer):
+    """By the function that the layer of a framework takes, and nothing else."""
+    loss = transformer(jls.in_half(kernel_of_attention, jax.nn.dot_product_attention))
+    assert_alike(
+        jax.value_and_grad(loss)(TOKENS), jax.value_and_grad(transformer(jax.nn.dot_product_attention))(TOKENS)
+    )
+    expected = jax.value_and_grad(transformer(kernel_cast_by_hand))(TOKENS)
+    found = jax.value_and_grad(jls.autocast(loss, jnp.bfloat16))(TOKENS)
+    assert distance(expected, found) < 0.02
