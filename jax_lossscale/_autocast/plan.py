@@ -26,6 +26,7 @@ from jax_lossscale._autocast.operations import (
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Program, Step, inlined
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
+from jax_lossscale._program.parameters import Path, path_of
 from jax_lossscale._program.place import place_within
 
 _ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
@@ -83,6 +84,7 @@ class Planner:
       matched: the rules of it that spoke of an operation.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
+      parameters: by path of an operation, the parameter that it takes; what rules of the policy may name.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
@@ -90,6 +92,7 @@ class Planner:
         self.policy = policy
         self.matched: set[PrecisionRule] = set()
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
+        self.parameters: dict[Path, str] = {}
         # It marks every product of the program, and so tells nothing about one of them.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
@@ -197,7 +200,7 @@ class Planner:
         """The first rule that speaks of the equation."""
         if not self.policy.rules:
             return None
-        place = place_within(eqn, around)
+        place = place_within(eqn, around)._replace(parameter=self.parameters.get(path_of(around, eqn), ""))
         for rule in self.policy.rules:
             if rule.matches(eqn.primitive.name, place):
                 self.matched.add(rule)

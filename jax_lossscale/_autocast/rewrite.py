@@ -244,7 +244,7 @@ class _Evaluation:
 
     def is_narrow_or_fits(self, value: Any, atom: Any) -> bool:
         """Whether a value is narrow already, or a literal that is the same number in half precision."""
-        fits = isinstance(atom, Literal) and as_dtype(value, self.dtype).astype(np.float32) == value
+        fits = isinstance(atom, Literal) and np.float32(as_dtype(np.asarray(value), self.dtype)) == value
         return self.is_narrow(value) or fits
 
 

@@ -74,7 +74,7 @@ class Flow(Generic[Known]):
             of_body = operands[params["cond_nconsts"] :]
             consts = params["body_nconsts"]
             return self._loop(params["body_jaxpr"], of_body, consts, len(of_body) - consts, place)
-        return self.outputs(closed(params["call_jaxpr" if name in CUSTOM_CALLS else "jaxpr"]), operands, place)
+        return self.outputs(closed(params.get("jaxpr") or params["call_jaxpr"]), operands, place)
 
     def _loop(self, body: ClosedJaxpr, operands: list[Known], consts: int, carry: int, place: Place) -> list[Known]:
         carried = [self.carried(start) for start in operands[consts : consts + carry]]

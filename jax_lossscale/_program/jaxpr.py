@@ -83,6 +83,11 @@ def is_narrow(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
+def is_reference(atom: Any) -> bool:
+    """Whether an atom is an array that is written to and read from, such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
+
+
 def jaxprs_of(parameter: Any) -> list[Jaxpr]:
     """The jaxprs that a parameter of an equation is or holds."""
     if isinstance(parameter, ClosedJaxpr):

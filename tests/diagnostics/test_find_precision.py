@@ -15,6 +15,7 @@ from jax_lossscale.diagnostics import find_precision
 from jax_lossscale.diagnostics.programs._trials import Program
 
 EXACT = {"xla_allow_excess_precision": False}
+FEW_NARROW = pytest.mark.filterwarnings("ignore:.*products stay narrow")  # which is said, and told by a test of its own
 ERROR = re.compile(r"([\d.]+)%")
 
 # Of each fault: how many products are wide, and how many have a wide result; what the first reason begins with. Errors
@@ -73,6 +74,7 @@ def error(loss, args, policy, dtype=jnp.float16):
 QUICK = ("squares", "small_epsilon", "distances", "small_unit", "two_branches", "a_loop", "a_shard")
 
 
+@FEW_NARROW
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
@@ -123,6 +125,7 @@ def energies(weights, x):
 def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
+        f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
         "narrow operands, float32 result: layer 'energy', operation 'dot_general' (its result reaches 4.5e+05)\n"
         f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
@@ -171,7 +174,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     loss = loaded(MODEL, "model")
     policy = find_precision(loss, *args)
     (rule,) = policy.rules
-    assert (rule.precision, rule.code, rule.source) == ("wide_result", "energy = jnp.vdot(y, y)", "*")
+    assert (rule.precision, rule.parameter, rule.code, rule.source) == ("wide_result", "", "", "*")
     edited = loaded(EDITED, "edited")
     assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
     without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
@@ -179,9 +182,10 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
         jls.autocast(without, policy=policy)(*args)
 
 
+@FEW_NARROW
 def test_products_that_no_name_tells_apart_share_a_rule():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
-    assert {rule.code for rule in policy.rules} == {"x = jnp.tanh(x @ w)", "return x @ weights[-1]"}
+    assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
 
 
 def test_several_batches():
@@ -215,6 +219,7 @@ def test_a_wish_of_the_author_stays():
     assert find_precision(loss, WEIGHTS, X).rules == ()
 
 
+@FEW_NARROW
 def test_gradients_that_cannot_be_differentiated_again():
     """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
 
@@ -253,6 +258,7 @@ def test_nothing_to_compare_with_is_said():
     assert policy == jls.PrecisionPolicy()
 
 
+@FEW_NARROW
 def test_what_no_policy_cures_is_said(monkeypatch):
     """If the function itself does worse than every trial, more and more is wide, until all is."""
     errors = []

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale._autocast.operations import PRODUCTS, is_product
+from jax_lossscale._autocast.plan import Planner
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
+from jax_lossscale.diagnostics._report import percent
+from jax_lossscale.diagnostics.programs._operations import OperationPrecision, operations
 
 
 class ProductFacts(NamedTuple):
@@ -24,28 +27,56 @@ class ProductFacts(NamedTuple):
       products: how many matrix products and convolutions there are in value and gradients; those in a loop count once.
       narrow_products: how many of them take operands of the dtype.
       first_wide: the first that does not, where it is, and where its float32 comes from; "" if there is none.
+      narrow_work: the share of the work of all that these do; 1 of none.
+      is_autocast: whether the function is under `autocast`, or a part of it.
     """
 
     dtype: str = ""
     products: int = 0
     narrow_products: int = 0
     first_wide: str = ""
+    narrow_work: float = 1.0
+    is_autocast: bool = False
 
     def __str__(self) -> str:
         if not self.products:
             return "Matrix products and convolutions: none."
-        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}."
-        return f"{counts} The first that is not: {self.first_wide}." if self.first_wide else counts
+        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}"
+        if not self.first_wide:
+            return f"{counts}."
+        work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
+        return f"{counts}{work}. The first that is not: {self.first_wide}."
+
+    @property
+    def nothing_narrow(self) -> str:
+        """What to say where nothing is computed in the dtype."""
+        if not self.is_autocast:
+            return (
+                f"`fun` computes nothing in {self.dtype}. Cast parameters and inputs in it, with `jls.cast_floating`."
+            )
+        if not self.products:
+            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
+        return f"`autocast` leaves all {self.products} matrix products and convolutions as they are: {self.first_wide}."
 
 
-def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str]) -> ProductFacts:
-    """The facts of a traced program; ``names``: those of its inputs."""
+def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()) -> ProductFacts:
+    """The facts of a traced program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
     origins = _Origins(dtype)
     inputs = [_Origin("argument", name) for name in names]
     origins.outputs(traced.jaxpr, inputs)
     wide = sorted(origins.wide, key=lambda found: found[0].is_backward)
+    exceptions = [exception for planner in planners for exception in planner.exceptions]
+    products = [each for each in operations(traced.jaxpr.jaxpr, dtype, exceptions) if each.is_product]
+    work = sum(each.work for each in products)
+    narrow_work = sum(each.work for each in products if each.dtype == dtype.name)
     first = _described(*wide[0], dtype.name) if wide else ""
-    return ProductFacts(dtype.name, origins.number, origins.number - len(origins.wide), first)
+    if wide and planners:  # which know why
+        kept = [each for each in products if each.dtype != dtype.name]
+        kept.sort(key=lambda each: (each.is_backward, each.position))
+        first = "".join(f"{_where(each)}; {each.reason}" for each in kept[:1])
+    share = narrow_work / work if work else 1.0
+    narrow = origins.number - len(origins.wide)
+    return ProductFacts(dtype.name, origins.number, narrow, first, share, is_autocast=bool(planners))
 
 
 def names_of_leaves(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[str]]:
@@ -141,5 +172,5 @@ def _described(place: Place, why: _Origin | None, dtype: str) -> str:
     return f"{where}; its input is float32 from the beginning ({name.removeprefix('float32 ')})"
 
 
-def _where(place: Place) -> str:
+def _where(place: Place | OperationPrecision) -> str:
     return f"`{place.layer}` ({place.source})" if place.layer else place.source

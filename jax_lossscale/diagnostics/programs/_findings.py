@@ -34,6 +34,8 @@ def no_gradients(evidence: Evidence) -> Finding:
 def nothing_narrow(evidence: Evidence) -> Finding:
     name = evidence.dtype.name
     others = [dtype.name for dtype in evidence.dtypes_met]
+    if evidence.facts.is_autocast and not others:
+        return Finding("nothing narrow", evidence.facts.nothing_narrow)
     met = f"computes in {listed(others)}, and nothing in {name}" if others else f"computes nothing in {name}"
     cure = f"Pass `dtype={others[0]!r}`" if others else "Cast parameters and inputs in it, with `jls.cast_floating`"
     return Finding("nothing narrow", f"`fun` {met}: there is nothing to compare. {cure}, and ask again.")
@@ -41,6 +43,8 @@ def nothing_narrow(evidence: Evidence) -> Finding:
 
 def no_product_narrow(evidence: Evidence) -> Finding:
     facts = evidence.facts
+    if facts.is_autocast:
+        return Finding("nothing narrow", facts.nothing_narrow)
     return Finding(
         "nothing narrow",
         f"None of its {facts.products} matrix products and convolutions is computed in {facts.dtype}, so nothing is "

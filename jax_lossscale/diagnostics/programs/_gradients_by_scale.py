@@ -154,25 +154,27 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = _NUDGE) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     chosen = [args[position] for position in positions]
     leaves, structure = jax.tree.flatten(chosen)
     most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
-    leaves = [_nudge(leaf, signs, n, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)]
+    leaves = [
+        _nudge(leaf, signs, n, by, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)
+    ]
     moved = list(args)
     for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
         moved[position] = argument
     return moved
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _nudge(leaf: Any, signs: jax.Array, start: int, keep_dtype: bool) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=4)
+def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool) -> jax.Array:
     (wide,) = _tree.widen([leaf])
     sign = jax.lax.dynamic_slice_in_dim(signs, start, wide.size).reshape(wide.shape).astype(wide.real.dtype)
-    nudged = wide * (1 + _NUDGE * sign)
+    nudged = wide * (1 + by * sign)
     return nudged.astype(leaf.dtype) if keep_dtype else nudged
 
 

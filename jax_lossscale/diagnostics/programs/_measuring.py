@@ -89,8 +89,7 @@ class MeasuringEvaluator(Generic[Measured]):
             return outputs, measured
 
     def _call(self, eqn: Any, inputs: list[Any]) -> Any:
-        name = "call_jaxpr" if eqn.primitive.name in CUSTOM_CALLS else "jaxpr"
-        return self.evaluate(closed(eqn.params[name]), inputs)
+        return self.evaluate(closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]), inputs)
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
         params = eqn.params
