@@ -33,7 +33,7 @@ def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> 
     if nnx_objects.flattened((args, kwargs))[1]:
         return {}
     leaves = [
-        _Leaf(number, jax.tree_util.keystr(path))
+        _Leaf(number, jax.tree_util.keystr(path) or "the only leaf")
         for number, argument in enumerate([*args, *(kwargs[name] for name in sorted(kwargs))])
         for path, _ in jax.tree_util.tree_leaves_with_path(argument)
     ]
@@ -51,6 +51,8 @@ class _Leaf(NamedTuple):
 
 class _Taken(Flow[_Leaf | None]):
     """Of each value the leaf that it is; ``found``: those that operations take."""
+
+    follows = Flow.follows | {"shard_map"}
 
     def __init__(self) -> None:
         self.found: dict[Path, str] = {}
@@ -75,7 +77,7 @@ class _Taken(Flow[_Leaf | None]):
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
         if eqn.primitive.name in _MOVES:
             return [operands[0]] * len(eqn.outvars)
-        known = [leaf for leaf in operands if leaf is not None and leaf.path]
+        known = [leaf for leaf in operands if leaf is not None]
         if known:
             self.found[path_of(self._within[:-1], eqn)] = min(known).path
         return [None] * len(eqn.outvars)

@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
-_NUDGE = 2.0**-22
+NUDGE = 2.0**-22
 # Above these the gradients of all leaves together, and those of one, are wrong. Float16 that works stays below 0.01 as
 # a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.
 LARGE_ERROR = 0.1
@@ -154,7 +154,7 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = _NUDGE) -> list[Any]:
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     chosen = [args[position] for position in positions]

@@ -17,15 +17,15 @@ from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._gradients_by_scale import nudged, value_and_leaves
+from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
 # No two scales' gradients are equally large; from the largest that fits, a little down.
 _LOG2_HEADROOM = 1
-# Parameters rounded to float16 move by as much; what that changes in float32, too, is not the products'. So much more
-# than the tolerance it may be.
+# Roundings to float16, layer after layer, turn the sign of what goes into a ReLU as often as this does in float32. What
+# that changes is not the products', and may be so many times the tolerance.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # A leaf with less than this share of the gradient may have ten times its error: it is small because much cancels.
@@ -193,16 +193,19 @@ class Program:
         what goes into a ReLU.
         """
         value, rounded, exact = values
-        total = report_of_all(leaves)
-        weights = [self._counts(_relative(rounded, exact)) * (_relative(value, exact) <= self._tolerance / 2)]
+        total, of_value = report_of_all(leaves), _relative(value, exact)
+        weights = [self._counts(_relative(rounded, exact), of_value) * (of_value <= self._tolerance / 2)]
         for leaf in leaves:
             is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
             share = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
-            weights.append(is_judged * self._counts(leaf.relative_error[0]) / share)
-        return [*weights, self._counts(total.relative_error[0])]
+            weights.append(is_judged * self._counts(leaf.relative_error[0], leaf.rounding) / share)
+        return [*weights, self._counts(total.relative_error[0], total.rounding)]
 
-    def _counts(self, sensitivity: float) -> float:
-        return max(self._tolerance / max(sensitivity, self._tolerance), 1 / _MOST_SENSITIVE)
+    def _counts(self, coarse: float, fine: float) -> float:
+        """``coarse`` and ``fine``: what the two nudges change. Without kinks that is in proportion to the nudges."""
+        if coarse <= 2 * fine * _COARSE / NUDGE:
+            return 1.0
+        return max(self._tolerance / max(coarse, self._tolerance), 1 / _MOST_SENSITIVE)
 
     def _traced_with(self, fun: Callable[..., Any]) -> Traced:
         args = (1.0, self.batches[0], self._kwargs, self._argnums, self._has_aux)
