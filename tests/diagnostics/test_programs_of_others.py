@@ -51,7 +51,7 @@ def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
     for text in (
         compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
         repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
-        autocast_report(fun, *args).facts,
+        str(autocast_report(fun, *args).facts),
     ):
         assert reason in text
         assert "where it is cast" not in text

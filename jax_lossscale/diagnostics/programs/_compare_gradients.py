@@ -132,7 +132,7 @@ def compare_gradients(
         working_scales=tuple(errors.scales[n] for n in errors.working()),
         leaves=tuple(leaves),
         total=errors.total,
-        value=float(errors.value),
+        value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
         facts=facts,

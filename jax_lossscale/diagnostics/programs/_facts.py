@@ -61,22 +61,25 @@ class ProductFacts(NamedTuple):
 
 def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()) -> ProductFacts:
     """The facts of a traced program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
-    origins = _Origins(dtype)
-    inputs = [_Origin("argument", name) for name in names]
-    origins.outputs(traced.jaxpr, inputs)
-    wide = sorted(origins.wide, key=lambda found: found[0].is_backward)
     exceptions = [exception for planner in planners for exception in planner.exceptions]
-    products = [each for each in operations(traced.jaxpr.jaxpr, dtype, exceptions) if each.is_product]
-    work = sum(each.work for each in products)
-    narrow_work = sum(each.work for each in products if each.dtype == dtype.name)
-    first = _described(*wide[0], dtype.name) if wide else ""
-    if wide and planners:  # which know why
-        kept = [each for each in products if each.dtype != dtype.name]
-        kept.sort(key=lambda each: (each.is_backward, each.position))
-        first = "".join(f"{_where(each)}; {each.reason}" for each in kept[:1])
-    share = narrow_work / work if work else 1.0
-    narrow = origins.number - len(origins.wide)
-    return ProductFacts(dtype.name, origins.number, narrow, first, share, is_autocast=bool(planners))
+    facts = facts_of_operations(operations(traced.jaxpr.jaxpr, dtype, exceptions), dtype.name, bool(planners))
+    if not facts.first_wide or planners:  # which know why
+        return facts
+    origins = _Origins(dtype)
+    origins.outputs(traced.jaxpr, [_Origin("argument", name) for name in names])
+    wide = sorted(origins.wide, key=lambda found: found[0].is_backward)
+    return facts._replace(first_wide=_described(*wide[0], dtype.name)) if wide else facts
+
+
+def facts_of_operations(found: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
+    """The facts of operations whose reasons are known."""
+    products = [each for each in found if each.is_product]
+    narrow, wide = ([each for each in products if (each.dtype == dtype) == is_narrow] for is_narrow in (True, False))
+    number, of_narrow = (sum(each.number for each in some) for some in (products, narrow))
+    work, narrow_work = (sum(each.work for each in some) for some in (products, narrow))
+    wide.sort(key=lambda each: (each.is_backward, each.position))
+    first = "".join(f"{_where(each) or 'no line of yours'}; {each.reason}" for each in wide[:1])
+    return ProductFacts(dtype, number, of_narrow, first, narrow_work / work if work else 1.0, is_autocast)
 
 
 def names_of_leaves(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[str]]:
@@ -110,13 +113,12 @@ class _Origin(NamedTuple):
 
 
 class _Origins(Flow[_Origin | None]):
-    """Of each value that is float32, why; ``None`` of all others. Counts the products it meets."""
+    """Of each value that is float32, why; ``None`` of all others; ``wide``: the products that take such."""
 
     follows = Flow.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.number = 0
         self.wide: list[tuple[Place, _Origin | None]] = []
 
     def constant(self, value: Any) -> _Origin | None:
@@ -129,10 +131,8 @@ class _Origins(Flow[_Origin | None]):
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
         takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
         why = _why(origins, place, takes_narrow=takes_narrow)
-        if is_product(eqn):
-            self.number += 1
-            if any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
-                self.wide.append((place, why))
+        if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+            self.wide.append((place, why))
         if takes_narrow and not origins:
             why = _Origin("product" if eqn.primitive.name in PRODUCTS else "cast", place=place)
         return [why if _is_wide_float(variable.aval) else None for variable in eqn.outvars]

@@ -102,6 +102,8 @@ def find_precision(
     tolerance = _checked_tolerance(tolerance, dtype)
     of_leaves, chosen = with_gradients(fun, args, argnums, "find_precision(argnums=...)")
     others = (with_gradients(fun, each, argnums, "")[1] for each in _all_batches(args, batches)[1:])
+    if progress:
+        tell("find_precision", f"compiles two programs, and takes at most the time of {_MOST_GRADIENTS} gradients")
     # What nnx modules hold has other paths in `autocast` than here.
     names_parameters = not nnx_objects.flattened((args, kwargs))[1]
     all_chosen = [chosen, *others]

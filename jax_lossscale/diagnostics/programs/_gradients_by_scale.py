@@ -43,9 +43,21 @@ class GradientErrors(NamedTuple):
     leaves: list[LeafGradientError]
     total: LeafGradientError
     scales: Sequence[float]
-    value: Any
+    value: float
+    loss_dtype: jnp.dtype
     reference_value: float
     as_they_are: tuple[str, ...]
+
+    @property
+    def error_of_loss(self) -> float:
+        """How far the loss is from that of the reference, relative to it; NaN if it is not finite."""
+        error = abs(self.value - self.reference_value)
+        return error / abs(self.reference_value) if error and self.reference_value else math.inf if error else 0.0
+
+    @property
+    def is_loss_wrong(self) -> bool:
+        """Whether the loss, too, is far from that of the reference."""
+        return not self.error_of_loss <= LARGE_ERROR
 
     def finite(self) -> list[int]:
         """The scales at which all gradients are finite, by their positions."""
@@ -127,8 +139,15 @@ def errors_by_scale(
     scales = scales or _useful_scales(exact, dtype)
     value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
     leaves = reports_of_leaves(exact, measured, rounding)
-    as_they_are = tuple(evaluator.as_they_are)
-    return GradientErrors(leaves, report_of_all(leaves), scales, value, float(reference_value), as_they_are)
+    return GradientErrors(
+        leaves,
+        report_of_all(leaves),
+        scales,
+        float(value),
+        jnp.result_type(value),
+        float(reference_value),
+        tuple(evaluator.as_they_are),
+    )
 
 
 def _at_scales(
