@@ -43,6 +43,7 @@ ONLY_IN_CI = (
     *("diagnostics/test_in_precision.py", "diagnostics/test_layers.py", "diagnostics/test_models.py"),
     *("diagnostics/test_names_and_truth.py", "diagnostics/test_range.py", "diagnostics/test_range_report.py"),
     "diagnostics/test_programs_of_others.py",
+    "diagnostics/test_healthy.py",
     *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
     *("gradients/test_flax_facts.py", "loss_scales/test_jmp_facts.py", "wrapper/test_torch_facts.py"),
 )
