@@ -299,4 +299,4 @@ def _described(operation: OperationRange) -> str:
     name = f"the derivative of `{operation.derivative_of}`" if operation.derivative_of else f"`{operation.operation}`"
     layer = f" in {operation.layer}" if operation.layer else ""
     largest = "" if math.isnan(operation.largest) else f": {operation.largest:.2g}"
-    return f"{name}{layer} ({operation.source}{largest})"
+    return f"{name}{layer} ({operation.source or 'no line of yours'}{largest})"
