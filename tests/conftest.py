@@ -33,6 +33,8 @@ ONLY_IN_CI = (
     *("diagnostics/test_facts.py", "diagnostics/test_find_precision.py"),
     *("diagnostics/test_in_precision.py", "diagnostics/test_layers.py", "diagnostics/test_models.py"),
     *("diagnostics/test_names_and_truth.py", "diagnostics/test_range.py", "diagnostics/test_range_report.py"),
+    "diagnostics/test_programs_of_others.py",
+    "diagnostics/test_healthy.py",
     *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
 )
 

@@ -35,6 +35,7 @@ class Planner:
     Attributes:
       dtype: the half precision.
       policy: the exceptions.
+      rule: what decides about each step.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
     """
@@ -43,14 +44,14 @@ class Planner:
         self.dtype = dtype
         self.policy = policy
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
-        self._rule = Rule(dtype, policy)
+        self.rule = Rule(dtype, policy)
         self._feeding = Feeding()
         self._asked = Asked()
 
     @property
     def matched(self) -> set[PrecisionRule]:
         """The rules of the policy that spoke of an operation."""
-        return self._rule.matched
+        return self.rule.matched
 
     def plan(
         self,
@@ -75,7 +76,7 @@ class Planner:
         constants = Constants(program, known)
         decisions: list[Decision] = []
         for step in program.steps:
-            decision = self._rule.decide(step, at.within, feeding, constants)
+            decision = self.rule.decide(step, at.within, feeding, constants)
             if decision.reason:
                 self.exceptions.append(((*at.within, *step.within, step.eqn), decision.reason))
             if decision.kind in (*FOLLOWING, Kind.OTHER):
@@ -122,7 +123,7 @@ class Planner:
         are_narrow = [
             (not isinstance(atom, Literal) and atom in narrow)
             or not is_float32(variable.aval)
-            or (variable.aval.shape == () and self._rule.fits(atom, constants))
+            or (variable.aval.shape == () and self.rule.fits(atom, constants))
             for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
         ]
         each_by_itself = step.eqn.primitive.name in MOVES_EACH_BY_ITSELF

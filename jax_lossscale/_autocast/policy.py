@@ -13,7 +13,13 @@ from typing import Any, Self, TypeVar, overload
 
 import jax
 
-from jax_lossscale._check import check_flag, check_function, is_number, positive_normal_number
+from jax_lossscale._check import (
+    check_flag,
+    check_function,
+    is_number,
+    nonnegative_number,
+    positive_normal_number,
+)
 from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -38,6 +44,9 @@ class PrecisionRule:
       source: file and line, such as ``"model.py:41"``; folders may be left out.
       code: a part of the text of that line, or of one that called it, such as ``"q @ k.T"``, as it stands. Unlike the
         number of a line it stays the same when something else in the file is edited.
+      parameter: the path of the leaf of an argument that the operation takes, such as ``"[7]['w']"``, as
+        `compare_gradients` shows it: what tells layers apart that share a line. As it stands, or a pattern; "" for an
+        operation that takes none.
       function: the name of a function that was running, such as ``"RungeKutta.step"``, of whatever library.
       reason: why. It is shown, and changes nothing.
 
@@ -55,6 +64,7 @@ class PrecisionRule:
     operation: str = "*"
     source: str = "*"
     code: str = ""
+    parameter: str = "*"
     function: str = "*"
     reason: str = ""
 
@@ -66,7 +76,7 @@ class PrecisionRule:
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) or (not value and field.default != ""):
+            if not isinstance(value, str) or (not value and field.default != "" and field.name != "parameter"):
                 raise ValueError(
                     f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
                     "everything, leave it out."
@@ -83,6 +93,7 @@ class PrecisionRule:
             and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
             and any(fnmatch.fnmatchcase(place.source, pattern) for pattern in (self.source, f"*/{self.source}"))
             and (not self.code or any(self.code in line for line in place.lines))
+            and (self.parameter in ("*", place.parameter) or fnmatch.fnmatchcase(place.parameter, self.parameter))
             and (self.function == "*" or any(fnmatch.fnmatchcase(name, self.function) for name in place.functions))
         )
 
@@ -108,6 +119,7 @@ class PrecisionPolicy:
         and changes nothing: policies that differ in nothing else are equal.
       narrow_skips: whether the float32 sums that go from one block of a network to the next (skip connections) are
         stored in half precision. They take half the memory then, at the accuracy of code that casts by hand.
+      errors: how far value and gradients were from float32 without the rules, and are with them; likewise.
 
     Raises:
       ValueError: if an argument is not of its kind.
@@ -127,6 +139,7 @@ class PrecisionPolicy:
     recompute: bool | float = True
     loss_scale: float | None = dataclasses.field(default=None, compare=False)
     narrow_skips: bool = False
+    errors: tuple[float, float] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_flag(self.narrow_skips, "PrecisionPolicy(narrow_skips=...)")
@@ -142,8 +155,14 @@ class PrecisionPolicy:
             loss_scale = positive_normal_number(self.loss_scale, "PrecisionPolicy(loss_scale=...)")
             object.__setattr__(self, "loss_scale", loss_scale)
 
+        if self.errors is not None:
+            before, after = (nonnegative_number(error, "PrecisionPolicy(errors=...)") for error in self.errors)
+            object.__setattr__(self, "errors", (before, after))
+
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
+        if self.errors is not None and self.rules:
+            lines = [f"Error against float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
         if not self.recompute:
             lines.append("Nothing is computed again in the backward pass.")
         elif self.recompute != 1:
@@ -161,7 +180,8 @@ class PrecisionPolicy:
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, of values that JSON can hold."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
-        optional = {"loss_scale": self.loss_scale, "narrow_skips": self.narrow_skips}
+        errors = None if self.errors is None else list(self.errors)
+        optional = {"loss_scale": self.loss_scale, "narrow_skips": self.narrow_skips, "errors": errors}
         return config | {name: value for name, value in optional.items() if value not in (None, False)}
 
     @classmethod
@@ -191,6 +211,10 @@ def _as_rule(rule: Any) -> PrecisionRule:
         return PrecisionRule(**rule)
     except TypeError as error:
         raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {rule!r}.") from error
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g}%" if error < 1 else "wrong altogether"
 
 
 def _sentence(rule: PrecisionRule) -> str:

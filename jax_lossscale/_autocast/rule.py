@@ -17,6 +17,7 @@ from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_ke
 from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import LOOPS, REMAT, inside
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of
+from jax_lossscale._program.parameters import Path, path_of
 from jax_lossscale._program.place import place_within
 from jax_lossscale._program.primitives import (
     ALL_MOVES,
@@ -40,10 +41,12 @@ class Rule:
 
     Attributes:
       matched: the rules of the policy that spoke of an operation.
+      parameters: by path of an operation, the parameter that it takes; what rules of the policy may name.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
         self.matched: set[PrecisionRule] = set()
+        self.parameters: dict[Path, str] = {}
         self._dtype = dtype
         self._policy = policy
         # It marks every product of the program, and so tells nothing about one of them.
@@ -152,7 +155,7 @@ class Rule:
         """The first rule that speaks of the equation."""
         if not self._policy.rules:
             return None
-        place = place_within(eqn, around)
+        place = place_within(eqn, around)._replace(parameter=self.parameters.get(path_of(around, eqn), ""))
         for rule in self._policy.rules:
             if rule.matches(eqn.primitive.name, place):
                 self.matched.add(rule)

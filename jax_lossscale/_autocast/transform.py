@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.parameters import parameters_of_products
 from jax_lossscale._warn import warn_user
 
 
@@ -109,6 +112,9 @@ def autocast(
     @functools.wraps(fun)
     def narrow(*args: Any, **kwargs: Any) -> Any:
         planner = Planner(dtype, policy)
+        seen = _seen.get()
+        if seen is not None:
+            seen.append(planner)
         result = computed_by(planner, fun, args, kwargs)
         unmatched = [rule for rule in policy.rules if rule not in planner.matched]
         if unmatched:
@@ -121,10 +127,26 @@ def autocast(
     return narrow
 
 
+_seen: contextvars.ContextVar[list[Planner] | None] = contextvars.ContextVar("seen", default=None)
+
+
+@contextlib.contextmanager
+def planners_seen() -> Iterator[list[Planner]]:
+    """The planners of the functions under `autocast` that are traced inside: they know why a product is wide."""
+    seen: list[Planner] = []
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
+
+
 def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The result of a function, computed by a rule."""
     fun, its_object = nnx_objects.with_its_object(fun)
     traced = Traced(fun, (*its_object, *args), kwargs)
+    if any(rule.parameter != "*" for rule in planner.policy.rules):
+        planner.rule.parameters = parameters_of_products(traced, (*its_object, *args), kwargs)
     plan = planner.plan(traced.jaxpr)
     if not plan.is_narrow:
         return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))

@@ -103,6 +103,11 @@ def size_of(aval: Any) -> int:
     return math.prod(each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
 
 
+def is_reference(atom: Any) -> bool:
+    """Whether an atom is an array that is written to and read from, such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
+
+
 def jaxprs_of(parameter: Any) -> list[Jaxpr]:
     """The jaxprs that a parameter of an equation is or holds."""
     if isinstance(parameter, ClosedJaxpr):

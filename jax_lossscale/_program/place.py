@@ -41,6 +41,7 @@ class Place(NamedTuple):
         stay the same when lines are added above.
       instructions: where in that line, and in the libraries that it calls, the equation was made: what is the same
         twice only if the line was run twice.
+      parameter: the path of the leaf of an argument that it takes; "" where that is not asked for.
     """
 
     stack: str
@@ -51,6 +52,7 @@ class Place(NamedTuple):
     is_backward: bool
     lines: tuple[str, ...]
     instructions: tuple[int, ...] = ()
+    parameter: str = ""
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:

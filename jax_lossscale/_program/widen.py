@@ -27,6 +27,7 @@ from jax_lossscale._program.jaxpr import (
     in_context,
     is_equation_narrow,
     is_narrow,
+    is_reference,
     last_uses,
     narrow_dtypes,
 )
@@ -155,7 +156,7 @@ class Evaluator:
         name = eqn.primitive.name
         if name in BITS:
             return self._as_it_is(eqn, inputs)
-        if name in OPAQUE or any(hasattr(atom.aval, "inner_aval") for atom in [*eqn.invars, *eqn.outvars]):
+        if name in OPAQUE or any(map(is_reference, [*eqn.invars, *eqn.outvars])):
             self.as_they_are[name] = None
             return self._as_it_is(eqn, inputs)
         if name in _CUSTOM_RULES:

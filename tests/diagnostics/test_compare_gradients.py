@@ -176,7 +176,7 @@ def test_options_and_keyword_arguments_reach_the_function():
     report = compare_gradients(
         fun, jnp.float32(1), {"w": jnp.ones(3), "n": 3.0}, argnums=1, has_aux=True, loss_scales=[1.0], power=3, name="a"
     )
-    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3, "['n']": 0}
+    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python's own numbers stay
     assert report.value == 3
 
 

@@ -16,6 +16,7 @@ from jax_lossscale.diagnostics import find_precision
 from jax_lossscale.diagnostics.programs._trials import Program
 
 EXACT = {"xla_allow_excess_precision": False}
+FEW_NARROW = pytest.mark.filterwarnings("ignore:.*products stay narrow")  # which is said, and told by a test of its own
 ERROR = re.compile(r"([\d.]+)%")
 
 # Of each fault: how many products are wide, and how many have a wide result; what the first reason begins with. Errors
@@ -27,7 +28,7 @@ FOUND = {
     "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
     "distances": (1, 0, "narrow, the gradient of [0] is off by 3.4%"),
     "second_differences": (3, 0, "narrow, the whole gradient is not finite"),
-    "difference_of_squares": (1, 1, "its result reaches 1.2e+05"),
+    "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
     "positions": (1, 0, "narrow, the gradient of [1] is off by 15%"),
     "outer_product_of_positions": (0, 0, ""),  # no sum, no product
     "counts": (1, 0, "its result reaches 1e+05"),
@@ -35,9 +36,10 @@ FOUND = {
     "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # a matter of the loss scale
     "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
-    "two_branches_of_the_same_lines": (6, 0, "at another place, with the same names, they are too small for float16"),
+    "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
     "a_loop": (3, 0, ""),
-    "unscaled_attention": (2, 0, "narrow, the gradient of ['qkv'] is off by"),
+    # That with the values shares its function, and that it takes no parameter, with that of the scores.
+    "unscaled_attention": (3, 0, "narrow, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
 
@@ -74,6 +76,7 @@ def error(loss, args, policy, dtype=jnp.float16):
 QUICK = ("squares", "small_epsilon", "distances", "small_unit", "two_branches", "a_loop", "a_shard")
 
 
+@FEW_NARROW
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
@@ -124,6 +127,7 @@ def energies(weights, x):
 def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
+        f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
         "narrow operands, float32 result: layer 'energy', operation 'dot_general' (its result reaches 4.5e+05)\n"
         f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
@@ -172,7 +176,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     loss = loaded(MODEL, "model")
     policy = find_precision(loss, *args)
     (rule,) = policy.rules
-    assert (rule.precision, rule.code, rule.source) == ("wide_result", "energy = jnp.vdot(y, y)", "*")
+    assert (rule.precision, rule.parameter, rule.code, rule.source) == ("wide_result", "", "", "*")
     edited = loaded(EDITED, "edited")
     assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
     without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
@@ -180,9 +184,10 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
         jls.autocast(without, policy=policy)(*args)
 
 
+@FEW_NARROW
 def test_products_that_no_name_tells_apart_share_a_rule():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
-    assert {rule.code for rule in policy.rules} == {"x = jnp.tanh(x @ w)", "return x @ weights[-1]"}
+    assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
 
 
 def test_several_batches():
@@ -237,6 +242,7 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
     assert error(loss, (WEIGHTS, X), policy) < 0.01
 
 
+@FEW_NARROW
 def test_gradients_that_cannot_be_differentiated_again():
     """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
 
@@ -275,6 +281,7 @@ def test_nothing_to_compare_with_is_said():
     assert policy == jls.PrecisionPolicy()
 
 
+@FEW_NARROW
 def test_what_no_policy_cures_is_said(monkeypatch):
     """If the function itself does worse than every trial, more and more is wide, until all is."""
     errors = []

@@ -17,7 +17,7 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
 from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._facts import names_of_leaves
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of_operations, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._operations import (
     OperationPrecision,
@@ -69,26 +69,15 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def narrow_share(self) -> float:
         """The share of the products' work that is done in the dtype; 1 if there is none."""
-        work = sum(each.work for each in self.products)
-        return sum(each.work for each in self._narrow()) / work if work else 1.0
-
-    def _narrow(self) -> tuple[OperationPrecision, ...]:
-        return tuple(each for each in self.products if each.dtype == self.dtype)
+        return self.facts.narrow_work
 
     def _entries(self) -> tuple[OperationPrecision, ...]:
         return self.operations
 
     @property
-    def facts(self) -> str:
+    def facts(self) -> ProductFacts:
         """How many products are narrow; if not all, where the first is that is not, and why."""
-        number, narrow = (sum(each.number for each in products) for products in (self.products, self._narrow()))
-        fact = f"Matrix products and convolutions: {narrow} of {number} in {self.dtype}."
-        wide = [each for each in self.products if each.dtype != self.dtype]
-        if not wide:
-            return fact
-        first = min(wide, key=lambda each: each.position)
-        where = ", ".join(filter(None, [first.layer and f"layer {first.layer!r}", first.source])) or "no line of yours"
-        return f"{fact} The first that is not, in {first.dtype}: {where}: {first.reason}."
+        return facts_of_operations(self.operations, self.dtype, is_autocast=True)
 
     def _summary(self) -> str:
         forward = sum(each.number for each in self.products if not each.is_backward)

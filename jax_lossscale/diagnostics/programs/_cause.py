@@ -26,11 +26,13 @@ def find_cause(evidence: Evidence) -> Finding:
 def _first_cause(evidence: Evidence) -> Finding:
     if evidence.dtype not in evidence.dtypes_met:
         return _findings.nothing_narrow(evidence)
-    if not all(math.isfinite(leaf.norm) for leaf in evidence.leaves) or not math.isfinite(evidence.reference_value):
+    if not all(math.isfinite(leaf.norm) for leaf in evidence.errors.leaves) or not math.isfinite(
+        evidence.errors.reference_value
+    ):
         return _findings.reference_not_finite(evidence)
-    if not math.isfinite(evidence.value):
-        return _findings.overflows_forward(evidence, evidence.scales[0])
-    if not evidence.total.norm:
+    if not math.isfinite(evidence.errors.value):
+        return _findings.overflows_forward(evidence, evidence.errors.scales[0])
+    if not evidence.errors.total.norm:
         return _findings.no_gradients(evidence)
     errors = evidence.errors
     finite = errors.finite()
@@ -47,16 +49,16 @@ def _first_cause(evidence: Evidence) -> Finding:
 
 def _does_not_train(evidence: Evidence, suffering: list[LeafGradientError], best: int, finite: list[int]) -> Finding:
     """Gradients are finite at some scales, and wrong at each."""
-    ranges = evidence.ranges(evidence.scales[best])
-    is_total_right = evidence.total.relative_error[best] <= LARGE_ERROR
+    ranges = evidence.ranges(evidence.errors.scales[best])
+    is_total_right = evidence.errors.total.relative_error[best] <= LARGE_ERROR
     does_harm = any(operation.changes_result for operation in ranges.forward_overflows())
-    if does_harm and (evidence.is_loss_wrong or not is_total_right):
-        return _findings.overflows_forward(evidence, evidence.scales[best], suffering)
+    if does_harm and (evidence.errors.is_loss_wrong or not is_total_right):
+        return _findings.overflows_forward(evidence, evidence.errors.scales[best], suffering)
     starving = [leaf for leaf in suffering if leaf.lost[best] >= _MANY_LOST]
     vanishes = starving and _findings.is_loss_too_small(evidence)
     if not vanishes and (ranges.begin_forward() or not ranges.underflows()):
         return _findings.rounds(evidence, suffering, best)
-    starving = starving or suffering or list(evidence.leaves)
+    starving = starving or suffering or list(evidence.errors.leaves)
     if is_total_right:
         return _findings.starves(evidence, starving, evidence.errors.start(), best)
     return _findings.underflows_without_cure(evidence, starving, best, finite)

@@ -95,7 +95,7 @@ def compare_gradients(
     given = None if loss_scales is None else _checked_scales(loss_scales)
     check_function(fun, "compare_gradients(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "compare_gradients(argnums=...)")
-    narrow = gradient_program("compare_gradients", of_leaves, 1.0, chosen, kwargs, argnums, has_aux)
+    narrow, planners = gradient_program("compare_gradients", of_leaves, 1.0, chosen, kwargs, argnums, has_aux)
     wide = None
     if reference is not None:
         of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
@@ -105,7 +105,7 @@ def compare_gradients(
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
     names = names_of_leaves(fun, chosen, kwargs)
-    facts = facts_of(narrow, dtype, names_of_inputs(narrow, names))
+    facts = facts_of(narrow, dtype, names_of_inputs(narrow, names), planners)
     report = functools.partial(
         range_report, fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, progress=progress is True, **kwargs
     )
@@ -132,7 +132,7 @@ def compare_gradients(
         working_scales=tuple(errors.scales[n] for n in errors.working()),
         leaves=tuple(leaves),
         total=errors.total,
-        value=float(errors.value),
+        value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
         facts=facts,

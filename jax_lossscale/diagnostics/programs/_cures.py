@@ -36,6 +36,10 @@ _NOT_A_NUMBER = (
     "It is not a number in float32 either, so no loss scale helps: look for a root, a norm or a logarithm at zero, and "
     "for 0 * inf behind a `jnp.where`."
 )
+_A_CAST_OF_AUTOCAST = (
+    "`autocast` casts it for the product there: keep that in float32, with `jls.keep_float32`, or let `find_precision` "
+    "measure what must be."
+)
 _OVERFLOW_BACKWARD = "A smaller loss scale; if other gradients are lost by that, a scale of its own."
 _VANISHING_BACKWARD = (
     "A larger loss scale; if others overflow then, a scale of its own for this branch: `jls.scale_gradient` for its "
@@ -47,8 +51,11 @@ _OF_A_SUM = "A sum of 16 bits stands still when what is added is below its last 
 _OF_ROUNDING = "It multiplies the rounding of its operands: compute it, and them, in float32."
 
 
-def cure_of(site: Site, of: Statistics, *, is_harmful: bool, is_origin: bool) -> str:
-    """What to do about an operation, from what `blame` says of it; "" if nothing is wrong."""
+def cure_of(site: Site, of: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool = False) -> str:
+    """What to do about an operation, from what `blame` says of it; "" if nothing is wrong.
+
+    ``is_autocast``: whether it is of a function under `autocast`, which makes its casts.
+    """
     is_backward = site.place.is_backward
     if of.nan and not of.overflow:
         return _NOT_A_NUMBER
@@ -57,6 +64,8 @@ def cure_of(site: Site, of: Statistics, *, is_harmful: bool, is_origin: bool) ->
             return _A_DERIVATIVE.format(operation=f"`{site.derivative_of}`")
         if is_backward:
             return _OVERFLOW_BACKWARD
+        if is_autocast and site.operation == "convert_element_type":
+            return _A_CAST_OF_AUTOCAST
         if of.largest >= _MASK and site.operation in _MAY_MASK:
             return _A_MASK
         return _IN_THE_FORWARD_PASS.get(site.operation, "Compute it in float32.")

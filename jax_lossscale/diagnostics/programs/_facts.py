@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import PRODUCTS, is_product
+from jax_lossscale.diagnostics._report import percent
+from jax_lossscale.diagnostics.programs._operations import OperationPrecision, operations
 
 
 class ProductFacts(NamedTuple):
@@ -24,28 +27,59 @@ class ProductFacts(NamedTuple):
       products: how many matrix products and convolutions there are in value and gradients; those in a loop count once.
       narrow_products: how many of them take operands of the dtype.
       first_wide: the first that does not, where it is, and where its float32 comes from; "" if there is none.
+      narrow_work: the share of the work of all that these do; 1 of none.
+      is_autocast: whether the function is under `autocast`, or a part of it.
     """
 
     dtype: str = ""
     products: int = 0
     narrow_products: int = 0
     first_wide: str = ""
+    narrow_work: float = 1.0
+    is_autocast: bool = False
 
     def __str__(self) -> str:
         if not self.products:
             return "Matrix products and convolutions: none."
-        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}."
-        return f"{counts} The first that is not: {self.first_wide}." if self.first_wide else counts
+        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}"
+        if not self.first_wide:
+            return f"{counts}."
+        work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
+        return f"{counts}{work}. The first that is not: {self.first_wide}."
+
+    @property
+    def nothing_narrow(self) -> str:
+        """What to say where nothing is computed in the dtype."""
+        if not self.is_autocast:
+            return (
+                f"`fun` computes nothing in {self.dtype}. Cast parameters and inputs in it, with `jls.cast_floating`."
+            )
+        if not self.products:
+            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
+        return f"`autocast` leaves all {self.products} matrix products and convolutions as they are: {self.first_wide}."
 
 
-def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str]) -> ProductFacts:
-    """The facts of a traced program; ``names``: those of its inputs."""
+def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()) -> ProductFacts:
+    """The facts of a traced program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
+    exceptions = [exception for planner in planners for exception in planner.exceptions]
+    facts = facts_of_operations(operations(traced.jaxpr.jaxpr, dtype, exceptions), dtype.name, bool(planners))
+    if not facts.first_wide or planners:  # which know why
+        return facts
     origins = _Origins(dtype)
-    inputs = [_Origin("argument", name) for name in names]
-    origins.outputs(traced.jaxpr, inputs)
+    origins.outputs(traced.jaxpr, [_Origin("argument", name) for name in names])
     wide = sorted(origins.wide, key=lambda found: found[0].is_backward)
-    first = _described(*wide[0], dtype.name) if wide else ""
-    return ProductFacts(dtype.name, origins.number, origins.number - len(origins.wide), first)
+    return facts._replace(first_wide=_described(*wide[0], dtype.name)) if wide else facts
+
+
+def facts_of_operations(found: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
+    """The facts of operations whose reasons are known."""
+    products = [each for each in found if each.is_product]
+    narrow, wide = ([each for each in products if (each.dtype == dtype) == is_narrow] for is_narrow in (True, False))
+    number, of_narrow = (sum(each.number for each in some) for some in (products, narrow))
+    work, narrow_work = (sum(each.work for each in some) for some in (products, narrow))
+    wide.sort(key=lambda each: (each.is_backward, each.position))
+    first = "".join(f"{_where(each) or 'no line of yours'}; {each.reason}" for each in wide[:1])
+    return ProductFacts(dtype, number, of_narrow, first, narrow_work / work if work else 1.0, is_autocast)
 
 
 def names_of_leaves(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[str]]:
@@ -79,13 +113,12 @@ class _Origin(NamedTuple):
 
 
 class _Origins(Flow[_Origin | None]):
-    """Of each value that is float32, why; ``None`` of all others. Counts the products it meets."""
+    """Of each value that is float32, why; ``None`` of all others; ``wide``: the products that take such."""
 
     follows = Flow.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.number = 0
         self.wide: list[tuple[Place, _Origin | None]] = []
 
     def constant(self, value: Any) -> _Origin | None:
@@ -98,10 +131,8 @@ class _Origins(Flow[_Origin | None]):
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
         takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
         why = _why(origins, place, takes_narrow=takes_narrow)
-        if is_product(eqn):
-            self.number += 1
-            if any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
-                self.wide.append((place, why))
+        if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+            self.wide.append((place, why))
         if takes_narrow and not origins:
             why = _Origin("product" if eqn.primitive.name in PRODUCTS else "cast", place=place)
         return [why if _is_wide_float(variable.aval) else None for variable in eqn.outvars]
@@ -141,5 +172,5 @@ def _described(place: Place, why: _Origin | None, dtype: str) -> str:
     return f"{where}; its input is float32 from the beginning ({name.removeprefix('float32 ')})"
 
 
-def _where(place: Place) -> str:
+def _where(place: Place | OperationPrecision) -> str:
     return f"`{place.layer}` ({place.source})" if place.layer else place.source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from jax.typing import DTypeLike
 from jax_lossscale._autocast import PrecisionPolicy
 from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
 from jax_lossscale._limits import limits_of
+from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import percent, power_of_two, tell
 from jax_lossscale.diagnostics.programs._arguments import faults_of
 from jax_lossscale.diagnostics.programs._facts import names_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
@@ -53,7 +56,7 @@ def find_precision(
 
     Args:
       fun: a scalar-valued function written for float32, as it would be given to `autocast`.
-      *args: its arguments: parameters, and one batch.
+      *args: its arguments: parameters, or a whole model, and one batch, as in `compare_gradients`.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
       dtype: float16 or bfloat16.
@@ -67,16 +70,17 @@ def find_precision(
         beforehand, with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`, whose rules say why. They name layers, operations and the text of source
-      lines, so they are right for other values, another batch size, and after edits elsewhere. Its ``loss_scale`` is
-      that of the last trial.
+      A `PrecisionPolicy` for `autocast`, whose rules say why. They name layers, parameters, operations and functions,
+      so they are right for other values, another batch size, and after edits elsewhere. Its ``loss_scale`` is that of
+      the last trial, and its ``errors`` are those with all products narrow, and with the rules.
 
     Raises:
       ValueError: if an argument is not of its kind; if there are no gradients; inside `jax.jit` and other
         transformations.
 
     Warns:
-      UserWarning: if value or gradients are not finite in float32 either, or the policy is not within the tolerance.
+      UserWarning: if value or gradients are not finite in float32 either; if the policy is not within the tolerance; if
+        less than half of the products stay narrow.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -96,7 +100,14 @@ def find_precision(
     dtype = _checked_dtype(dtype)
     check_flag(progress, "find_precision(progress=...)")
     tolerance = _checked_tolerance(tolerance, dtype)
-    program = Program(fun, _all_batches(args, batches), kwargs, argnums, has_aux, dtype, tolerance)
+    of_leaves, chosen = with_gradients(fun, args, argnums, "find_precision(argnums=...)")
+    others = (with_gradients(fun, each, argnums, "")[1] for each in _all_batches(args, batches)[1:])
+    if progress:
+        tell("find_precision", f"compiles two programs, and takes at most the time of {_MOST_GRADIENTS} gradients")
+    # What nnx modules hold has other paths in `autocast` than here.
+    names_parameters = not nnx_objects.flattened((args, kwargs))[1]
+    all_chosen = [chosen, *others]
+    program = Program(of_leaves, all_chosen, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
     if not program.is_exact_finite():
         why = " ".join(faults_of(names_of_leaves(fun, args, kwargs), args, kwargs, dtype).nonfinite)
         why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
@@ -106,6 +117,7 @@ def find_precision(
         )
         return PrecisionPolicy()
     search = _Search(program, tolerance, progress)
+    search.tell(f"{program.numbers.sum()} products at {len(program.sites)} places, {len(all_chosen)} batches")
     best = search.run()
     while True:
         error, where = program.verified(_policy(program, best, [""] * len(best.levels)))
@@ -118,7 +130,14 @@ def find_precision(
             f"`find_precision`: with every product in float32, {where} is {deviation(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
-    return _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS))
+    narrow = int(program.numbers[best.levels < WIDE].sum())
+    if 2 * narrow < program.numbers.sum():
+        warn_user(
+            f"`find_precision`: only {narrow} of {program.numbers.sum()} products stay narrow, so little is gained. "
+            f"`jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
+        )
+    policy = _policy(program, best, reasons_of(program, best, _MOST_GRADIENTS))
+    return dataclasses.replace(policy, errors=(min(search.first, 1.0), min(error, 1.0)))
 
 
 class _Search:
@@ -129,11 +148,13 @@ class _Search:
         self.tolerance = tolerance
         self._progress = progress
         self._order: list[tuple[int, int]] | None = None
+        self.first = 0.0  # the error with all products narrow
 
     def run(self) -> Trial:
         """The narrowest found that is within the tolerance."""
         number = len(self.program.sites)
         trial = self.trial(np.zeros(number, int))
+        self.first = trial.error
         if self.is_right(trial):
             return trial
         in_range = self._in_range()

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
+from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.transform import planners_seen
 from jax_lossscale._check import as_argnums, check_flag
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced
@@ -55,7 +57,9 @@ def with_gradients(
 def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
     leaves = [leaf for _, leaf in with_paths]
-    positions = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
+    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
+    arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
+    positions = arrays or inexact  # Python's own numbers in a model, such as a dropout rate, are no parameters
 
     def rebuilt(moved: Leaves) -> Any:
         filled = list(leaves)
@@ -75,15 +79,19 @@ def gradient_program(
     kwargs: Mapping[str, Any],
     argnums: int | Sequence[int],
     has_aux: bool,
-) -> Traced:
-    """Trace `value_and_scaled_grad`; the first input is the scale. An error names the argument of ``caller``."""
+) -> tuple[Traced, list[Planner]]:
+    """Trace `value_and_scaled_grad`; the first input is the scale. An error names the argument of ``caller``.
+
+    Also the planners of what is under `autocast` in it.
+    """
     check_flag(has_aux, f"{caller}(has_aux=...)")
     as_argnums(argnums, f"{caller}(argnums=...)")
 
     def scaled(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
         return value_and_scaled_grad(fun, scale, argnums, has_aux)(*args, **kwargs)
 
-    traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
+    with planners_seen() as planners:
+        traced = Traced(scaled, (jnp.float32(scale), *args), kwargs)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
         raise ValueError(f"`{caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
-    return traced
+    return traced, planners

@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
-_NUDGE = 2.0**-22
+NUDGE = 2.0**-22
 # Above these the gradients of all leaves together, and those of one, are wrong. Float16 that works stays below 0.01 as
 # a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.
 LARGE_ERROR = 0.1
@@ -43,9 +43,21 @@ class GradientErrors(NamedTuple):
     leaves: list[LeafGradientError]
     total: LeafGradientError
     scales: Sequence[float]
-    value: Any
+    value: float
+    loss_dtype: jnp.dtype
     reference_value: float
     as_they_are: tuple[str, ...]
+
+    @property
+    def error_of_loss(self) -> float:
+        """How far the loss is from that of the reference, relative to it; NaN if it is not finite."""
+        error = abs(self.value - self.reference_value)
+        return error / abs(self.reference_value) if error and self.reference_value else math.inf if error else 0.0
+
+    @property
+    def is_loss_wrong(self) -> bool:
+        """Whether the loss, too, is far from that of the reference."""
+        return not self.error_of_loss <= LARGE_ERROR
 
     def finite(self) -> list[int]:
         """The scales at which all gradients are finite, by their positions."""
@@ -127,8 +139,15 @@ def errors_by_scale(
     scales = scales or _useful_scales(exact, dtype)
     value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
     leaves = reports_of_leaves(exact, measured, rounding)
-    as_they_are = tuple(evaluator.as_they_are)
-    return GradientErrors(leaves, report_of_all(leaves), scales, value, float(reference_value), as_they_are)
+    return GradientErrors(
+        leaves,
+        report_of_all(leaves),
+        scales,
+        float(value),
+        jnp.result_type(value),
+        float(reference_value),
+        tuple(evaluator.as_they_are),
+    )
 
 
 def _at_scales(
@@ -154,25 +173,27 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool) -> list[Any]:
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
     """The arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     chosen = [args[position] for position in positions]
     leaves, structure = jax.tree.flatten(chosen)
     most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
-    leaves = [_nudge(leaf, signs, n, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)]
+    leaves = [
+        _nudge(leaf, signs, n, by, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)
+    ]
     moved = list(args)
     for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
         moved[position] = argument
     return moved
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _nudge(leaf: Any, signs: jax.Array, start: int, keep_dtype: bool) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=4)
+def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool) -> jax.Array:
     (wide,) = _tree.widen([leaf])
     sign = jax.lax.dynamic_slice_in_dim(signs, start, wide.size).reshape(wide.shape).astype(wide.real.dtype)
-    nudged = wide * (1 + _NUDGE * sign)
+    nudged = wide * (1 + by * sign)
     return nudged.astype(leaf.dtype) if keep_dtype else nudged
 
 

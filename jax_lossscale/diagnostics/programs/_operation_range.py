@@ -125,9 +125,7 @@ class RangeReport(Report[OperationRange]):
 
     def _in_range(self) -> str:
         if not self:
-            return (
-                f"`fun` computes nothing in {self.dtype}. Cast parameters and inputs in it, with `jls.cast_floating`."
-            )
+            return self.facts.nothing_narrow
         at = f"at a loss scale of {power_of_two(self.loss_scale)}"
         narrow = [operation for operation in self if operation.dtype == self.dtype]
         over = [operation for operation in self.bad if operation.overflow]

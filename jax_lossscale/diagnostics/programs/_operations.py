@@ -15,7 +15,7 @@ from jax_lossscale._autocast.in_half import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
-from jax_lossscale._program.jaxpr import Traced, jaxprs_of
+from jax_lossscale._program.jaxpr import Traced, is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
 from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT
 
@@ -82,7 +82,7 @@ def operations(
     for position, met in enumerate(_walked(program)):
         eqn, place = met.eqn, met.place
         name = _name(eqn)
-        if name in _NO_ARITHMETIC or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
+        if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
             continue
         work = _work(eqn)
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [eqn.outvars[0].aval.dtype]
@@ -176,7 +176,10 @@ def _inner(eqn: Any) -> list[Jaxpr]:
 
 
 def _is_inexact(atoms: Sequence[Any]) -> bool:
-    return all(jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms)
+    """Whether all are floats or complex; what is written to and read from is none."""
+    return not any(map(is_reference, atoms)) and all(
+        jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
+    )
 
 
 def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
@@ -187,6 +190,9 @@ def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
         return "in `otherwise` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)
+    precision = met.eqn.params.get("precision")
+    if isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision:
+        return "marked exact by its author"
     return f"made by differentiating what is computed in {met.eqn.outvars[0].aval.dtype.name}"
 
 

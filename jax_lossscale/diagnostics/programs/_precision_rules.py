@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,23 +34,31 @@ def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequenc
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
-    return rules
+    return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
+
+
+def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
+    """Whether a rule says all that another one says, and more."""
+    patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
+    return patterns < others
 
 
 def _names(site: ProductSite) -> list[dict[str, str]]:
     """Ways to name a product, the one that survives most edits first."""
-    operation = {"operation": site.operation}
-    layer = {"layer": glob.escape(site.place.layer)} if site.place.layer else {}
-    found = [{**layer, **operation}] if layer else []
-    lines = [line.split("  #")[0].rstrip() for line in site.place.lines]  # a comment may change, and the code not
-    found += [{**operation, "code": line} for line in lines if line]
-    found += [{**layer, **operation, "code": line} for line in lines if line] if layer else []
-    return [*found, {**layer, **operation, "source": glob.escape(Path(site.place.source).name)}]
+    place, operation = site.place, {"operation": site.operation}
+    layer = {"layer": glob.escape(place.layer)} if place.layer else {}
+    parameter = {"parameter": place.parameter}  # "" if it takes none
+    function = {"function": place.functions[0]} if place.functions else {}
+    found = [layer, parameter if place.parameter else {}, function]
+    found += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
+    return [names | operation for names in found if names]
 
 
 def deviation(error: float) -> str:
     """How far something is from float32's, as a part of a sentence."""
-    return f"off by {percent(error)}" if math.isfinite(error) else "not finite"
+    if not math.isfinite(error):
+        return "not finite"
+    return f"off by {percent(error)}" if error < 1 else "wrong altogether"
 
 
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:

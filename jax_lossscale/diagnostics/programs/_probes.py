@@ -24,6 +24,7 @@ from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here, jaxprs_of
+from jax_lossscale._program.parameters import Path, parameters_of_products, path_of
 from jax_lossscale._program.place import Place, place_within
 from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
@@ -48,7 +49,7 @@ class ProductSite(NamedTuple):
     """Products, or calls of `in_half`, that no rule of a policy can tell apart."""
 
     operation: str
-    place: Place  # of which rules know the layer, the source and the lines, and the rest is empty
+    place: Place  # of which rules know the layer, the source, the functions and the parameter
 
 
 class Probes:
@@ -59,22 +60,26 @@ class Probes:
       equations: the products at each, by their ids.
     """
 
-    def __init__(self, fun: Callable[..., Any], dtype: jnp.dtype) -> None:
+    def __init__(self, fun: Callable[..., Any], dtype: jnp.dtype, names_parameters: bool) -> None:
         self.sites: dict[ProductSite, int] = {}
         self.equations: dict[ProductSite, dict[int, Any]] = {}
         self._dtype = dtype
         self._fun = fun
+        self._names_parameters = names_parameters
+        self._parameters: dict[Path, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.equations.clear()
         traced = Traced(self._fun, args, kwargs)
+        self._parameters = parameters_of_products(traced, args, kwargs) if self._names_parameters else {}
         planner = Planner(self._dtype, PrecisionPolicy(recompute=False))
         rewriting = Rewriting(planner, measured=self._product)
         return traced.result(rewriting.declared(planner.plan(traced.jaxpr), traced.jaxpr, traced.inputs))
 
     def _product(self, eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
         place = place_within(eqn, within)
-        known = Place("", place.layer, place.source, "", (), is_backward=False, lines=place.lines)
+        known = place._replace(stack="", column="", is_backward=False, instructions=())
+        known = known._replace(parameter=self._parameters.get(path_of(within, eqn), ""))
         site = ProductSite(eqn.primitive.name, known)
         number = self.sites.setdefault(site, len(self.sites))
         self.equations.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another

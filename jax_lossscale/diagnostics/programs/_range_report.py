@@ -20,7 +20,7 @@ from jax_lossscale.diagnostics.programs._arguments import faults_of
 from jax_lossscale.diagnostics.programs._blame import blame
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._cures import cure_of
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
@@ -93,13 +93,13 @@ def range_report(
     check_flag(progress, "range_report(progress=...)")
     check_function(fun, "range_report(fun=...)")
     of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
-    traced = gradient_program("range_report", of_leaves, given or 1.0, chosen, kwargs, argnums, has_aux)
+    traced, planners = gradient_program("range_report", of_leaves, given or 1.0, chosen, kwargs, argnums, has_aux)
     if given is None:
         errors = errors_by_scale(traced, None, chosen, kwargs, argnums, has_aux, dtype)
         given = errors.start() if errors else 1.0
     of_arguments = names_of_leaves(fun, chosen, kwargs)
     names = names_of_inputs(traced, of_arguments)
-    facts = facts_of(traced, dtype, names)
+    facts = facts_of(traced, dtype, names, planners)
     graph = Graph()
     ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
     value, grads = traced.result([end.nodes for end in ends])
@@ -119,7 +119,7 @@ def range_report(
     sites = told_apart(list(graph.sites.values()), parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, dtype, node in harmful, node in origins)
+        operation = _operation_range(site, of, facts, node in harmful, node in origins)
         if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
@@ -170,8 +170,10 @@ def _scale_of(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, is_harmful: bool, is_origin: bool) -> OperationRange:
-    info = jnp.finfo(dtype)
+def _operation_range(
+    site: Site, of: Statistics, facts: ProductFacts, is_harmful: bool, is_origin: bool
+) -> OperationRange:
+    info = jnp.finfo(facts.dtype)
     log2_above = log2_below = 0
     if of.overflow:
         log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
@@ -191,7 +193,7 @@ def _operation_range(site: Site, of: Statistics, dtype: jnp.dtype, is_harmful: b
         subnormal=of.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure_of(site, of, is_harmful=is_harmful, is_origin=is_origin),
+        cure=cure_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast),
         error=of.error,
         error_in=of.error_in,
         amplification=of.amplification,

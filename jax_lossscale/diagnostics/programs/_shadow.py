@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import FOLLOWED
-from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow
+from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow, is_reference
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
@@ -102,10 +102,14 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     def operation(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], list[jax.Array]]:
         narrow = bind(eqn, [value.narrow for value in inputs], eqn.params)
         is_shared = not is_equation_narrow(eqn) and all(value.narrow is value.wide for value in inputs)
+        has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
         wide = narrow
-        if not is_shared and eqn.outvars:
+        if has_references or (not is_shared and eqn.outvars):
             wide = self.evaluator.equation(eqn, [value.wide for value in inputs])
-        outputs = [self._pair(*values) for values in zip(narrow, wide, (v.aval for v in eqn.outvars), strict=True)]
+        outputs = [
+            Pair(one, other, None) if is_reference(variable) else self._pair(one, other, variable.aval)
+            for one, other, variable in zip(narrow, wide, eqn.outvars, strict=True)
+        ]
         known = [value.statistics for value in inputs if value.statistics is not None]
         of_operands = jnp.stack(known or [jnp.zeros(len(Statistics._fields))])
         rows = [

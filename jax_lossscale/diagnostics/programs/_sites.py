@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.flow import Flow
-from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.jaxpr import is_narrow, is_reference
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import ALL_MOVES, CHOICES
 
@@ -87,6 +87,7 @@ class Graph(Flow[Value]):
     def operation(self, eqn: Any, place: Place, operands: Sequence[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
+        self._place_casts(nodes, place)
         if name == "div":
             self._divisions.add(place.column)
         steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
@@ -103,6 +104,13 @@ class Graph(Flow[Value]):
                 of = (made.operation, made.column, made.steep) if made else (name, place.column, steep)
                 results.append(Value(nodes, *of))
         return results
+
+    def _place_casts(self, operands: frozenset[int], place: Place) -> None:
+        """Give what `autocast` adds, which no line of the user's has made, the place of what it is made for."""
+        for node in operands:
+            site = self.sites.get(node)
+            if site is not None and place.source and not site.place.source:
+                self.sites[node] = site._replace(place=place._replace(is_backward=site.place.is_backward))
 
     def _node(self, made_of: frozenset[int]) -> int:
         self.made_of.append(made_of)
@@ -124,7 +132,9 @@ class Graph(Flow[Value]):
 def is_measured(eqn: Any, variable: Any) -> bool:
     """Whether this result of an equation is a float that is made there."""
     aval = variable.aval
-    if not hasattr(aval, "dtype") or not jnp.issubdtype(aval.dtype, jnp.floating) or eqn.primitive.name in _MOVES:
+    if is_reference(variable) or eqn.primitive.name in _MOVES:
+        return False
+    if not hasattr(aval, "dtype") or not jnp.issubdtype(aval.dtype, jnp.floating):
         return False
     if eqn.primitive.name != "convert_element_type":
         return True

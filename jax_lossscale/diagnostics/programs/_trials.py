@@ -17,13 +17,17 @@ from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._gradients_by_scale import nudged, value_and_leaves
+from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
 # No two scales' gradients are equally large; from the largest that fits, a little down.
 _LOG2_HEADROOM = 1
+# Roundings to float16, layer after layer, turn the sign of what goes into a ReLU as often as this does in float32. What
+# that changes is not the products', and may be so many times the tolerance.
+_COARSE = 2.0**-9
+_MOST_SENSITIVE = 10.0
 # A leaf with less than this share of the gradient may have ten times its error: it is small because much cancels.
 _SMALL_SHARE = 0.01
 _SMALL_LEAF = 10.0
@@ -67,6 +71,7 @@ class Program:
         has_aux: bool,
         dtype: jnp.dtype,
         tolerance: float,
+        names_parameters: bool = True,
     ) -> None:
         self._fun = fun
         self._tolerance = tolerance
@@ -76,7 +81,7 @@ class Program:
         self._kwargs = kwargs
         self.batches = batches
         self.spent = 0
-        probes = Probes(fun, dtype)
+        probes = Probes(fun, dtype, names_parameters)
         self._traced = self._traced_with(probes)
         self.sites = tuple(probes.sites)
         self.numbers = np.array([len(probes.equations[site]) for site in self.sites], int)
@@ -89,12 +94,16 @@ class Program:
         moved = self._run(
             np.full(len(self.sites), WIDE), 1.0, [nudged(args, argnums, keep_dtypes=False) for args in batches]
         )
+        coarse = [nudged(args, argnums, keep_dtypes=False, by=_COARSE) for args in batches]
+        rounded = self._run(np.full(len(self.sites), WIDE), 1.0, coarse)
         self._rounding, self._weights = [], []
-        for (value, leaves, _), (exact_value, exact) in zip(moved, self.exact, strict=True):
+        for (value, leaves, _), (rounded_value, at_rounded, _), (exact_value, exact) in zip(
+            moved, rounded, self.exact, strict=True
+        ):
             rounding = measure(leaves, exact, 1.0)
             self._rounding.append(rounding)
-            reports = reports_of_leaves(exact, [rounding], rounding)
-            self._weights.append(self._weights_of((value, exact_value), reports))
+            reports = reports_of_leaves(exact, [measure(at_rounded, exact, 1.0)], rounding)
+            self._weights.append(self._weights_of((value, rounded_value, exact_value), reports))
 
     def trial(self, levels: np.ndarray) -> Trial:
         """With the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
@@ -153,7 +162,7 @@ class Program:
             self.batches, self.exact, self._weights, trial.results, strict=True
         ):
             exact = [value, *leaves.values()]
-            directions = [_direction(a, b) * weight for a, b, weight in zip(results, exact, weights, strict=True)]
+            directions = [_direction(a, b) * weight for a, b, weight in zip(results, exact, weights, strict=False)]
             try:
                 slope = self._slope(
                     jnp.zeros((2, len(self.sites))), jnp.float32(trial.scale), self._inputs(batch), directions
@@ -173,23 +182,34 @@ class Program:
             errors = [_relative(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
             names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
             of_all = report_of_all(reports).relative_error[0]
-            worst = max(
-                [worst, (of_all, "the whole gradient")]
-                + [(error * weight, name) for error, name, weight in zip(errors, names, weights, strict=True) if weight]
-            )
+            judged = zip([*errors, of_all], [*names, "the whole gradient"], weights, strict=True)
+            worst = max([worst, *((error * weight, name) for error, name, weight in judged if weight)])
         return (math.inf if math.isnan(worst[0]) else worst[0]), worst[1]
 
     def _weights_of(self, values: Sequence[Any], leaves: list[LeafGradientError]) -> list[float]:
-        """How much the errors of the value and of each leaf count: not at all, if a nudge moves it as far."""
-        total = report_of_all(leaves).norm
-        weights = [1.0 if _relative(*values) <= self._tolerance / 2 else 0.0]
+        """How much the errors of the value, of each leaf and of all count: not at all, if a nudge moves it as far.
+
+        And less by what parameters rounded to half precision make in float32, too, as where they turn the sign of
+        what goes into a ReLU.
+        """
+        value, rounded, exact = values
+        total, of_value = report_of_all(leaves), _relative(value, exact)
+        weights = [self._counts(_relative(rounded, exact), of_value) * (of_value <= self._tolerance / 2)]
         for leaf in leaves:
             is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
-            weights.append(is_judged / (_SMALL_LEAF if leaf.norm < _SMALL_SHARE * total else 1.0))
-        return weights
+            share = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
+            weights.append(is_judged * self._counts(leaf.relative_error[0], leaf.rounding) / share)
+        return [*weights, self._counts(total.relative_error[0], total.rounding)]
+
+    def _counts(self, coarse: float, fine: float) -> float:
+        """``coarse`` and ``fine``: what the two nudges change. Without kinks that is in proportion to the nudges."""
+        if coarse <= 2 * fine * _COARSE / NUDGE:
+            return 1.0
+        return max(self._tolerance / max(coarse, self._tolerance), 1 / _MOST_SENSITIVE)
 
     def _traced_with(self, fun: Callable[..., Any]) -> Traced:
-        return gradient_program("find_precision", fun, 1.0, self.batches[0], self._kwargs, self._argnums, self._has_aux)
+        args = (1.0, self.batches[0], self._kwargs, self._argnums, self._has_aux)
+        return gradient_program("find_precision", fun, *args)[0]
 
     def _inputs(self, batch: Sequence[Any]) -> list[Any]:
         return self._traced.inputs_from((np.float32(1), *batch), self._kwargs)[1:]

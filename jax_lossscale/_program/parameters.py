@@ -1,0 +1,83 @@
+"""Which parameter a product takes: what tells layers apart that share a class and a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from jax_lossscale._program import nnx_objects
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.place import Place
+
+# An equation, with those that it lies in before it, by their ids.
+Path: TypeAlias = tuple[int, ...]
+_MOVES = (
+    *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "slice"),
+    *("squeeze", "transpose"),
+)
+
+
+def path_of(within: Sequence[Any], eqn: Any) -> Path:
+    """The path of an equation."""
+    return tuple(map(id, (*within, eqn)))
+
+
+def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
+    """For each operation that takes a leaf of an argument, moved or cast, the path of that leaf in its argument.
+
+    Of several leaves it is that of the first argument, which parameters are. What nnx modules hold has no such path.
+    """
+    if nnx_objects.flattened((args, kwargs))[1]:
+        return {}
+    leaves = [
+        _Leaf(number, jax.tree_util.keystr(path) or "the only leaf")
+        for number, argument in enumerate([*args, *(kwargs[name] for name in sorted(kwargs))])
+        for path, _ in jax.tree_util.tree_leaves_with_path(argument)
+    ]
+    flow = _Taken()
+    flow.outputs(traced.jaxpr, [leaves[position] for position in traced.positions])
+    return flow.found
+
+
+class _Leaf(NamedTuple):
+    """One of an argument, by its number."""
+
+    argument: int
+    path: str
+
+
+class _Taken(Flow[_Leaf | None]):
+    """Of each value the leaf that it is; ``found``: those that operations take."""
+
+    follows = Flow.follows | {"shard_map"}
+
+    def __init__(self) -> None:
+        self.found: dict[Path, str] = {}
+        self._within: list[Any] = []
+
+    def constant(self, value: Any) -> None:
+        return None
+
+    def joined(self, values: Sequence[_Leaf | None]) -> _Leaf | None:
+        return values[0] if len(set(values)) == 1 else None
+
+    def carried(self, start: _Leaf | None) -> None:
+        return None
+
+    def _results(self, eqn: Any, place: Place, operands: list[_Leaf | None]) -> Sequence[_Leaf | None]:
+        self._within.append(eqn)
+        try:
+            return super()._results(eqn, place, operands)
+        finally:
+            self._within.pop()
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
+        if eqn.primitive.name in _MOVES:
+            return [operands[0]] * len(eqn.outvars)
+        known = [leaf for leaf in operands if leaf is not None]
+        if known:
+            self.found[path_of(self._within[:-1], eqn)] = min(known).path
+        return [None] * len(eqn.outvars)
