@@ -28,6 +28,7 @@ ONLY_IN_CI = (
     *("wrapper/test_programs.py", "wrapper/test_resume.py", "wrapper/test_sharded_programs.py"),
     *("autocast/test_acceptance.py", "autocast/test_any_program.py", "autocast/test_mesh.py"),
     *("autocast/test_arguments_and_transformations.py", "autocast/test_wide_product.py"),
+    "autocast/test_following.py",
     *("diagnostics/test_autocast_report.py", "diagnostics/test_compare_gradients.py", "diagnostics/test_cost.py"),
     *("diagnostics/test_explain.py", "diagnostics/test_facts.py", "diagnostics/test_find_precision.py"),
     *("diagnostics/test_in_precision.py", "diagnostics/test_layers.py", "diagnostics/test_models.py"),

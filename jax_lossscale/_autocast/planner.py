@@ -12,7 +12,7 @@ from jax_lossscale._autocast.constants import Constants, Known
 from jax_lossscale._autocast.cut import Asked, Cut
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
-from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule
+from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
 from jax_lossscale._autocast.softmax import softmaxes
 from jax_lossscale._autocast.stretches import Stretch, stretches
@@ -34,6 +34,7 @@ class Planner:
     Attributes:
       dtype: the half precision.
       policy: the exceptions.
+      matched: the rules of it that spoke of an operation.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
     """
@@ -43,13 +44,9 @@ class Planner:
         self.policy = policy
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         self._rule = Rule(dtype, policy)
+        self.matched = self._rule.matched
         self._feeding = Feeding()
         self._asked = Asked()
-
-    @property
-    def matched(self) -> set[PrecisionRule]:
-        """The rules of the policy that spoke of an operation."""
-        return self._rule.matched
 
     def plan(
         self,
