@@ -30,11 +30,10 @@ ONLY_IN_CI = (
     *("autocast/test_arguments_and_transformations.py", "autocast/test_in_half.py", "autocast/test_wide_product.py"),
     *("diagnostics/test_arguments.py", "diagnostics/test_autocast_report.py", "diagnostics/test_cost.py"),
     *("diagnostics/test_compare_gradients.py", "diagnostics/test_explain.py", "diagnostics/test_faults_found.py"),
-    *("diagnostics/test_facts.py", "diagnostics/test_find_precision.py"),
+    *("autocast/test_following.py", "diagnostics/test_facts.py", "diagnostics/test_find_precision.py"),
     *("diagnostics/test_in_precision.py", "diagnostics/test_layers.py", "diagnostics/test_models.py"),
     *("diagnostics/test_names_and_truth.py", "diagnostics/test_range.py", "diagnostics/test_range_report.py"),
-    "diagnostics/test_programs_of_others.py",
-    "diagnostics/test_healthy.py",
+    *("diagnostics/test_healthy.py", "diagnostics/test_programs_of_others.py"),
     *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
 )
 

@@ -186,13 +186,13 @@ class Asked:
     def __call__(self, eqn: Any) -> frozenset[int]:
         if eqn.primitive.name in _ASK_NOTHING:
             return frozenset()
-        literals = tuple((n, atom.val) for n, atom in enumerate(eqn.invars) if isinstance(atom, Literal))
+        literals = tuple(str(atom) if isinstance(atom, Literal) else "" for atom in eqn.invars)
         key = eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()), literals
         try:
             if key not in self._known:
                 self._known[key] = _asked(eqn)
             return self._known[key]
-        except TypeError:  # Not to be compared with others: arrays among the literals or parameters.
+        except TypeError:  # Not to be compared with others: arrays among the parameters.
             return _asked(eqn)
 
 

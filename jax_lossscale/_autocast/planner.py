@@ -13,7 +13,7 @@ from jax_lossscale._autocast.cut import Asked, Cut
 from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
-from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule
+from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
 from jax_lossscale._autocast.softmax import softmaxes
 from jax_lossscale._autocast.stretches import Stretch, stretches
@@ -36,6 +36,7 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       rule: what decides about each step.
+      matched: the rules of the policy that spoke of an operation.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
     """
@@ -45,13 +46,9 @@ class Planner:
         self.policy = policy
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         self.rule = Rule(dtype, policy)
+        self.matched = self.rule.matched
         self._feeding = Feeding()
         self._asked = Asked()
-
-    @property
-    def matched(self) -> set[PrecisionRule]:
-        """The rules of the policy that spoke of an operation."""
-        return self.rule.matched
 
     def plan(
         self,
