@@ -185,7 +185,7 @@ IN_PARTS = {
         {
             ("float32", FACTORED),
             ("float32", "inside `custom_linear_solve`, which is computed as it was"),
-            ("float32", "made by differentiating what is computed in float32"),
+            ("float32", "marked exact by its author"),
             ("float16", ""),
         },
     ),

@@ -241,7 +241,7 @@ ROWS = {
                 "argnums": ARGNUMS,
                 "has_aux": FLAG,
                 "dtype": DTYPE,
-                "loss_scale": SCALE,
+                "loss_scale": tuple(each for each in SCALE if each is not None),  # which is the default
                 "progress": FLAG,
                 "args": PASSED_ON,
                 "kwargs": PASSED_ON,
