@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar, overload
 
 import jax
+import numpy as np
 
 from jax_lossscale._check import (
     check_flag,
@@ -156,8 +157,10 @@ class PrecisionPolicy:
             object.__setattr__(self, "loss_scale", loss_scale)
 
         if self.errors is not None:
-            before, after = (nonnegative_number(error, "PrecisionPolicy(errors=...)") for error in self.errors)
-            object.__setattr__(self, "errors", (before, after))
+            if not isinstance(self.errors, (tuple, list)) or len(self.errors) != 2:
+                raise ValueError(f"`PrecisionPolicy(errors=...)` must be two numbers, got {self.errors!r}.")
+            errors = tuple(nonnegative_number(error, "PrecisionPolicy(errors=...)") for error in self.errors)
+            object.__setattr__(self, "errors", errors)
 
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
@@ -194,7 +197,7 @@ class PrecisionPolicy:
 
 
 def _checked_recompute(recompute: Any) -> bool | float:
-    if recompute in (True, False) and not isinstance(recompute, str):
+    if isinstance(recompute, (bool, np.bool_)):
         return bool(recompute)
     if not is_number(recompute) or not 0 < float(recompute) < math.inf:
         raise ValueError(

@@ -103,7 +103,9 @@ ROWS = {
             {},
             {
                 "rules": (None, 3, "wide", {"precision": "wide"}, [3], [{"other": 1}]),
-                "recompute": FLAG,
+                "recompute": (None, "yes", 0, -1.0, NAN, INF, np.array([True, False])),
+                "narrow_skips": FLAG,
+                "errors": ("8", 3, True, [1.0], [1.0, -1.0], [NAN, 1.0]),
                 "loss_scale": ("8", True, 0, -1, NAN, INF, [8.0]),
             },
         ),
@@ -112,7 +114,7 @@ ROWS = {
             {
                 "precision": ONE_OF_SOME,
                 **dict.fromkeys(("layer", "operation", "source", "function"), (None, 3, "", ["a"])),
-                **dict.fromkeys(("code", "reason"), (None, 3, ["a"])),
+                **dict.fromkeys(("code", "parameter", "reason"), (None, 3, ["a"])),
             },
         ),
         "autocast": ({"fun": loss}, {"fun": FUNCTION, "dtype": (*DTYPE, jnp.complex64), "policy": POLICY}),
