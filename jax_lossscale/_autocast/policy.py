@@ -197,7 +197,7 @@ class PrecisionPolicy:
 
 
 def _checked_recompute(recompute: Any) -> bool | float:
-    if isinstance(recompute, (bool, np.bool_)):
+    if isinstance(recompute, (bool, np.bool_)) or (is_number(recompute) and recompute in (0, 1)):
         return bool(recompute)
     if not is_number(recompute) or not 0 < float(recompute) < math.inf:
         raise ValueError(

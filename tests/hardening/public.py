@@ -103,7 +103,7 @@ ROWS = {
             {},
             {
                 "rules": (None, 3, "wide", {"precision": "wide"}, [3], [{"other": 1}]),
-                "recompute": (None, "yes", 0, -1.0, NAN, INF, np.array([True, False])),
+                "recompute": (None, "yes", -1.0, NAN, INF, np.array([True, False])),
                 "narrow_skips": FLAG,
                 "errors": ("8", 3, True, [1.0], [1.0, -1.0], [NAN, 1.0]),
                 "loss_scale": ("8", True, 0, -1, NAN, INF, [8.0]),
