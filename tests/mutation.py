@@ -89,7 +89,7 @@ TESTS = {  # the quickest to notice first
         *(AUTOCAST + name for name in ("test_following.py", "test_stretches.py", "test_exceptions.py")),
         *(AUTOCAST + name for name in ("test_structures.py", "test_policy.py", "test_acceptance.py")),
     ],
-    "_autocast/policy.py": [AUTOCAST + "test_rules.py", AUTOCAST + "test_policy.py"],
+    "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
     "_autocast/rewrite.py": [
         *(AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_structures.py")),
         *(AUTOCAST + name for name in ("test_acceptance.py", "test_exceptions.py", "test_following.py")),

@@ -43,8 +43,6 @@ class PrecisionRule:
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"``; folders may be left out.
-      code: a part of the text of that line, or of one that called it, such as ``"q @ k.T"``, as it stands. Unlike the
-        number of a line it stays the same when something else in the file is edited.
       parameter: the path of the leaf of an argument that the operation takes, such as ``"[7]['w']"``, as
         `compare_gradients` shows it: what tells layers apart that share a line. As it stands, or a pattern; "" for an
         operation that takes none.
@@ -64,7 +62,6 @@ class PrecisionRule:
     layer: str = "*"
     operation: str = "*"
     source: str = "*"
-    code: str = ""
     parameter: str = "*"
     function: str = "*"
     reason: str = ""
@@ -93,7 +90,6 @@ class PrecisionRule:
             fnmatch.fnmatchcase(operation, self.operation)
             and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
             and any(fnmatch.fnmatchcase(place.source, pattern) for pattern in (self.source, f"*/{self.source}"))
-            and (not self.code or any(self.code in line for line in place.lines))
             and (self.parameter in ("*", place.parameter) or fnmatch.fnmatchcase(place.parameter, self.parameter))
             and (self.function == "*" or any(fnmatch.fnmatchcase(name, self.function) for name in place.functions))
         )
@@ -213,7 +209,7 @@ def _as_rule(rule: Any) -> PrecisionRule:
     try:
         return PrecisionRule(**rule)
     except TypeError as error:
-        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {rule!r}.") from error
+        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {rule!r}: {error}.") from error
 
 
 def _percent(error: float) -> str:

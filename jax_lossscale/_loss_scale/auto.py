@@ -65,31 +65,33 @@ class AutoLossScale(LossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
     The largest gradient seen lately is kept just below float16's limit. With ``s = log2(scale)``, ``x = log2(largest)``
-    and ``n`` finite steps since the last overflow::
+    and ``n`` finite steps since the last overflow, at most 2,048; a prime marks what holds after the step::
 
-        finite:      n'         = max(n, 0) + 1, at least 9 where s = target;  -1 where n = 0, if all are zero
+        finite:      n'         = max(n, 0) + 1, at least 9 where s >= target;  n, or -1 where n = 0, if all are zero
                      peak'      = max(peak - f, x);  f = 1/64 where n' >= 512, else 1/1024, and if all are zero
                      allowance' = max(allowance - 1/64, 0) where n' >= 2048;       0 where x > peak + 4
                      margin'    = max(margin - 1/64, 1) where allowance = 0, too;  1 where x > peak + 4
-                     target     = floor(log2(65512) - peak' - margin' - allowance' - log2_headroom)
-                     s'         = min(target, max(s + 1, target - 8));  min(target, s + 8) where there is no peak
+                     target'    = floor(log2(65512) - peak' - margin' - allowance' - log2_headroom)
+                     s'         = min(target', max(s + 1, target' - 8));  min(target', s + 8) where there is no peak'
         not finite:  s'         = s - 8,  n' = 0,  and the step is skipped; at the floor, all that was learned is lost
-          0 < n < 9:     margin'    = what makes the target s - 1, at most 8 more, 28 in all
+          0 < n < 9:     margin'    = what makes target' s - 1, at most 8 more, 28 in all
           9 <= n < 512:  allowance' = likewise, at most 6 in all;  margin' = 1 where it is 6 already
           n >= 2048:     likewise, where margin > 1 or allowance > 0
-          n = -1:        likewise, but  margin' = margin + 1  where the allowance is 6 already
-          no peak:       s'         = s - 24;  margin' = what makes the target s - 24, where n is not 0
+          n = -1:        likewise, but  margin' = at most 1 more  where the allowance is 6 already
+          no peak:       s'         = s - 24;  margin' = what makes target' s - 24, where n is not 0
 
     Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
     how much. But an overflow is no proof: a NaN may come from the data. One that comes again at once, while the scale
     climbs back, proves a limit, and the margin is moved to it. Those that come now and then are believed up to 6 bits,
     which is the allowance; if they still come, they are not the scale's, and what the margin has learned is given back.
     A lone overflow, as from a spike in the data, is made up for in 8 steps. A gradient that is more than 4 bits above
-    the peak shows that the peak was to blame.
+    the peak shows that the peak was to blame. (What makes the target ``s - 1`` is the most that does, less 1/64 for
+    rounding, and never less than there is.)
 
     Gradients that are all zero say nothing of their size: allowance and margin stay, and ``n = -1`` says that nothing
     else came since the last overflow. Before there is a peak, the scale searches, up to ``2**40``, and stays below what
-    overflowed, by a bit less every 64 steps. The first gradient that is seen becomes the peak: margin 1, ``n`` 2048.
+    overflowed, by a bit less every 64 steps. The first gradient that is seen becomes the peak: allowance 0, margin 1,
+    ``n`` 2048.
 
     The margin is not tried below 1. Weights that the iterations of a scan share have gradients that are summed in
     float32, and may exceed what any cotangent reaches; five bits are unused there. To look for them would cost every

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 import re
 import sys
 import sysconfig
@@ -37,8 +36,6 @@ class Place(NamedTuple):
         this library adds.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether it belongs to the backward pass.
-      lines: the texts of the lines that were running, but for those of installed libraries, the innermost first. They
-        stay the same when lines are added above.
       instructions: where in that line, and in the libraries that it calls, the equation was made: what is the same
         twice only if the line was run twice.
       parameter: the path of the leaf of an argument that it takes; "" where that is not asked for.
@@ -50,20 +47,18 @@ class Place(NamedTuple):
     column: str
     functions: tuple[str, ...]
     is_backward: bool
-    lines: tuple[str, ...]
     instructions: tuple[int, ...] = ()
     parameter: str = ""
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:
     """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
-    outer = within or Place("", "", "", "", (), False, ())
+    outer = within or Place("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     own = [frame for frame in frames if _is_of_user(frame.file_name)]
     column = summarize(eqn.source_info)
     column = "" if column.startswith(_OURS) else column
-    texts = (linecache.getline(frame.file_name, frame.line_num).strip() for frame in own)
     return Place(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
@@ -72,7 +67,6 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
-        lines=(*filter(None, texts), *outer.lines),
         instructions=_instructions(eqn.source_info.traceback),
     )
 

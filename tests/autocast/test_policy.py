@@ -289,6 +289,8 @@ REFUSED = [
     (lambda: jls.PrecisionPolicy({"precision": "wide"}), ["rules=...", "list"]),
     (lambda: jls.PrecisionPolicy([3]), ["rules=...", "3"]),
     (lambda: jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}]), ["rules=...", "'layers'"]),
+    (lambda: jls.PrecisionPolicy.from_config({"rules": [{"precision": "wide", "code": "@"}]}), ["rules=...", "'code'"]),
+    (lambda: jls.PrecisionPolicy([{"precision": "wide", "code": "@"}]), ["unexpected keyword argument 'code'"]),
     (lambda: jls.PrecisionPolicy(recompute="no"), ["recompute=...", "'no'", "True or False"]),
     (lambda: jls.PrecisionPolicy(recompute=-1.0), ["recompute=...", "-1.0", "positive number"]),
     (lambda: jls.PrecisionPolicy(recompute=float("nan")), ["recompute=...", "nan", "positive number"]),
@@ -309,3 +311,34 @@ def test_what_is_refused_and_how(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert all(word in str(caught.value) for word in words)
+
+
+def test_the_loss_scale_is_shown_and_kept_and_changes_nothing():
+    policy = jls.PrecisionPolicy(loss_scale=2**15)
+    assert policy == jls.PrecisionPolicy()
+    assert policy.get_config() == {"rules": [], "recompute": True, "loss_scale": 32768.0}
+    assert jls.PrecisionPolicy.from_config(policy.get_config()).loss_scale == 32768.0
+    assert "loss_scale" not in jls.PrecisionPolicy().get_config()
+    assert str(policy).endswith("Found to be right at a loss scale of 2^15.")
+    for scale, is_below in (0.5, True), (1.0, False):
+        assert ("below 1" in str(jls.PrecisionPolicy(loss_scale=scale))) == is_below
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    config = jls.PrecisionPolicy(recompute=np.False_, loss_scale=np.float32(8)).get_config()
+    assert json.loads(json.dumps(config)) == {"rules": [], "recompute": False, "loss_scale": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("scale", "must_be"),
+    [
+        (0, "a positive normal float32"),
+        (-1.0, "a positive normal float32"),
+        (float("inf"), "finite"),
+        (float("nan"), "finite"),
+        ("2", "a number"),
+    ],
+)
+def test_a_loss_scale_that_is_none(scale, must_be):
+    with pytest.raises(ValueError, match=rf"`PrecisionPolicy\(loss_scale=...\)` must be {must_be}.*got {scale!r}"):
+        jls.PrecisionPolicy(loss_scale=scale)
