@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 
 from benchmarks import BENCHMARKS, ON_REQUEST
 from benchmarks.isolation import run_apart
-from benchmarks.report import about_this_run, as_json, as_markdown, marks_as_markdown
+from benchmarks.report import about_this_run, as_json, as_markdown, index, marks_as_markdown
+
+RESULTS = Path(__file__).parent / "results"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needed = f"needs {' and '.join(missing)}, of the extra `bench`: pip install -e '.[bench]'"
         print(f"python -m benchmarks {needed}", file=sys.stderr)
         return 1
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
     tables, gpu, failed = [], "none", False
     for name in options.benchmarks:
         result = run_apart(name, options.quick, getattr(options, f"for_{name}", {}))
@@ -41,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for table in new:
             print("\n".join([*table.as_markdown(), *marks_as_markdown([table])]), flush=True)
         tables += new
+        if options.results:
+            (RESULTS / f"{name}.md").write_text(as_markdown(name, new, about_this_run(command, gpu)))
+            RESULTS.with_name("RESULTS.md").write_text(index(RESULTS))
     print("\n".join(marks_as_markdown(tables)))
-    about = about_this_run(shlex.join(["python", "-m", "benchmarks", *arguments]), gpu)
     if options.json:
-        options.json.write_text(as_json(tables, about))
-    if options.results:
-        options.results.write_text(as_markdown(tables, about))
+        options.json.write_text(as_json(tables, about_this_run(command, gpu)))
     return int(failed)
 
 
@@ -64,7 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("benchmarks", nargs="*", metavar="benchmark", help="which to run; all but those below, if none is named")
     add("--quick", action="store_true", help="smaller sizes, fewer rounds: under two minutes")
     add("--json", type=Path, metavar="PATH", help="write the numbers as JSON")
-    add("--results", type=Path, metavar="PATH", help="write the tables as Markdown")
+    add("--results", action="store_true", help="write benchmarks/results/NAME.md of each, and benchmarks/RESULTS.md")
     repeated: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}
     add("--workload", **repeated, help="accuracy: only this one; may be repeated")
     add("--model", **repeated, help="autocast: only its training step for an H100; may be repeated")
@@ -78,9 +81,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"there is no benchmark {name!r}; there are {', '.join(everything)}")
     options.benchmarks = list(dict.fromkeys(options.benchmarks)) or list(BENCHMARKS)
     _check_special(parser, options)
-    for option, path in (("--json", options.json), ("--results", options.results)):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            parser.error(f"{option}: cannot write a file at {str(path)!r}")
+    if options.json and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
+        parser.error(f"--json: cannot write a file at {str(options.json)!r}")
     return options
 
 
@@ -93,6 +95,8 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
         parser.error("--model and --kernels belong to the benchmark autocast")
     if options.docs and (options.workload or options.quick):
         parser.error("--docs needs every workload in full: leave out --workload and --quick")
+    if options.results and (options.quick or options.workload or options.model):
+        parser.error("--results needs whole benchmarks: leave out --quick, --workload and --model")
     needed = [("matplotlib", "plot")] if options.docs else []
     needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in asked else []
     for module, extra in needed:

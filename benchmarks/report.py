@@ -92,17 +92,31 @@ def as_json(tables: Sequence[Table], about: dict[str, str]) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-def as_markdown(tables: Sequence[Table], about: dict[str, str]) -> str:
-    """The content of ``RESULTS.md``."""
+def as_markdown(benchmark: str, tables: Sequence[Table], about: dict[str, str]) -> str:
+    """The content of ``results/BENCHMARK.md``."""
     lines = [
-        *("# Benchmark results", "", f"Written by `{about['command']}`, not by hand.", ""),
+        *(f"# Results of the benchmark {benchmark}", "", f"Written by `{about['command']}`, not by hand.", ""),
         *_grid(("", ""), [(name, value) for name, value in about.items() if name != "command"]),
         *("## Marks", "", *marks_as_markdown(tables), "## Tables", ""),
-        "Ratios are medians of the ratios within a round, in which all contenders take turns; the spread is from the "
-        "first to the third quartile.",
-        *("", *(line for table in tables for line in table.as_markdown())),
+        *(line for table in tables for line in table.as_markdown()),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def index(results: Path) -> str:
+    """The content of ``RESULTS.md``: of each file in the folder ``results`` its date, and its marks as they stand."""
+    lines = [
+        *("# Benchmark results", "", "Written by `python -m benchmarks --results`, not by hand.", ""),
+        "Each benchmark stands as it was last run; its page has the machine, the versions and the tables. Ratios of "
+        "times are medians of the ratios within a round, in which all contenders take turns; the spread is from the "
+        "first to the third quartile.",
+    ]
+    for path in sorted(results.glob("*.md")):
+        head, _, rest = path.read_text().partition("## Marks\n")
+        date = re.search(r"\| date +\| +(.*?) +\|", head)
+        lines += ["", f"## [{path.stem}]({results.name}/{path.name}), {date and date[1]}", ""]
+        lines.append(rest.partition("## Tables")[0].strip() or "No marks.")
+    return "\n".join(lines) + "\n"
 
 
 def environment() -> str:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, ON_REQUEST
+from benchmarks.__main__ import main
 from benchmarks.isolation import Progress, call_apart, run_apart
-from benchmarks.report import Mark, Table, columns, marks_as_markdown
+from benchmarks.report import Mark, Table, as_markdown, columns, index, marks_as_markdown
 from benchmarks.timing import interleave
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +88,32 @@ def test_tables_are_markdown_that_a_terminal_shows():
         ("unseen", "not measured", "<= 1.00", "-", ""),
     ]
     assert "| fast   |         1.25 | <= 1.20 | not met (quick) | late |" in marks_as_markdown([table])
+
+
+def test_the_index_has_the_date_and_the_marks_of_each_file(tmp_path):
+    steps = Table("Steps", columns("step | median"), [("bare", "1 ms")], [Mark("fast", 1.25, 1.2)])
+    for name, tables in ("speed", [steps]), ("accuracy", [Table("Ends", columns("arm"), [("float32",)])]):
+        about = {"command": f"python -m benchmarks {name}", "date": f"the day of {name}", "processor": "a fast one"}
+        (tmp_path / f"{name}.md").write_text(as_markdown(name, tables, about))
+    found = [section.splitlines() for section in index(tmp_path).split("\n## ")[1:]]
+    folder = tmp_path.name
+    assert found == [
+        [f"[accuracy]({folder}/accuracy.md), the day of accuracy", "", "No marks."],
+        [f"[speed]({folder}/speed.md), the day of speed", "", *marks_as_markdown([steps])[:-1]],
+    ]
+
+
+def test_the_index_is_that_of_the_files():
+    results = ROOT / "benchmarks" / "results"
+    assert {path.stem for path in results.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(results)
+
+
+@pytest.mark.parametrize("part", [["--quick"], ["--model", "LSTM"]], ids=" ".join)
+def test_results_are_of_whole_benchmarks(part, capsys):
+    with pytest.raises(SystemExit):
+        main(["autocast", *part, "--results"])
+    assert "leave out --quick" in capsys.readouterr().err
 
 
 def test_what_fails_apart_is_told():

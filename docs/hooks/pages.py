@@ -26,7 +26,6 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
 }
-NOT_IN_NAV = {"results.md"}  # the page on performance leads to it
 FRONT_PAGE = {"README.md": "index.md"}
 EXAMPLES = "examples/README.md"
 EXAMPLES_PAGE = "examples.md"
@@ -44,7 +43,7 @@ SEARCH_BOOSTS = {
     "accuracy.md": 0.7,
     "frameworks/": 1.5,
     "mutation.md": 0.1,
-    "results.md": 0.2,
+    "results": 0.2,
     "contributing.md": 0.2,
 }
 LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(\))")
@@ -54,6 +53,8 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 def pages_elsewhere() -> dict[str, str]:
     """The files of the repository outside `docs` that are pages: where each is, and where its page."""
     pages = dict(DOCUMENTS)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        pages[f"benchmarks/results/{path.name}"] = f"results/{path.name}"
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         pages[f"notebooks/{path.name}"] = f"notebooks/{path.stem}.md"
     for path in sorted((ROOT / "examples").glob("*.py")):
@@ -71,8 +72,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
             inclusion = InclusionLevel.NOT_IN_NAV  # the page of the examples leads to it
-        if page in NOT_IN_NAV:
-            inclusion = InclusionLevel.NOT_IN_NAV
+        if page.startswith("results"):
+            inclusion = InclusionLevel.NOT_IN_NAV  # the page on performance leads to them
         content = with_links_to_pages(content, source, page)
         files.append(File.generated(config, page, content=content, inclusion=inclusion))
         for name, picture in pictures.items():

@@ -32,7 +32,8 @@ def run_or_leave(
         return jax.tree.map(lambda applied, left: jax.lax.select(should_apply, applied, left), run(), leave())
 
     if skip == "auto":
-        # On a CPU, selecting takes two to three times as long (benchmarks/RESULTS.md): XLA copies what it selects from.
+        # On a CPU, selecting takes two to three times as long (`python -m benchmarks optimizer`): XLA copies what it
+        # selects from.
         # Compiled for a GPU, a selection is part of the kernel that computes the step anyway, and a branch copies all
         # its results: twice the bytes of the step (`python -m benchmarks cuda`). No GPU was timed.
         return jax.lax.platform_dependent(cpu=cond, default=select)
