@@ -8,7 +8,7 @@ again from what is had, at another. The cheapest way is a minimum cut of this gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.jaxpr import bind_here, size_of
 from jax_lossscale._program.primitives import PLACEMENTS
 
-# They are written by themselves, not within what they go into. A Mamba's scan is made of these, and so it is kept.
+# They are written by themselves, not within what they go into.
 _WRITTEN = frozenset(
     {
         *("concatenate", "dynamic_update_slice", "gather", "pad", "reduce_window_max", "reduce_window_min"),
@@ -57,8 +57,8 @@ class Cut:
         self._price = price
         self._asked = asked
 
-    def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value]:
-        """What of that which is made in a stretch is kept."""
+    def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
+        """What of that which is made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
         types = {
             name: variable.aval
             for step, _ in steps
@@ -93,6 +93,11 @@ class Cut:
             aval = types[value.name]
             is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
             return size_of(aval) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
+
+        # An associative scan, as in a Mamba, is many kernels that read parts of one another's results. Which of these
+        # are read again and which computed again is the compiler's choice: what is cut out of one is another array.
+        if sum(map(size, _written_of_written(steps))) > self._price * sum(map(size, in_memory)):
+            return None
 
         def again(value: Value) -> float:
             # A residual sum is written again for what reads it; other arithmetic is fused.
@@ -133,6 +138,17 @@ class Cut:
             for value in {node[0] for node in needed if isinstance(node, tuple)} - inputs - softmaxes
             if (value, "had") in needed and (value, "needed") not in needed
         )
+
+
+def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Value]:
+    """What is written by itself, and made of what is written so before."""
+    made: set[Name] = set()
+    for step, _ in steps:
+        is_made, is_written = not made.isdisjoint(names(step.inputs)), step.eqn.primitive.name in _WRITTEN
+        if is_made and is_written:
+            yield from map(Value, step.outputs)
+        if is_made or is_written:
+            made |= {*step.outputs}
 
 
 def _differentiated(stretch: Stretch, steps: Sequence[tuple[Step, Decision]], types: dict[Name, Any]) -> set[Name]:

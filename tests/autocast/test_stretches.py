@@ -110,6 +110,19 @@ def test_the_operations_of_a_scan_by_halves_are_not_done_again():
     assert 0 < joins(jls.autocast(loss)) <= joins(loss)
 
 
+def test_what_a_scan_by_halves_keeps_is_left_to_the_compiler():
+    """Unless memory is dear: there is more in it than goes in and comes out."""
+
+    def loss(w, v, x):
+        return jnp.sum(scanned(x @ w) @ v)
+
+    without, usual, dear = (
+        bytes_kept(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
+        for recompute in (False, True, 100.0)
+    )
+    assert without == usual > dear
+
+
 def test_a_dearer_byte_is_kept_less_often():
     """Where something is kept only since it is dear to compute: the dial between time and memory."""
 
