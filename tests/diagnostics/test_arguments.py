@@ -69,7 +69,9 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    assert f"the loss is {loss:.2g} in float32, too. If training made it so large, it diverges" in verdict
+    told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
+    assert told in verdict
+    assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
     assert "look at the learning rate" in verdict
     assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
 

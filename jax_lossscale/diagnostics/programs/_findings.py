@@ -90,9 +90,11 @@ def overflows_forward(evidence: Evidence, scale: float, suffering: Sequence[Leaf
         why = "the forward pass leaves its range, perhaps by dividing by a constant that is zero there"
     cure = f" {over[0].cure}" if over else " Compute it in float32."
     before = " ".join(evidence.arguments.too_large)
+    verdict = f"{what}: {why}. No loss scale reaches it.{cure} {before}".rstrip()
+    diverges = _diverges(evidence)
     return Finding(
         "forward overflow",
-        f"{what}: {why}. No loss scale reaches it.{cure} {before}".rstrip() + _diverges(evidence),
+        f"{diverges} If it began so large: {verdict[0].lower()}{verdict[1:]}" if diverges else verdict,
         suffering=tuple(leaf.path for leaf in suffering),
         judged_at=scale,
     )
@@ -103,9 +105,8 @@ def _diverges(evidence: Evidence) -> str:
     if abs(evidence.errors.reference_value) <= float(jnp.finfo(evidence.dtype).max):
         return ""
     return (
-        f" But the loss is {evidence.errors.reference_value:.2g} in float32, too. If training made it so large, it "
-        "diverges in float32 as well: look at the learning rate and at the sign of the loss, not at "
-        f"{evidence.dtype.name}."
+        f"The loss is {evidence.errors.reference_value:.2g} in float32, too. If training made it so large, it diverges "
+        f"in float32 as well: look at the learning rate and at the sign of the loss, not at {evidence.dtype.name}."
     )
 
 
@@ -179,7 +180,9 @@ def trains(evidence: Evidence, start: float, finite: list[int]) -> Finding:
             f", which is below 1: the gradients overflow from {first} on. Allow that: `jls.DynamicLossScale({start!r}, "
             f"min_loss_scale={floor})`; or make the loss smaller, with means for sums."
         )
-        return Finding("backward overflow", verdict + but + _diverges(evidence), True, start, judged_at=start)
+        return Finding(
+            "backward overflow", f"{verdict}{but} {_diverges(evidence)}".rstrip(), True, start, judged_at=start
+        )
     bare = evidence.errors.scales.index(1.0) if 1.0 in evidence.errors.scales else None
     starving = [] if bare is None else evidence.errors.suffering_at(bare)
     if bare is None or (evidence.errors.total.relative_error[bare] <= LARGE_ERROR and not starving):
