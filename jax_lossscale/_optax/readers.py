@@ -41,11 +41,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """
     state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
-    # In a log, zeros of steps that overflowed would look like gradients that have vanished.
-    measured = {}
-    if state.largest is not None:
-        is_known = state.grads_finite | (state.largest > 0)
-        measured = {"largest": jnp.where(is_known, state.largest, jnp.nan)}
+    measured = {} if state.largest is None else {"largest": _if_known(state.largest, state.grads_finite)}
     return {
         "loss_scale": state.loss_scale(),
         "grads_finite": state.grads_finite,
@@ -55,6 +51,12 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
         **recorded,
         **measured,
     }
+
+
+@jax.jit
+def _if_known(largest: jax.Array, grads_finite: jax.Array) -> jax.Array:
+    """The largest gradient, or NaN: in a log, zeros of steps that overflowed look like gradients that have vanished."""
+    return jnp.where(grads_finite | (largest > 0), largest, jnp.nan)
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:

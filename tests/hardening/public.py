@@ -114,7 +114,7 @@ ROWS = {
             {
                 "precision": ONE_OF_SOME,
                 **dict.fromkeys(("layer", "operation", "source", "function"), (None, 3, "", ["a"])),
-                **dict.fromkeys(("code", "parameter", "reason"), (None, 3, ["a"])),
+                **dict.fromkeys(("parameter", "reason"), (None, 3, ["a"])),
             },
         ),
         "autocast": ({"fun": loss}, {"fun": FUNCTION, "dtype": (*DTYPE, jnp.complex64), "policy": POLICY}),
