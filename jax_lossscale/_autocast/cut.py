@@ -80,13 +80,14 @@ class Cut:
         of_products = [n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT]
         operands = {value for n in of_products for value in taken[n]}
         inputs = {Value(name) for name in stretch.inputs}
-        # They mark what they keep, where it is made.
-        softmaxes = {Value(name) for step, decision in steps if decision.kind is Kind.SOFTMAX for name in step.outputs}
+        # They mark what they keep, where it is made: their result, or what it is rounded to for a product.
+        of_result = {name for step, decision in steps if decision.kind is Kind.BY_RESULT for name in step.outputs}
+        by_result = {Value(name, is_rounding=name not in self._narrow) for name in of_result}
         moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
         moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
         differentiated = _differentiated(stretch, steps, types)
-        asked = operands | softmaxes
+        asked = operands | by_result
         edges: list[tuple[Any, Any, float]] = []
 
         def size(value: Value) -> int:
@@ -113,13 +114,13 @@ class Cut:
         for value in inputs:
             add(value, math.inf)
         for value in {value for values in taken for value in values if value.is_rounding}:
-            add(value, again(value), [Value(value.name)])
+            add(value, math.inf if value in by_result else again(value), [Value(value.name)])
         for (step, decision), made_of in zip(steps, taken, strict=True):
             if decision.kind is Kind.PRODUCT:
                 continue
             for name in step.outputs:
                 value = Value(name)
-                if value in softmaxes:
+                if value in by_result:
                     add(value, math.inf)
                 elif step.eqn.primitive.name in _REDUCING:  # Statistics of norms: sixteen times smaller, and kept.
                     add(value, sum(map(size, {*made_of})), made_of)
@@ -127,7 +128,7 @@ class Cut:
                     add(value, 2 * size(value), made_of)
                 else:
                     add(value, again(value), made_of)
-            is_active = decision.kind is not Kind.SOFTMAX and not differentiated.isdisjoint(step.outputs)
+            is_active = decision.kind is not Kind.BY_RESULT and not differentiated.isdisjoint(step.outputs)
             if is_active and not differentiated.isdisjoint(names(step.inputs)):
                 wanted = {step.inputs[n] for n in self._asked(step.eqn) if not isinstance(step.inputs[n], Literal)}
                 asked.update(value for value in made_of if value.name in wanted)
@@ -135,7 +136,7 @@ class Cut:
         needed = _nearest_to_sink(edges)
         return frozenset(
             value
-            for value in {node[0] for node in needed if isinstance(node, tuple)} - inputs - softmaxes
+            for value in {node[0] for node in needed if isinstance(node, tuple)} - inputs - by_result
             if (value, "had") in needed and (value, "needed") not in needed
         )
 

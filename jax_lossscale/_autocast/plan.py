@@ -18,7 +18,7 @@ class Kind(enum.Enum):
     PRODUCT = enum.auto()
     MOVE = enum.auto()
     CHOICE = enum.auto()  # which follows its operands as a move does, and whose derivative asks for a mask
-    SOFTMAX = enum.auto()
+    BY_RESULT = enum.auto()  # of a function that is differentiated by its result
     CALL = enum.auto()  # of jaxprs that are rewritten
     IN_HALF = enum.auto()  # of a function that is for half precision
     OTHER = enum.auto()
@@ -33,7 +33,7 @@ class Decision(NamedTuple):
       is_narrow: whether it takes its float32 operands in half precision.
       has_wide_result: of a narrow product: whether its result is float32 all the same.
       reason: why a product is not narrow, or its result is not.
-      axes: those that a softmax sums up over.
+      by_result: the function that is differentiated by its result.
     """
 
     kind: Kind
@@ -41,7 +41,12 @@ class Decision(NamedTuple):
     is_narrow: bool = False
     has_wide_result: bool = False
     reason: str = ""
-    axes: tuple[int, ...] = ()
+    by_result: Any = None
+
+    @property
+    def is_narrow_product(self) -> bool:
+        """Whether it is a product of operands in half precision."""
+        return self.kind is Kind.PRODUCT and self.is_narrow
 
 
 FOLLOWING = (Kind.MOVE, Kind.CHOICE)

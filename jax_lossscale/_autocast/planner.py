@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants, Known
 from jax_lossscale._autocast.cut import Asked, Cut
 from jax_lossscale._autocast.in_half import gives_half
@@ -15,7 +16,6 @@ from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
-from jax_lossscale._autocast.softmax import softmaxes
 from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, going_into_products, streams
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
@@ -80,8 +80,6 @@ class Planner:
                 constants.add(step)
             decisions.append(decision)
         into_products = going_into_products(program, decisions)
-        if at.recompute:
-            program = _with_softmaxes(program, decisions, into_products)
         comes_narrow = tuple(arrives) or (False,) * len(program.inputs)
         inputs = zip(program.inputs, closed.in_avals, comes_narrow, strict=True)
         narrow = {name for name, aval, is_narrow in inputs if is_narrow and is_float32(aval)}
@@ -102,6 +100,8 @@ class Planner:
                 for name, variable, is_narrow in zip(step.outputs, step.eqn.outvars, results, strict=True)
                 if is_float32(variable.aval) and (is_narrow or name in into_products)
             }
+        if at.recompute:
+            program = _with_those_by_result(program, decisions, narrow)
         is_narrow = any(d.is_narrow for d in decisions) or any(p.is_narrow for i in inner.values() for p in i.plans)
         order = (
             tuple(self._stretches(program, decisions, narrow, into_products, at))
@@ -115,8 +115,7 @@ class Planner:
         if decision.kind is Kind.IN_HALF and decision.is_narrow:
             return gives_half(self.dtype, step.eqn)
         if decision.kind not in FOLLOWING:
-            is_narrow = decision.kind is Kind.SOFTMAX or (decision.is_narrow and not decision.has_wide_result)
-            return [is_narrow] * len(step.outputs)
+            return [decision.is_narrow and not decision.has_wide_result] * len(step.outputs)
         are_narrow = [
             (not isinstance(atom, Literal) and atom in narrow)
             or not is_float32(variable.aval)
@@ -181,11 +180,10 @@ class Planner:
             yield stretch
 
 
-def _with_softmaxes(program: Program, decisions: list[Decision], into_products: Set[Name]) -> Program:
+def _with_those_by_result(program: Program, decisions: list[Decision], narrow: Set[Name]) -> Program:
     steps = list(program.steps)
-    for position, (step, axes) in softmaxes(program, into_products).items():
-        if decisions[position].kind is Kind.OTHER and not decisions[position].is_narrow:
-            steps[position], decisions[position] = step, Decision(Kind.SOFTMAX, axes=axes)
+    for position, step, function in list(by_result(program, decisions, narrow)):
+        steps[position], decisions[position] = step, Decision(Kind.BY_RESULT, by_result=function)
     return program._replace(steps=tuple(steps))
 
 

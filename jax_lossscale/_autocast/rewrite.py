@@ -15,7 +15,6 @@ from jax_lossscale._autocast.marks import keeps, kept, with_rounded_cotangent
 from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, Kind, Plan, taken_narrow
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.rule import is_float32
-from jax_lossscale._autocast.softmax import rounded_softmax
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program import custom_rules
@@ -72,7 +71,7 @@ class Rewriting:
         return as_dtype(value, self.dtype) if name in plan.narrow else value
 
     def _stretch(self, plan: Plan, stretch: Stretch, *inputs: Any) -> list[Any]:
-        values = dict(zip(stretch.inputs, inputs, strict=True))
+        values: dict[Name | Value, Any] = dict(zip(stretch.inputs, inputs, strict=True))
         for position in stretch.steps:
             step = plan.program.steps[position]
             with in_context(step.eqn, step.within):
@@ -87,7 +86,7 @@ class Rewriting:
                     values[name] = as_dtype(value, _FLOAT32) if is_lifted else value
         return [self._stored(plan, name, values[name]) for name in stretch.outputs]
 
-    def _step(self, plan: Plan, stretch: Stretch, position: int, values: dict[Name, Any]) -> list[Any]:
+    def _step(self, plan: Plan, stretch: Stretch, position: int, values: dict[Name | Value, Any]) -> list[Any]:
         """The results of one step, in the dtypes in which it computes them."""
         step, decision = plan.program.steps[position], plan.decisions[position]
         eqn = step.eqn
@@ -99,14 +98,17 @@ class Rewriting:
         for atom, variable, is_narrow in zip(step.inputs, eqn.invars, are_narrow, strict=True):
             value = atom.val if isinstance(atom, Literal) else values[atom]
             if is_float32(variable.aval):
-                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
                 if is_narrow and not isinstance(atom, Literal):
-                    value = _marked(stretch, Value(atom, is_rounding=True), value)
+                    rounding = Value(atom, is_rounding=True)
+                    value = _marked(stretch, rounding, as_dtype(values.get(rounding, value), self.dtype))
+                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
             inputs.append(value)
         if decision.kind is Kind.CALL:
             return self._call(step, plan.inner[position], inputs)
-        if decision.kind is Kind.SOFTMAX:
-            return [rounded_softmax(inputs[0], decision.axes, self.dtype)]
+        if decision.kind is Kind.BY_RESULT:
+            result, rounded = decision.by_result.of(inputs[0], self.dtype)
+            values[Value(step.outputs[0], is_rounding=True)] = rounded
+            return [rounded if step.outputs[0] in plan.narrow else result]
         if eqn.primitive.name == "custom_jvp_call" and decision.kind in FOLLOWING and all(are_narrow):
             return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
         if eqn.primitive.name == "convert_element_type" and decision.kind in FOLLOWING:  # No longer weakly typed.

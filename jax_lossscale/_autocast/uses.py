@@ -78,7 +78,7 @@ def streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -
     types = {
         name: variable.aval
         for position in stretch.steps
-        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE) and not decisions[position].is_alone
+        if decisions[position].kind in (Kind.OTHER, Kind.CHOICE, Kind.BY_RESULT) and not decisions[position].is_alone
         for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
         if is_float32(variable.aval)
     }

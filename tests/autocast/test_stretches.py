@@ -1,5 +1,6 @@
 """What is kept for the backward pass: results of products, and what the author's arguments hold anyway."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -98,6 +99,35 @@ def test_what_is_kept_between_two_products(between, most):
     assert bytes_kept(jls.autocast(loss), W, W.T, X) <= operands + most
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
     assert bytes_kept(jls.autocast(loss), W, W.T, X) <= bytes_kept(without, W, W.T, X)
+
+
+@jax.custom_jvp
+def ramp(x):
+    return jnp.maximum(x, 0)
+
+
+@ramp.defjvp
+def straight_through(primals, tangents):
+    return ramp(*primals), *tangents
+
+
+# What ends a block whose result goes into a product and past it, and what is kept of each: as float32, where nothing
+# else says what the derivative asks for.
+ENDS = {jax.nn.relu: 2, jnp.abs: 2 + 4, ramp: 2}
+
+
+@pytest.mark.parametrize(("end", "size"), ENDS.items(), ids=lambda each: getattr(each, "__name__", str(each)))
+def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
+    def loss(weights, x):
+        for w in weights:
+            x = end(x + jnp.sin(x @ w))
+        return jnp.sum(x)
+
+    weights = [W] * 4
+    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16  # the weights, the product, what goes into it
+    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
+    expected = jax.grad(loss)(weights, X)
+    chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_the_operations_of_a_scan_by_halves_are_not_done_again():

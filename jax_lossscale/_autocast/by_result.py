@@ -1,0 +1,105 @@
+"""Functions that are differentiated by their result, as it is rounded for a product: nothing else is kept for them.
+
+A softmax that goes into products needs neither its logits nor its exponentials in the backward pass, and a relu does
+not need what it was taken of. A cut of the program cannot find this, since it knows no "either, or". A sigmoid or tanh
+is not one of them: by its rounded result, the derivative of a saturated one is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_lossscale._autocast.marks import kept
+from jax_lossscale._autocast.plan import Decision, Kind
+from jax_lossscale._program.inline import Name, Program, Step, names
+from jax_lossscale._program.jaxpr import bind_here
+
+
+class ByResult(NamedTuple):
+    """A function, and its derivative: of its result and a tangent."""
+
+    function: Callable[[Any], Any]
+    derivative: Callable[[Any, Any], Any]
+
+    def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """The result for ``x``, and what it is rounded to, by which both are differentiated."""
+
+        @jax.custom_jvp
+        def function(x: Any) -> Any:
+            result = self.function(x)
+            return result, result.astype(dtype)
+
+        @function.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            result, rounded = function(*primals)
+            rounded = kept(rounded)  # Marked here: marked outside, another copy of it would be kept.
+            tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
+            return (result, rounded), (tangent, tangent.astype(dtype))
+
+        result, rounded = function(x)
+        return result, rounded
+
+
+_RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
+
+
+def _softmax(axes: tuple[int, ...]) -> ByResult:
+    def function(x: Any) -> Any:
+        exponentials = jnp.exp(x)
+        return exponentials / exponentials.sum(axes, keepdims=True)
+
+    return ByResult(function, lambda y, tangent: y * (tangent - (y * tangent).sum(axes, keepdims=True)))
+
+
+def by_result(
+    program: Program, decisions: Sequence[Decision], narrow: Set[Name]
+) -> Iterator[tuple[int, Step, ByResult]]:
+    """The steps that are such functions, each as a step of its operand and its result.
+
+    They are each ``exp(x) / sum(exp(x))`` that is stored in half precision, and each `jax.nn.relu` that is not, such as
+    the sum of a skip connection, if a product takes its rounded result.
+    """
+    maker = {name: step for step in program.steps for name in step.outputs}
+    products = [step for step, decision in zip(program.steps, decisions, strict=True) if decision.is_narrow_product]
+    rounded = {name for step in products for name in names(step.inputs)} - narrow
+    for position, (step, decision) in enumerate(zip(program.steps, decisions, strict=True)):
+        if decision.kind is Kind.CHOICE and rounded.issuperset(step.outputs) and _is_relu(step.eqn):
+            yield position, step, _RELU
+        is_other = decision == Decision(Kind.OTHER) and narrow >= {*step.outputs}
+        if is_other and step.eqn.primitive.name == "div":
+            above, below = (maker.get(name) for name in (*names(step.inputs), -1)[:2])
+            axes = _axes_summed_up(step.inputs[0], below, maker)
+            if axes is not None and above is not None and above.eqn.primitive.name == "exp":
+                # A step of `exp`, but for what it computes.
+                yield position, above._replace(outputs=step.outputs), _softmax(axes)
+
+
+def _is_relu(eqn: Any) -> bool:
+    """Whether an equation is what `jax.nn.relu` is, with its derivative."""
+    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) > 1:
+        return False
+    aval = eqn.invars[0].aval
+
+    def derivative(function: Callable[..., Any]) -> str:
+        return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
+
+    return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
+
+
+def _axes_summed_up(exponentials: Any, below: Step | None, maker: dict[Any, Step]) -> tuple[int, ...] | None:
+    """The axes over which a divisor sums the exponentials up, if it is their sum, each where it was summed."""
+    broadcasts = []
+    while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
+        broadcasts.append(below.eqn.params["broadcast_dimensions"])
+        below = maker.get(below.inputs[0])
+    if below is None or below.eqn.primitive.name != "reduce_sum" or below.inputs[0] != exponentials or not broadcasts:
+        return None
+    axes = below.eqn.params["axes"]
+    places = list(range(len(below.eqn.outvars[0].aval.shape)))
+    for dimensions in reversed(broadcasts):
+        places = [dimensions[place] for place in places]
+    return axes if places == [n for n in range(below.eqn.invars[0].aval.ndim) if n not in axes] else None
