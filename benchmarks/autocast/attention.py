@@ -62,12 +62,13 @@ def main() -> None:
         "autocast, in_half(cuDNN)": (jls.in_half(fused, plain), None, True),
     }
     for name, (attention, dtype, narrow) in ways.items():
-        program = compiled(attention, dtype, narrow=narrow)
-        text, temporaries = program.as_text(), program.memory_analysis().temp_size_in_bytes
-        moved = read(text, 0, temporaries)
+        made = compiled(attention, dtype, narrow=narrow)
+        text = made.as_text()
+        program = read(text, made.memory_analysis().temp_size_in_bytes)
         print(
-            f"{name:24} {temporaries / 2**20:5.0f} MiB of temporaries, {len(moved.kernels)} kernels, "
-            f"{moved.bytes / 2**30:.1f} GiB moved; cuDNN's: {text.count(_FORWARD)}, backward {text.count(_BACKWARD)}"
+            f"{name:24} {1e3 * program.seconds:.2f} ms predicted, {program.temporaries / 2**20:4.0f} MiB of temporaries, "
+            f"{len(program.kernels)} kernels, {program.bytes / 2**30:.1f} GiB moved; "
+            f"cuDNN's: {text.count(_FORWARD)}, backward {text.count(_BACKWARD)}"
         )
 
 
