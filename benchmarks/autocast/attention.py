@@ -66,7 +66,7 @@ def main() -> None:
         text = made.as_text()
         program = read(text, made.memory_analysis().temp_size_in_bytes)
         print(
-            f"{name:24} {1e3 * program.seconds:.2f} ms predicted, {program.temporaries / 2**20:4.0f} MiB of temporaries, "
+            f"{name:24} {1e3 * program.seconds:.2f} ms predicted, {program.temporaries / 2**20:4.0f} MiB temporaries, "
             f"{len(program.kernels)} kernels, {program.bytes / 2**30:.1f} GiB moved; "
             f"cuDNN's: {text.count(_FORWARD)}, backward {text.count(_BACKWARD)}"
         )

@@ -21,13 +21,18 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
     """The names of float32 values that go into nothing but narrow products, by way of moves or straight.
 
     So they are cast once, and as early as can be. A pool is computed narrow if its result goes into any product:
-    nothing overflows there that would not in the product.
+    nothing overflows there that would not in the product. A function for half precision takes them as a product does;
+    but arguments are cast where it is called, so that their gradients are added up over devices in float32.
     """
     found: set[Name] = set()
     into_any: set[Name] = set()
     others = set(names(program.outputs))
     # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
     arguments = {*program.inputs, *program.constants}
+    moved_arguments = {*arguments}
+    for step, decision in zip(program.steps, decisions, strict=True):
+        if decision.kind in FOLLOWING and moved_arguments.issuperset(names(step.inputs)):
+            moved_arguments.update(step.outputs)
     met: set[Name] = set()
     for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
         name = step.eqn.primitive.name
@@ -36,7 +41,7 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
             for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
             if not isinstance(atom, Literal) and is_float32(variable.aval)
         }
-        goes_on = goes_into_any = decision.kind is Kind.PRODUCT and decision.is_narrow
+        goes_on = goes_into_any = decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow
         if decision.kind in FOLLOWING:
             goes_into_any = not into_any.isdisjoint(step.outputs)
             is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
@@ -47,7 +52,7 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
         if goes_into_any:
             into_any |= operands
         (found if goes_on else others).update(operands)
-        others |= operands & arguments & met
+        others |= operands & (moved_arguments if decision.kind is Kind.IN_HALF else arguments & met)
         met |= operands
     return found - others
 

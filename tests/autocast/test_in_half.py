@@ -172,6 +172,17 @@ def test_without_autocast_it_is_the_other_function(below):
         assert_alike(loss_of(below(either))(W, X), loss_of(below(reference))(W, X))
 
 
+def test_what_is_made_for_it_goes_in_and_comes_back_in_half_precision():
+    def loss(w, bias, x):
+        return jnp.sum(jls.in_half(jnp.sin)(x @ w + bias[None]))
+
+    program = jax.make_jaxpr(jax.grad(jls.autocast(loss), (0, 1)))(W, jnp.ones(W.shape[1]), X).jaxpr
+    (derivative,) = (eqn for eqn in equations(program) if eqn.primitive.name == "cos")
+    backward = [eqn for eqn in program.eqns if eqn.primitive.name == "remat2"]
+    assert derivative.invars[0].aval.dtype == jnp.float16
+    assert {atom.aval.dtype.name for eqn in backward for atom in eqn.invars if atom.aval.ndim == 2} <= {"float16"}
+
+
 def test_in_bfloat16():
     found = jax.value_and_grad(jls.autocast(loss_of(either), jnp.bfloat16), (0, 1))(W, X)
     assert_alike(found, jax.value_and_grad(loss_of(by_hand(jnp.bfloat16)), (0, 1))(W, X))
