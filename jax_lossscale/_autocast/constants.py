@@ -87,21 +87,21 @@ def _constant(value: Any) -> Constant:
 
 
 def _results(eqn: Any, operands: Sequence[Known]) -> Sequence[Constant | None]:
-    found = [each for each in (operand() for operand in operands) if each is not None]
+    constants = [constant for constant in (operand() for operand in operands) if constant is not None]
     nothing = [None] * len(eqn.outvars)
-    if len(found) < len(operands):
+    if len(constants) < len(operands):
         return nothing
     # What the body of a loop gets, or one device, is a part of the numbers that are known.
     are_whole = all(
-        each.value is not None and np.shape(each.value) == atom.aval.shape
-        for each, atom in zip(found, eqn.invars, strict=True)
+        constant.value is not None and np.shape(constant.value) == atom.aval.shape
+        for constant, atom in zip(constants, eqn.invars, strict=True)
     )
     is_small = all(size_of(variable.aval) <= _MOST for variable in eqn.outvars)
     host = _host()
     if are_whole and is_small and host is not None and not eqn.ctx.cur_abstract_mesh.manual_axes:
         with jax.ensure_compile_time_eval(), jax.default_device(host):
-            return [_constant(value) for value in bind(eqn, [each.value for each in found], eqn.params)]
-    bounds = _bounds_of_result(eqn, found)
+            return [_constant(value) for value in bind(eqn, [constant.value for constant in constants], eqn.params)]
+    bounds = _bounds_of_result(eqn, constants)
     return nothing if bounds is None or not all(map(math.isfinite, bounds)) else [Constant(*bounds)] * len(nothing)
 
 
@@ -112,7 +112,7 @@ def _host() -> Any:
         return None
 
 
-def _bounds_of_result(eqn: Any, of: Sequence[Constant]) -> tuple[float, float] | None:
+def _bounds_of_result(eqn: Any, operands: Sequence[Constant]) -> tuple[float, float] | None:
     name = eqn.primitive.name
     if name == "iota":
         length = eqn.params["shape"][eqn.params["dimension"]]
@@ -120,9 +120,10 @@ def _bounds_of_result(eqn: Any, of: Sequence[Constant]) -> tuple[float, float] |
     if name in _BETWEEN_0_AND_1 and eqn.outvars[0].aval.dtype == bool:
         return 0.0, 1.0
     if name in MOVES | REPEATING_MOVES | CHOICES or name in _CONVERSIONS:
-        numbers = of[1:] if name == "select_n" else of[:1] if name in ("dynamic_slice", "gather") else of
-        return min(each.low for each in numbers), max(each.high for each in numbers)
-    (low, high), (other_low, other_high) = of[0][:2], of[-1][:2]
+        first = 1 if name == "select_n" else 0
+        chosen_from = operands[:1] if name in ("dynamic_slice", "gather") else operands[first:]
+        return min(constant.low for constant in chosen_from), max(constant.high for constant in chosen_from)
+    (low, high), (other_low, other_high) = operands[0][:2], operands[-1][:2]
     corners = [a * b for a in (low, high) for b in (other_low, other_high)]
     bounds = {
         "abs": (0.0, max(abs(low), abs(high))),

@@ -8,7 +8,7 @@ again from what is had, at another. The cheapest way is a minimum cut of this gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,15 +43,22 @@ class Cut:
     """The minimum cut of stretches of one program.
 
     Args:
-      narrow: the names of its values that are narrow outside of stretches.
+      types: of each of its values, the type in the source.
+      narrow: the names of those that are narrow outside of stretches.
       dtype: the half precision.
       price: that of a byte kept, relative to a byte moved.
       asked: of an equation, the positions of the operands that its derivative asks for.
     """
 
     def __init__(
-        self, narrow: Collection[Name], dtype: jnp.dtype, price: float, asked: Callable[[Any], Collection[int]]
+        self,
+        types: Mapping[Name, Any],
+        narrow: Collection[Name],
+        dtype: jnp.dtype,
+        price: float,
+        asked: Callable[[Any], Collection[int]],
     ) -> None:
+        self._types = types
         self._narrow = narrow
         self._itemsize = dtype.itemsize
         self._price = price
@@ -59,19 +66,11 @@ class Cut:
 
     def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
         """What of that which is made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
-        types = {
-            name: variable.aval
-            for step, _ in steps
-            for atoms, variables in ((step.inputs, step.eqn.invars), (step.outputs, step.eqn.outvars))
-            for name, variable in zip(atoms, variables, strict=True)
-            if not isinstance(name, Literal)
-        }
-
         taken = [
             [
-                Value(atom, is_narrow and atom not in self._narrow and is_float32(variable.aval))
-                for atom, variable, is_narrow in zip(
-                    step.inputs, step.eqn.invars, taken_narrow(step, decision, self._narrow, stretch.wide), strict=True
+                Value(atom, is_narrow and atom not in self._narrow and is_float32(self._types[atom]))
+                for atom, is_narrow in zip(
+                    step.inputs, taken_narrow(step, decision, self._narrow, stretch.wide), strict=True
                 )
                 if not isinstance(atom, Literal)
             ]
@@ -86,12 +85,12 @@ class Cut:
         moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
         moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
-        differentiated = _differentiated(stretch, steps, types)
+        differentiated = self._differentiated(stretch, steps)
         asked = operands | by_result
         edges: list[tuple[Any, Any, float]] = []
 
         def size(value: Value) -> int:
-            aval = types[value.name]
+            aval = self._types[value.name]
             is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
             return size_of(aval) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
@@ -140,6 +139,23 @@ class Cut:
             if (value, "had") in needed and (value, "needed") not in needed
         )
 
+    def _differentiated(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> set[Name]:
+        """The values through which a derivative goes from an input to an output."""
+
+        def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
+            return {n for n in names(atoms) if jnp.issubdtype(getattr(self._types[n], "dtype", bool), jnp.inexact)}
+
+        passing = [step for step, _ in steps if step.eqn.primitive.name != "stop_gradient"]
+        reached = floats(stretch.inputs)
+        for step in passing:
+            if not reached.isdisjoint(names(step.inputs)):
+                reached |= floats(step.outputs)
+        passed = reached & {*stretch.outputs}
+        for step in reversed(passing):
+            if not passed.isdisjoint(step.outputs):
+                passed |= reached & floats(step.inputs)
+        return passed
+
 
 def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Value]:
     """What is written by itself, and made of what is written so before."""
@@ -150,24 +166,6 @@ def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Valu
             yield from map(Value, step.outputs)
         if is_made or is_written:
             made |= {*step.outputs}
-
-
-def _differentiated(stretch: Stretch, steps: Sequence[tuple[Step, Decision]], types: dict[Name, Any]) -> set[Name]:
-    """The values through which a derivative goes from an input to an output."""
-
-    def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
-        return {n for n in names(atoms) if jnp.issubdtype(getattr(types[n], "dtype", bool), jnp.inexact)}
-
-    passing = [step for step, _ in steps if step.eqn.primitive.name != "stop_gradient"]
-    reached = floats(stretch.inputs)
-    for step in passing:
-        if not reached.isdisjoint(names(step.inputs)):
-            reached |= floats(step.outputs)
-    found = reached & {*stretch.outputs}
-    for step in reversed(passing):
-        if not found.isdisjoint(step.outputs):
-            found |= reached & floats(step.inputs)
-    return found
 
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
@@ -235,7 +233,7 @@ def _asked(eqn: Any) -> frozenset[int]:
     except (NameError, NotImplementedError, TypeError, ValueError):  # It names axes of a mesh; it has no derivative.
         return frozenset(range(len(eqn.invars)))
     needed = set(names(jaxpr.outvars))
-    for each in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(each.outvars):
-            needed |= set(names(each.invars))
+    for step in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(step.outvars):
+            needed |= set(names(step.invars))
     return frozenset(n for n, variable in enumerate(jaxpr.invars) if variable in needed)

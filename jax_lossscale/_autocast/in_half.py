@@ -23,7 +23,7 @@ from jax_lossscale._program.primitives import IN_HALF
 
 _SCOPE = "in_half_otherwise"
 _IN_SCOPE = re.compile(rf"\b{_SCOPE}\b")
-_FLOAT32, *_HALVES = (jnp.dtype(each) for each in (jnp.float32, jnp.float16, jnp.bfloat16))
+_FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # What is computed, in each dtype; or the error of the function, if it is not for that dtype.
@@ -140,7 +140,7 @@ def _or_error(make: Callable[..., Any], *args: Any) -> Any:
 
 def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
     """Raise a `ValueError` unless the functions use arguments only, and return the same but for precision."""
-    for const in (const for each in traced.values() for const in each.jaxpr.consts):
+    for const in (const for program in traced.values() for const in program.jaxpr.consts):
         if isinstance(const, jax.core.Tracer):
             raise ValueError(
                 f"{name} uses a traced array, {const.aval.str_short()}, that is none of its arguments. Make it one: "
@@ -211,8 +211,8 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], **params: An
 def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
     linear = [n for n, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
     transposed = jax.linear_transpose(_of(operands, linear, params), *(operands[n].aval for n in linear))
-    found = dict(zip(linear, transposed(list(map(ad.instantiate_zeros, cotangents))), strict=True))
-    return [found.get(n) for n in range(len(operands))]
+    transposed_to = dict(zip(linear, transposed(list(map(ad.instantiate_zeros, cotangents))), strict=True))
+    return [transposed_to.get(n) for n in range(len(operands))]
 
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
@@ -220,9 +220,9 @@ def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -
     program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:
-        given = dict(zip(moved, values, strict=True))
+        by_position = dict(zip(moved, values, strict=True))
         with jax.named_scope(_SCOPE):
-            return program(*(given.get(n, operand) for n, operand in enumerate(operands)))
+            return program(*(by_position.get(n, operand) for n, operand in enumerate(operands)))
 
     return function
 

@@ -27,11 +27,11 @@ class Feeding:
 
     def values(self, program: Program, outputs: Sequence[bool]) -> set[Name]:
         """The names of such values; ``outputs``: of each result of the program, whether it goes on into one."""
-        found = set(names([atom for atom, goes_on in zip(program.outputs, outputs, strict=True) if goes_on]))
+        feeding = set(names([atom for atom, goes_on in zip(program.outputs, outputs, strict=True) if goes_on]))
         for step in reversed(program.steps):
-            feeding, _ = self._equation(step.eqn, [name in found for name in step.outputs])
-            found |= set(names([atom for atom, feeds in zip(step.inputs, feeding, strict=True) if feeds]))
-        return found
+            into_one, _ = self._equation(step.eqn, [name in feeding for name in step.outputs])
+            feeding |= set(names([atom for atom, feeds in zip(step.inputs, into_one, strict=True) if feeds]))
+        return feeding
 
     def results_inside(self, eqn: Any, outputs: Sequence[bool]) -> list[list[bool]]:
         """Of the results of each jaxpr in an equation, which go on into one if these of the equation do."""
@@ -41,21 +41,21 @@ class Feeding:
     def _equation(self, eqn: Any, outputs: Sequence[bool]) -> tuple[list[bool], list[bool]]:
         """Of its operands, which go into one; and of its results, with those that go into the next iteration's."""
         name, goes_on = eqn.primitive.name, list(outputs)
-        found = inside(eqn)
+        bodies, carried, *_ = inside(eqn)
         if name in LINEAR_ALGEBRA:
             return [True] * len(eqn.invars), goes_on
         if name in PRODUCTS:
             return [False] * len(eqn.invars), goes_on
-        if not found.bodies:
+        if not bodies:
             feeds = any(goes_on) or any(map(self._holds_any, jaxprs_of(tuple(eqn.params.values()))))
             return [feeds] * len(eqn.invars), goes_on
         while True:
             feeding = [False] * len(eqn.invars)
-            for body in found.bodies:
+            for body in bodies:
                 of_body = self._of_jaxpr(body.closed.jaxpr, tuple(n >= 0 and goes_on[n] for n in body.results))
                 for operand, feeds in zip(body.operands, of_body, strict=True):
                     feeding[operand] |= feeds
-            again = [result for result, operand in found.carried if feeding[operand] and not goes_on[result]]
+            again = [result for result, operand in carried if feeding[operand] and not goes_on[result]]
             if not again:
                 return feeding, goes_on
             for result in again:
@@ -64,8 +64,8 @@ class Feeding:
     def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[bool, ...]) -> list[bool]:
         if (jaxpr, outputs) not in self._arguments:
             program = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
-            found = self.values(program, outputs)
-            self._arguments[jaxpr, outputs] = [name in found for name in program.inputs]
+            feeding = self.values(program, outputs)
+            self._arguments[jaxpr, outputs] = [name in feeding for name in program.inputs]
         return self._arguments[jaxpr, outputs]
 
     def _holds_any(self, jaxpr: Jaxpr) -> bool:

@@ -81,24 +81,24 @@ class Planner:
             decisions.append(decision)
         into_products = going_into_products(program, decisions)
         comes_narrow = tuple(arrives) or (False,) * len(program.inputs)
-        inputs = zip(program.inputs, closed.in_avals, comes_narrow, strict=True)
-        narrow = {name for name, aval, is_narrow in inputs if is_narrow and is_float32(aval)}
+        arriving = {name for name, is_narrow in zip(program.inputs, comes_narrow, strict=True) if is_narrow}
+        narrow = {name for name in arriving if is_float32(program.types[name])}
         narrow |= into_products & {*program.inputs, *program.constants}
         inner: dict[int, Inner] = {}
         for position, step in enumerate(program.steps):
             if decisions[position].kind is Kind.CALL:
-                found = self._inner(step, at, feeding, constants, narrow)
-                if found is None:
+                rewritten = self._inner(step, at, feeding, constants, narrow)
+                if rewritten is None:
                     decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
                     results: Sequence[bool] = [False] * len(step.outputs)
                 else:
-                    inner[position], results = found, found.results
+                    inner[position], results = rewritten, rewritten.results
             else:
                 results = self._results(step, decisions[position], narrow, constants)
             narrow |= {
                 name
-                for name, variable, is_narrow in zip(step.outputs, step.eqn.outvars, results, strict=True)
-                if is_float32(variable.aval) and (is_narrow or name in into_products)
+                for name, is_narrow in zip(step.outputs, results, strict=True)
+                if is_float32(program.types[name]) and (is_narrow or name in into_products)
             }
         if at.recompute:
             program = _with_those_by_result(program, decisions, narrow)
@@ -143,7 +143,7 @@ class Planner:
             recompute=at.recompute and name not in ("while", *REMAT),
             is_iterated=at.is_iterated or name in LOOPS,
         )
-        goes_on = self._feeding.results_inside(eqn, [each in feeding for each in step.outputs])
+        goes_on = self._feeding.results_inside(eqn, [name in feeding for name in step.outputs])
         plans = tuple(
             self.plan(
                 body.closed, [operands[n] for n in body.operands], around, outputs, [known[n] for n in body.operands]
@@ -160,7 +160,7 @@ class Planner:
         self, program: Program, decisions: Sequence[Decision], narrow: set[Name], into_products: Set[Name], at: At
     ) -> Iterator[Stretch]:
         """What is computed together, and what of it is kept."""
-        cut = Cut(narrow, self.dtype, float(self.policy.recompute), self._asked)
+        cut = Cut(program.types, narrow, self.dtype, float(self.policy.recompute), self._asked)
         spread = {n for step in program.steps if step.eqn.primitive.name == "broadcast_in_dim" for n in step.outputs}
         is_alone = [decision.is_alone for decision in decisions]
         order = stretches(program, is_alone, [decision.kind is Kind.PRODUCT for decision in decisions])

@@ -81,8 +81,8 @@ class PrecisionRule:
                 )
 
     def __repr__(self) -> str:
-        given = [f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision"]
-        return f"PrecisionRule({', '.join([repr(self.precision), *given])})"
+        arguments = [f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision"]
+        return f"PrecisionRule({', '.join([repr(self.precision), *arguments])})"
 
     def matches(self, operation: str, place: Place) -> bool:
         """Whether it speaks of an operation at a place."""

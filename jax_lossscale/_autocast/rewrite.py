@@ -118,7 +118,7 @@ class Rewriting:
         if not (decision.is_narrow and decision.kind in (Kind.PRODUCT, Kind.IN_HALF)):
             outputs = bind_here(eqn, inputs, eqn.params)
             is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
-            return [with_rounded_cotangent(each, self.dtype) for each in outputs] if is_rounding else outputs
+            return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
         if self.measured is not None:
             return self.measured(eqn, (*plan.at.within, *step.within), inputs)
         params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}

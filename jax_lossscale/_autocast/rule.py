@@ -142,11 +142,11 @@ class Rule:
         types = [self._narrowed(atom.aval) for atom in eqn.invars]
         try:
             with eqn.ctx.manager:
-                found = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, eqn.params), *types)
+                results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, eqn.params), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
         expected = [self._narrowed(variable.aval) for variable in eqn.outvars]
-        return [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in expected]
+        return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
     def _narrowed(self, aval: Any) -> Any:
         return aval.update(dtype=self._dtype) if is_float32(aval) else aval
@@ -168,7 +168,7 @@ def _said_by(rule: PrecisionRule) -> str:
 
 
 def _is_kept(eqn: Any, around: tuple[Any, ...]) -> bool:
-    return any(is_kept_float32(each.source_info.name_stack) for each in (*around, eqn))
+    return any(is_kept_float32(holder.source_info.name_stack) for holder in (*around, eqn))
 
 
 def is_float32(aval: Any) -> bool:

@@ -42,8 +42,8 @@ def autocast(
     loop, of what is gathered or broadcast, of an argument that is used several times, and of all that one stretch of
     arithmetic makes of a product's result. Where a narrow value goes into several products or stretches, its cotangents
     are added in ``dtype``, as they are in code that casts by hand. A bias and the product that it is added to get the
-    same cotangent, rounded once. A softmax that goes into a product is differentiated by its rounded result, and so is a
-    relu whose sum with a skip connection goes into one: below 2^-25, its derivative is zero in float16.
+    same cotangent, rounded once. A softmax that goes into a product is differentiated by its rounded result. So is
+    a relu whose result goes into a product and, as float32, past it: the derivative of what rounds to zero is zero.
 
     Only float32 is touched: integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are

@@ -24,7 +24,7 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
     nothing overflows there that would not in the product. A function for half precision takes them as a product does;
     but arguments are cast where it is called, so that their gradients are added up over devices in float32.
     """
-    found: set[Name] = set()
+    only_products: set[Name] = set()
     into_any: set[Name] = set()
     others = set(names(program.outputs))
     # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
@@ -33,28 +33,24 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
     for step, decision in zip(program.steps, decisions, strict=True):
         if decision.kind in FOLLOWING and moved_arguments.issuperset(names(step.inputs)):
             moved_arguments.update(step.outputs)
-    met: set[Name] = set()
+    used_later: set[Name] = set()
     for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
-        name = step.eqn.primitive.name
-        operands = {
-            atom
-            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
-            if not isinstance(atom, Literal) and is_float32(variable.aval)
-        }
+        primitive = step.eqn.primitive.name
+        operands = {name for name in names(step.inputs) if is_float32(program.types[name])}
         goes_on = goes_into_any = decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow
         if decision.kind in FOLLOWING:
             goes_into_any = not into_any.isdisjoint(step.outputs)
-            is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
-            goes_on = is_plain and all(each in found and each not in others for each in step.outputs)
-            if name in _POOLS and goes_into_any:
-                found.update(step.outputs)
+            is_plain = primitive not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not primitive.startswith("reduce")
+            goes_on = is_plain and all(name in only_products and name not in others for name in step.outputs)
+            if primitive in _POOLS and goes_into_any:
+                only_products.update(step.outputs)
                 others.difference_update(step.outputs)
         if goes_into_any:
             into_any |= operands
-        (found if goes_on else others).update(operands)
-        others |= operands & (moved_arguments if decision.kind is Kind.IN_HALF else arguments & met)
-        met |= operands
-    return found - others
+        (only_products if goes_on else others).update(operands)
+        others |= operands & (moved_arguments if decision.kind is Kind.IN_HALF else arguments & used_later)
+        used_later |= operands
+    return only_products - others
 
 
 def added_up_in_float32(
@@ -71,24 +67,23 @@ def added_up_in_float32(
         is_moved_there = decision.kind in FOLLOWING and not into_arithmetic.isdisjoint(step.outputs)
         if is_moved_there or (decision.kind in (Kind.OTHER, Kind.PRODUCT) and not decision.is_narrow):
             into_arithmetic.update(names(step.inputs))
-    found = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
+    added_up = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
     for step, decision in steps:
-        if decision.kind in FOLLOWING and not found.isdisjoint(names(step.inputs)):
-            found |= {name for name in step.outputs if name in narrow and name not in into_products}
-    return found
+        if decision.kind in FOLLOWING and not added_up.isdisjoint(names(step.inputs)):
+            added_up |= {name for name in step.outputs if name in narrow and name not in into_products}
+    return added_up
 
 
 def streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -> set[Name]:
     """The float32 values that arithmetic leaves for later stretches, as far as they are as large as any there is."""
-    types = {
-        name: variable.aval
+    leaving = {*stretch.outputs} - {*names(program.outputs)}
+    sizes = {
+        name: size_of(program.types[name])
         for position in stretch.steps
         if decisions[position].kind in (Kind.OTHER, Kind.CHOICE, Kind.BY_RESULT) and not decisions[position].is_alone
-        for name, variable in zip(program.steps[position].outputs, program.steps[position].eqn.outvars, strict=True)
-        if is_float32(variable.aval)
+        for name in leaving.intersection(program.steps[position].outputs)
+        if is_float32(program.types[name])
     }
-    leaving = {*stretch.outputs} - {*names(program.outputs)}
-    sizes = {name: size_of(aval) for name, aval in types.items() if name in leaving}
     return {name for name, size in sizes.items() if size == max(sizes.values()) > 1}
 
 

@@ -36,12 +36,14 @@ class Program(NamedTuple):
       constants: what is known of the others before the first step: values by name.
       steps: what is done.
       outputs: the names of the results, or literals.
+      types: of each value, its type in the source.
     """
 
     inputs: tuple[Name, ...]
     constants: dict[Name, Any]
     steps: tuple[Step, ...]
     outputs: tuple[Name | Literal, ...]
+    types: dict[Name, Any]
 
 
 def inlined(closed: ClosedJaxpr) -> Program:
@@ -52,18 +54,18 @@ def inlined(closed: ClosedJaxpr) -> Program:
     """
     steps: list[Step] = []
     constants: dict[Name, Any] = {}
-    number_of_names = 0
+    types: dict[Name, Any] = {}
 
-    def named(number: int) -> tuple[Name, ...]:
-        nonlocal number_of_names
-        number_of_names += number
-        return tuple(range(number_of_names - number, number_of_names))
+    def named(variables: Sequence[Any]) -> tuple[Name, ...]:
+        first = len(types)
+        types.update((first + number, variable.aval) for number, variable in enumerate(variables))
+        return tuple(range(first, len(types)))
 
     def write_out(
         jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Name | Literal], within: tuple[Any, ...]
     ) -> list[Name | Literal]:
         names: dict[Any, Name | Literal] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for variable, name, value in zip(jaxpr.constvars, named(len(consts)), consts, strict=True):
+        for variable, name, value in zip(jaxpr.constvars, named(jaxpr.constvars), consts, strict=True):
             names[variable], constants[name] = name, value
 
         def read(atom: Any) -> Name | Literal:
@@ -75,14 +77,14 @@ def inlined(closed: ClosedJaxpr) -> Program:
             if called is not None:
                 outputs: Sequence[Name | Literal] = write_out(called.jaxpr, called.consts, operands, (*within, eqn))
             else:
-                outputs = results = named(len(eqn.outvars))
+                outputs = results = named(eqn.outvars)
                 steps.append(Step(eqn, operands, results, within))
             names.update(zip(eqn.outvars, outputs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    inputs = named(len(closed.jaxpr.invars))
+    inputs = named(closed.jaxpr.invars)
     outputs = write_out(closed.jaxpr, closed.consts, inputs, ())
-    return Program(inputs, constants, tuple(steps), tuple(outputs))
+    return Program(inputs, constants, tuple(steps), tuple(outputs), types)
 
 
 def called_plainly(eqn: Any) -> ClosedJaxpr | None:
@@ -91,7 +93,9 @@ def called_plainly(eqn: Any) -> ClosedJaxpr | None:
         return None
     ((closed, *_),) = inside(eqn).bodies
     wishes = [eqn.params.get(name, ()) for name in ("in_shardings", "out_shardings", "in_layouts", "out_layouts")]
-    has_wishes = any(wish is not None and type(wish).__name__ != "UnspecifiedValue" for each in wishes for wish in each)
+    has_wishes = any(
+        w is not None and type(w).__name__ != "UnspecifiedValue" for of_leaves in wishes for w in of_leaves
+    )
     return None if has_wishes or any(eqn.params.get("donated_invars", ())) else closed
 
 

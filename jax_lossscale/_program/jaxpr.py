@@ -49,7 +49,7 @@ class Traced:
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
 
-        types = self.inputs if dtype is None else [_with_dtype(jax.typeof(each), dtype) for each in self.inputs]
+        types = self.inputs if dtype is None else [_with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def is_narrow(aval: Any) -> bool:
 
 def size_of(aval: Any) -> int:
     """The number of elements; a dimension that `jax.export` has no number for is taken for a large one."""
-    return math.prod(each if isinstance(each, int) else _UNKNOWN for each in getattr(aval, "shape", ()))
+    return math.prod(length if isinstance(length, int) else _UNKNOWN for length in getattr(aval, "shape", ()))
 
 
 def is_reference(atom: Any) -> bool:
@@ -154,8 +154,8 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
     """A context in which what is computed has the layer, line and mesh of the equation, called from ``within``."""
     stack = current_name_stack()
-    for each in (*within, eqn):
-        stack = stack + each.source_info.name_stack
+    for holder in (*within, eqn):
+        stack = stack + holder.source_info.name_stack
     with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
