@@ -34,14 +34,12 @@ class Kernel:
 
     Attributes:
       name: of the instruction.
-      operation: what it computes, as a path in the program that was traced.
       bytes: read and written by one launch.
       products: operations of products in one launch, by the dtype of their operands.
       launches: how many.
     """
 
     name: str
-    operation: str
     bytes: float
     products: Mapping[str, float]
     launches: int = 1
@@ -72,9 +70,8 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
             branches = [list(kernels(computations, computations[name])) for name in instruction.callees]
             yield from max(branches, key=lambda branch: sum(kernel.seconds for kernel in branch))
         elif is_kernel(instruction):
-            operation = instruction.attribute(r'op_name="([^"]*)"')
             inside = _inside(computations, computation, instruction)
-            yield Kernel(instruction.name, operation, _bytes_moved(inside), _products(computations, inside))
+            yield Kernel(instruction.name, _bytes_moved(inside), _products(computations, inside))
 
 
 def _turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:

@@ -111,25 +111,17 @@ def nonnegative_number(value: Any, name: str) -> float:
     return number
 
 
-def positive_integer(value: Any, name: str, cure: str) -> int:
-    """``value`` as an int from 1 to the largest int32, which is what the counters hold; 2.0 is welcome, 2.5 is not."""
-    integer = _integer(value, name)
-    if not 1 <= integer <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be at least 1, and fit int32, got {value!r}. {cure}")
-    return integer
-
-
-def count(value: Any, name: str) -> int:
-    """``value`` as an int from 0 to the largest int32."""
-    result = _integer(value, name)
-    if not 0 <= result <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be a count that fits int32, got {value!r}.")
-    return result
-
-
-def count_or_minus_one(value: Any, name: str) -> int:
-    """Likewise, but -1 is allowed too, where a rule gives it a meaning."""
-    return -1 if _integer(value, name) == -1 else count(value, name)
+def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
+    """``value`` as an int that the counters hold, up to the largest int32; 2.0 is welcome, 2.5 is not."""
+    try:
+        number = finite_number(value, name)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    if not at_least <= number <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be at least {at_least}, and fit int32, got {value!r}. {cure}".rstrip())
+    return int(number)
 
 
 def is_number(value: Any) -> bool:
@@ -149,13 +141,3 @@ def is_array_or_scalar(value: Any) -> bool:
 def is_real(array: Any) -> bool:
     """Whether an array is of floating or integer numbers."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer))
-
-
-def _integer(value: Any, name: str) -> int:
-    try:
-        number = finite_number(value, name)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer():
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
-    return int(number)

@@ -55,13 +55,14 @@ def draw(groups: Sequence[Group]) -> Figure:
 
 
 def _panel(ax: Axes, group: Group) -> None:
-    steps, means = _steps(group), _means(group)
+    means = _means(group)
     labelled = set()
     for name, judged in group.judgements.items():
         words = next(words for words in _STYLES if name.startswith(words))
         colour, marker = _STYLES[words]
-        rate = 1000 * judged.skipped / steps
-        ax.plot(rate, judged.unused_bits, marker, color=colour, markersize=3, alpha=0.35, linewidth=0)
+        ax.plot(
+            group.skipped_of_1000(name), judged.unused_bits, marker, color=colour, markersize=3, alpha=0.35, linewidth=0
+        )
         label = None if words in labelled else words
         labelled.add(words)
         edge = {"markeredgecolor": "black", "markersize": 9, "linewidth": 0, "zorder": 3}
@@ -75,15 +76,10 @@ def _panel(ax: Axes, group: Group) -> None:
     ax.set_axisbelow(True)
 
 
-def _steps(group: Group) -> np.ndarray:
-    return np.array([len(trace.log2_largest) for trace in group.traces])
-
-
 def _means(group: Group) -> dict[str, tuple[float, float]]:
     """Where the large marker of each loss scale is: skipped of 1,000 steps, and unused bits."""
-    steps = _steps(group)
     return {
-        name: (float((1000 * judged.skipped / steps).mean()), float(np.nanmean(judged.unused_bits)))
+        name: (float(group.skipped_of_1000(name).mean()), float(np.nanmean(judged.unused_bits)))
         for name, judged in group.judgements.items()
     }
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 import jax_lossscale as jls
 from benchmarks.workloads import data
 from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
-from benchmarks.workloads.workload import PlainLoss, Workload, adam, without_statistics
+from benchmarks.workloads.workload import PlainLoss, Workload, adam, loss_on, without_statistics
 
 _TEXT = 300_000  # characters to train on; as many as are in a batch of evaluation follow
 _LINES = 64  # to evaluate on
@@ -90,15 +90,8 @@ def _reading(title: str, init: Any, loss: PlainLoss, rate: float, context: int, 
         starts = jax.random.randint(key, (batch, 1), 0, _TEXT - context)
         return characters[starts + jnp.arange(context + 1)[None]]
 
-    return without_statistics(
-        title=title,
-        steps=steps,
-        optimizer=optax.chain(optax.clip_by_global_norm(1.0), adam(rate, steps)),
-        init=init,
-        draw=draw,
-        loss=loss,
-        evaluate=lambda params: loss(params, unseen, jnp.float32),
-    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam(rate, steps))
+    return without_statistics(title, steps, optimizer, init, draw, loss, loss_on(loss, lambda: unseen))
 
 
 def _attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _compat, _tree
-from jax_lossscale._check import as_argnums, check_function, positive_integer
+from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -92,9 +92,8 @@ def accumulate_gradients(
     """
     check_function(fun, "accumulate_gradients(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
-    num_microbatches = positive_integer(
-        num_microbatches, "accumulate_gradients(num_microbatches=...)", "With 1 the batch stays whole."
-    )
+    whole = "With 1 the batch stays whole."
+    num_microbatches = count(num_microbatches, "accumulate_gradients(num_microbatches=...)", 1, whole)
     differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
     batch_positions = _as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
 

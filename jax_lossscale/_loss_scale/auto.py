@@ -6,16 +6,17 @@ import dataclasses
 import math
 from dataclasses import field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _check
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale import _arguments
-from jax_lossscale._loss_scale.base import LossScale, config_of, register, static_field, with_state
+from jax_lossscale._loss_scale.base import register, static_field, with_state
+from jax_lossscale._loss_scale.bounded import BoundedLossScale
 
 # Between the largest number of float16 and the one that rounds to infinity: no rounding of log2 decides which it is.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
@@ -61,7 +62,7 @@ class _State(NamedTuple):
 
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
-class AutoLossScale(LossScale):
+class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
     The largest gradient seen lately is kept just below float16's limit. With ``s = log2(scale)``, ``x = log2(largest)``
@@ -158,33 +159,15 @@ class AutoLossScale(LossScale):
     num_finite_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
 
     def __post_init__(self) -> None:
-        headroom = _check.nonnegative_number(self.log2_headroom, "AutoLossScale(log2_headroom=...)")
-        scales = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
-        bounds = _arguments.bounded_scale(*scales, "AutoLossScale")
-        for name, value in {**bounds, "log2_headroom": headroom}.items():
-            object.__setattr__(self, name, value)
-        _arguments.fill_in_state(
-            self,
-            current_loss_scale=(self.initial_loss_scale, _check.positive_normal_number),
-            log2_peak=(_LOG2_NOTHING, _check.finite_number),
-            log2_margin=(_LOG2_SEARCH_MARGIN, _check.nonnegative_number),
-            log2_allowance=(0, _check.nonnegative_number),
-            num_finite_steps=(0, _check.count_or_minus_one),
+        self._check_bounds()
+        self._set(log2_headroom=_check.nonnegative_number(self.log2_headroom, self._named("log2_headroom")))
+        self._make_leaves(
+            current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
+            log2_peak=(np.float32, _LOG2_NOTHING, _check.finite_number),
+            log2_margin=(np.float32, _LOG2_SEARCH_MARGIN, _check.nonnegative_number),
+            log2_allowance=(np.float32, 0, _check.nonnegative_number),
+            num_finite_steps=(np.int32, 0, partial(_check.count, at_least=_ONLY_ZEROS)),
         )
-
-    @property
-    def upper_bound(self) -> float | None:
-        """The ceiling, ``max_loss_scale``."""
-        return self.max_loss_scale
-
-    @property
-    def lower_bound(self) -> float:
-        """The floor, ``min_loss_scale``."""
-        return self.min_loss_scale
-
-    def __call__(self) -> jax.Array:
-        """The current scale: ``float32[]``."""
-        return jnp.asarray(self.current_loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
         """The loss scale after a step.
@@ -210,10 +193,6 @@ class AutoLossScale(LossScale):
         seen = self._after_seen(now, jnp.log2(jnp.where(is_seen, largest, 1)))
         finite = _where(is_seen, seen, _where(all_zero, self._after_zero(now), now))
         return with_state(self, **_where(grads_finite, finite, self._after_overflow(now))._asdict())
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, without the state."""
-        return config_of(self)
 
     def _after_seen(self, now: _State, log2_largest: jax.Array) -> _State:
         no_peak = now.log2_peak <= _LOG2_NOTHING

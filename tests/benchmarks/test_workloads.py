@@ -300,8 +300,6 @@ def test_the_tables_and_the_figure_go_into_docs(tables, tmp_path, monkeypatch):
         ("accuracy --docs --quick", "--docs needs every workload in full"),
         ("accuracy --docs --workload pinn", "--docs needs every workload in full"),
         ("accurate", "there is no benchmark 'accurate'"),
-        ("autocast --model Mambo", "there is no model 'Mambo'"),
-        ("cuda --kernels 3", "belong to the benchmark autocast"),
     ],
 )
 def test_options_that_are_refused(arguments, complaint, capsys):
