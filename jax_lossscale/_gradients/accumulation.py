@@ -1,4 +1,4 @@
-"""Gradients of a batch that does not fit: a scan over micro-batches, one verdict for all of them."""
+"""Gradients of a batch that does not fit into memory: a scan over micro-batches, which make one step together."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num
 
 
 def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
-    """The batch, each leaf with a new first axis: that of the micro-batches."""
+    """Give each leaf of the batch a new first axis, over the micro-batches."""
     sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
@@ -176,7 +176,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _with_float0(grads: chex.ArrayTree, arguments: chex.ArrayTree) -> chex.ArrayTree:
-    """The gradients, with those of integers, of which there is no sum, back in their places."""
+    """Put the gradients of integers, which are not added up, back in their places."""
     return jax.tree.map(
         lambda leaf, grad: np.zeros(jnp.shape(leaf), jax.dtypes.float0) if grad is None else grad, arguments, grads
     )

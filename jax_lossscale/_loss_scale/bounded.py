@@ -46,7 +46,7 @@ class BoundedLossScale(LossScale):
         """Make Python floats of the three scales in the configuration.
 
         Raises:
-          ValueError: if one is not a finite number, the floor is not positive, or the first is not between the others.
+          ValueError: if one is not a finite number, the floor is not positive, or the first is not within the bounds.
         """
         initial, floor, ceiling = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
         start = finite_number(initial, self._named("initial_loss_scale"))

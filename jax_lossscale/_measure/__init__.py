@@ -1,6 +1,6 @@
 """What is asked of gradients, in one pass: whether they are finite, where not, how large; agreed over devices.
 
-Measuring happens here and nowhere else. Loss scales and the optax wrapper only combine what they are told.
+Gradients are measured here and nowhere else. Loss scales and the optax wrapper combine the results.
 """
 
 from jax_lossscale._measure.devices import AxisName as AxisName

@@ -97,7 +97,7 @@ def next_state(
     scaled_grads: optax.Updates,
     axis_name: AxisName,
 ) -> LossScaledState:
-    """The state after a step that had this verdict."""
+    """The state after a step that was decided so."""
     applied = jnp.ones([], jnp.int32) if verdict.should_apply is None else verdict.should_apply.astype(jnp.int32)
     skipped = 1 - applied
     return LossScaledState(
@@ -155,7 +155,7 @@ def _last_bad_step(
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
-    """``new`` in the dtypes of ``old``, none of them weak: a state that crosses `jax.jit` twice is traced once."""
+    """Cast ``new`` to the dtypes of ``old``, none of them weak, so that a second step is not traced anew."""
 
     def with_dtype(a: Any, b: Any) -> Any:
         if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
@@ -168,7 +168,7 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
 
 
 def _with_own_buffers(state: optax.OptState) -> optax.OptState:
-    """A fresh state without any array twice, as some chains make it: it could not be donated."""
+    """Copy what a fresh state holds twice, as the states of some chains do: it could not be donated."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:

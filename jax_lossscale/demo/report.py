@@ -1,4 +1,4 @@
-"""What came of the main job: a table and a sentence, JSON, a picture."""
+"""The results of the main job: a table and a sentence, JSON, a picture."""
 
 from __future__ import annotations
 

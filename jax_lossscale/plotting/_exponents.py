@@ -161,7 +161,7 @@ def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> t
 
 
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
-    """An axis from below the lowest bar to above the highest, with room for the ranges and the legend."""
+    """Set an axis from below the lowest bar to above the highest, with room for the ranges and the legend."""
     tallest = float(heights.max()) or 1.0
     lowest = heights[heights > 0].min(initial=tallest) / 2 if yscale == "log" else 0.0
     ax.set_ylim(lowest, tallest * ((tallest / lowest) ** 0.7 if lowest else 1 / 0.6))
@@ -170,7 +170,7 @@ def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
 
 
 def _draw_ranges(ax: Axes, dtype: Any) -> None:
-    """Gray where gradients are lost, and names above; below these the range of another dtype, as a line."""
+    """Draw gray where gradients are lost, names above, and below the names the range of another dtype, as a line."""
     bottom, normal, top = _range_of(dtype)
     left, right = ax.get_xlim()
     names = {"to zero": PALE, "subnormal": PALER, f"normal {dtype.name}": "white", "overflow": PALE}
