@@ -13,7 +13,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_bool_scalar, is_number
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.base import adjust
-from jax_lossscale._measure import AxisName, agree, agree_on_largest, finite_and_largest
+from jax_lossscale._measure import AxisName, agree, finite_and_largest
 
 
 class Told(NamedTuple):
@@ -86,12 +86,12 @@ def _agreed(flags: _Flags, largest: jax.Array | None, axis_name: AxisName) -> tu
     known, structure = jax.tree.flatten(flags)
     if not known or not axis_name:
         return flags, largest
-    if largest is None:
-        return jax.tree.unflatten(structure, agree(jnp.stack(known), axis_name)), None
-    agreed, largest = agree_on_largest(jnp.stack(known), largest, axis_name)
+    agreed, largest = agree(known, largest, axis_name)
     grads_finite, value_finite, allowed = jax.tree.unflatten(structure, agreed)
-    # Where one device overflowed, the largest on the other devices is not the largest of all gradients.
-    return (grads_finite, value_finite, allowed), jnp.where(grads_finite, largest, 0)
+    if largest is not None:
+        # Where one device overflowed, the largest on the other devices is not the largest of all gradients.
+        largest = jnp.where(grads_finite, largest, 0)
+    return (grads_finite, value_finite, allowed), largest
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
