@@ -73,7 +73,7 @@ def convnet(*, widths: tuple[int, int] = (16, 32), batch: int = 64, steps: int =
         predicted, _ = logits(params, statistics, unseen, jnp.float32, train=False)
         return cross_entropy(predicted, labels[_TO_TRAIN_ON:])
 
-    return Workload("convnet with batch norm", steps, adam(3e-3, steps), init, draw, loss, evaluate)
+    return Workload(steps, adam(3e-3, steps), init, draw, loss, evaluate)
 
 
 def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
@@ -121,7 +121,7 @@ def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
         projection = jax.random.normal(directions, (_PIXELS, 128))
         return mean_square(jnp.sort(fake @ projection, axis=0) - jnp.sort(images @ projection, axis=0))
 
-    return without_statistics("WGAN-GP", steps, adam(1e-3, steps, b1=0.0, b2=0.9), init, draw, loss, evaluate)
+    return without_statistics(steps, adam(1e-3, steps, b1=0.0, b2=0.9), init, draw, loss, evaluate)
 
 
 def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Workload:
@@ -145,7 +145,7 @@ def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Worklo
         return mean_square(guess.astype(jnp.float32) - noise)
 
     draw, evaluate = partial(draw_many, count=batch), loss_on(loss, lambda: draw_many(evaluation_key(), 4096))
-    return without_statistics("denoising diffusion", steps, adam(2e-3, steps), init, draw, loss, evaluate)
+    return without_statistics(steps, adam(2e-3, steps), init, draw, loss, evaluate)
 
 
 def _batch_norm(layer: Any, running: Any, x: jax.Array, train: bool) -> tuple[jax.Array, Any]:

@@ -43,7 +43,7 @@ def pinn(*, width: int = 48, depth: int = 3, points: int = 128, steps: int = 250
 
     init = partial(init_mlp, sizes=(2, *[width] * depth, 1))
     draw, evaluate = partial(draw_many, count=points), loss_on(loss, lambda: draw_many(evaluation_key(), 4096))
-    return without_statistics("PINN", steps, adam(5e-3, steps), init, draw, loss, evaluate)
+    return without_statistics(steps, adam(5e-3, steps), init, draw, loss, evaluate)
 
 
 def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, steps: int = 400) -> Workload:
@@ -72,7 +72,7 @@ def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, st
         return -jax.nn.log_sigmoid(signs * logits.astype(jnp.float32)).sum(-1).mean()
 
     draw, evaluate = partial(draw_many, count=batch), loss_on(loss, lambda: draw_many(evaluation_key(), 16384))
-    return without_statistics("embeddings", steps, adam(1e-2, steps), init, draw, loss, evaluate)
+    return without_statistics(steps, adam(1e-2, steps), init, draw, loss, evaluate)
 
 
 def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Workload:
@@ -89,7 +89,7 @@ def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Wor
 
     init = partial(init_mlp, sizes=(inputs.shape[1], width, width, targets.shape[1]))
     loss, evaluate = _square_error, loss_on(_square_error, lambda: (inputs, targets))
-    return without_statistics("many-output regression", steps, adam(3e-3, steps), init, draw, loss, evaluate)
+    return without_statistics(steps, adam(3e-3, steps), init, draw, loss, evaluate)
 
 
 def tiny_loss(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -33) -> Workload:
@@ -102,7 +102,7 @@ def tiny_loss(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit:
 
     optimizer = adam(3e-3, steps, eps=_EPSILON * unit)  # Adam's epsilon is in the unit of the gradients
     evaluate = loss_on(_square_error, lambda: everything)
-    return without_statistics(f"tiny loss, x 2^{log2_unit}", steps, optimizer, init, draw, loss, evaluate)
+    return without_statistics(steps, optimizer, init, draw, loss, evaluate)
 
 
 def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -26) -> Workload:
@@ -121,8 +121,8 @@ def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_un
     def evaluate(params: Any) -> jax.Array:
         return _square_error(params["second"], everything, jnp.float32)
 
-    title, optimizer = f"two branches, the second x 2^{log2_unit}", adam(3e-3, steps, eps=_EPSILON * unit)
-    return without_statistics(title, steps, optimizer, init_both, draw, loss, evaluate)
+    optimizer = adam(3e-3, steps, eps=_EPSILON * unit)
+    return without_statistics(steps, optimizer, init_both, draw, loss, evaluate)
 
 
 def _halves(width: int, batch: int) -> tuple[Callable[[jax.Array], Any], Any, Callable[[jax.Array], Any]]:

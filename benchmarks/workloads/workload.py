@@ -21,7 +21,6 @@ class Workload:
     """A small training.
 
     Attributes:
-      title: what it is, in a few words.
       steps: how many it is trained for.
       optimizer: what true gradients go through.
       init: float32 parameters, and the statistics that a step changes beside them (or ``None``), from a random key.
@@ -32,7 +31,6 @@ class Workload:
         better. Computed in float32 on data that is the same for all arms and seeds.
     """
 
-    title: str
     steps: int
     optimizer: optax.GradientTransformation
     init: Callable[[jax.Array], tuple[Any, Statistics]]
@@ -42,7 +40,6 @@ class Workload:
 
 
 def without_statistics(
-    title: str,
     steps: int,
     optimizer: optax.GradientTransformation,
     init: Callable[[jax.Array], Any],
@@ -58,7 +55,7 @@ def without_statistics(
     def judged(params: Any, _: None) -> jax.Array:
         return evaluate(params)
 
-    return Workload(title, steps, optimizer, lambda key: (init(key), None), draw, paired, judged)
+    return Workload(steps, optimizer, lambda key: (init(key), None), draw, paired, judged)
 
 
 def loss_on(loss: PlainLoss, batch: Callable[[], Any]) -> Callable[[Any], jax.Array]:

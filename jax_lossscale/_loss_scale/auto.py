@@ -162,7 +162,7 @@ class AutoLossScale(BoundedLossScale):
             log2_peak=(np.float32, _LOG2_NOTHING, _check.finite_number),
             log2_margin=(np.float32, _LOG2_SEARCH_MARGIN, _check.nonnegative_number),
             log2_allowance=(np.float32, 0, _check.nonnegative_number),
-            num_finite_steps=(np.int32, 0, partial(_check.count, at_least=_ONLY_ZEROS)),
+            num_finite_steps=(np.int32, 0, partial(_check.count, at_least=-1)),
         )
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
