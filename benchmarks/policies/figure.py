@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
-_COLOURS = {
-    AUTO: "#009e73",
-    "dynamic 2^15": "#0072b2",
-    "dynamic 2^24": "#56b4e9",
-    "fixed": "#6e6e6e",
-    "fairseq": "#cc79a7",
-    "OpenSeq2Seq": "#d55e00",
-    "Graphcore": "#e69f00",
+# Okabe and Ito's colours, which most colour-blind people can tell apart, and a marker for each of the names that begin
+# with the same words.
+_STYLES = {
+    AUTO: ("#009e73", "*"),
+    "dynamic 2^15": ("#0072b2", "os^"),
+    "dynamic 2^24": ("#56b4e9", "<v>"),
+    "fixed": ("#6e6e6e", "Dd"),
+    "fairseq": ("#cc79a7", "p"),
+    "OpenSeq2Seq": ("#d55e00", "XP"),
+    "Graphcore": ("#e69f00", "h"),
 }
-_MARKERS = "Ds^"  # of the names that begin alike
 
 
 def write(groups: Sequence[Group]) -> None:
@@ -48,16 +48,17 @@ def draw(groups: Sequence[Group]) -> Figure:
         _panel(ax, group)
     panels[-1].set_xlabel("skipped of 1,000 steps")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     return figure
 
 
 def _panel(ax: Axes, group: Group) -> None:
     alike: Counter[str] = Counter()
     for name, judged in group.judgements.items():
-        words = next(words for words in _COLOURS if name.startswith(words))
-        marker, alike[words] = _MARKERS[alike[words]], alike[words] + 1
-        line: Any = {"color": _COLOURS[words], "marker": marker, "linewidth": 0}
+        words = next(words for words in _STYLES if name.startswith(words))
+        colour, markers = _STYLES[words]
+        line: Any = {"color": colour, "marker": markers[alike[words]], "linewidth": 0}
+        alike[words] += 1
         skipped, unused = group.skipped_of_1000(name), judged.unused_bits
         ax.plot(skipped, unused, markersize=3, alpha=0.35, **line)
         mean = skipped.mean(), np.nanmean(unused)

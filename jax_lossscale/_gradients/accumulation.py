@@ -43,7 +43,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., AccumulatedGradients]:
-    """Like `value_and_scaled_grad`, one micro-batch at a time: the gradients of all, in the memory of one.
+    """Like `value_and_scaled_grad`, one micro-batch at a time, so that all of them need the memory of one.
 
     The gradients of each micro-batch are unscaled into float32 and added up there; the mean is scaled again, since
     ``update`` takes scaled gradients. If ``fun`` is a mean over the examples of its batch, the result is that of the

@@ -79,11 +79,11 @@ class AutoLossScale(BoundedLossScale):
 
     Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
     how much. But an overflow is no proof: a NaN may come from the data. One that comes again at once, while the scale
-    climbs back, proves a limit, and the margin is moved to it. Those that come now and then are believed up to 6 bits,
-    which is the allowance; if they still come, they are not the scale's, and what the margin has learned is given back.
-    A lone overflow, as from a spike in the data, is made up for in 8 steps. A gradient that is more than 4 bits above
-    the peak shows that the peak was to blame. (What makes the target ``s - 1`` is the most that does, less 1/64 for
-    rounding, and never less than there is.)
+    climbs back, proves a limit, and the margin is moved to it. Overflows that come now and then are believed up to 6
+    bits, which is the allowance. If more of them come, the scale is not their cause, and the margin gives back what it
+    has learned. After a lone overflow, as from a spike in the data, the scale is back in 8 steps. A gradient that is
+    more than 4 bits above the peak shows that the peak was wrong. (The margin that makes the target ``s - 1`` is the
+    largest that does so, less 1/64 for rounding, and never below the present one.)
 
     Gradients that are all zero say nothing of their size: allowance and margin stay, and ``n = -1`` says that nothing
     else came since the last overflow. Before there is a peak, the scale searches, up to ``2**40``, and stays below what

@@ -26,8 +26,8 @@ class BadStep(NamedTuple):
       leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
         into a path; -1 if all were finite.
       kind: what was wrong, as a number; `cause` says it in words.
-      loss_scale: the scale that the step was made with; 0 before there was one. Where the scale is as high again and
-        steps are finite, that step was not the scale's.
+      loss_scale: the scale that the step was made with; 0 before there was one. If the scale is as high again later,
+        and steps are finite, the scale was not the cause of the bad step.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
