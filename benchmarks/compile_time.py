@@ -83,7 +83,10 @@ def _marks(
     name: str, contenders: tuple[Contender, ...], over: dict[str, float], goal: float, unmeasured: str
 ) -> list[Mark]:
     ours = {contender.name: contender.name.removeprefix("ours, ") for contender in contenders}
-    return [Mark(name.format(ours[it]), None if unmeasured else over[it], goal, note=unmeasured) for it in ours]
+    return [
+        Mark(name.format(short), None if unmeasured else over[full], goal, note=unmeasured)
+        for full, short in ours.items()
+    ]
 
 
 def _over_bare(timings: Timings) -> dict[str, float]:

@@ -44,7 +44,8 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
     allowed = None if told.skip_if is None else ~jnp.asarray(told.skip_if)
     if loss_scale.checks_gradients:
         grads_finite, largest = _look(scaled_grads, loss_scale, told)
-        value_finite = None if told.value is None else jnp.isfinite(told.value)
+        if told.value is not None and _tree.is_inexact(told.value):
+            value_finite = jnp.isfinite(told.value)
     flags, largest = _agreed((grads_finite, value_finite, allowed), largest, axis_name)
     grads_finite, value_finite, allowed = flags
     must_be_finite = grads_finite if loss_scale.skip_nonfinite else None

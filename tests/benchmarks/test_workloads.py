@@ -254,7 +254,7 @@ def test_a_training_that_ends_as_nan_is_no_number_and_no_noise():
     percent = accuracy._percent(outcome, training.Outcome(1.0, 0, 0, 1.0, np.ones(1)))
     one = accuracy.Compared("pinn", "float16", (percent,) * 3, 5.0, (outcome,) * 3)
     assert not one.within_floor
-    assert accuracy._verdict(one) == "NaN"
+    assert accuracy._beside_noise(one) == "NaN"
     assert accuracy._row(one, 3, 4)[2:7] == [None] * 4 + [""]  # no fourth seed
 
 
