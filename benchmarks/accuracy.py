@@ -86,7 +86,7 @@ _NO_SCALE, _DYNAMIC, _AUTO = map(_always, (None, "dynamic", "auto"))
 
 
 def arms() -> list[Arm]:
-    """All of them. The first is what the others are compared with, the second says what differs by chance."""
+    """All arms. Each is compared with the first; the second shows what differs by chance."""
     return [
         Arm("float32", jnp.float32, _NO_SCALE),
         Arm("float32, weights rounded", jnp.float32, _NO_SCALE, _ROUNDINGS),
@@ -146,7 +146,7 @@ def compare(seeds: dict[str, tuple[int, ...]], steps: int | None, progress: Prog
     """Train each arm of each workload from its seeds, as many at a time as there are cores.
 
     Returns:
-      For each workload what came of its arms, in their order.
+      For each workload the results of its arms, in their order.
     """
     workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in seeds}
     # Arms that differ only in their initial weights are one program.
@@ -213,7 +213,7 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
 
 
 def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
-    """What came of every arm: a row each."""
+    """The results of every arm, in a row."""
     seeds = max(len(reference.percent) for reference, *_ in compared.values())
     of_seeds = "".join(f"seed {seed} {{:+z,.2f}} % | " for seed in range(seeds))
     heads = columns(

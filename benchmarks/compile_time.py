@@ -75,7 +75,8 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
     )
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
-    notes = [f"{' and '.join(it.name for it in _SLOW)}: compiled once, the others several times; the shortest counts."]
+    slow = " and ".join(contender.name for contender in _SLOW)
+    notes = [f"{slow}: compiled once, all other steps several times; the shortest time counts."]
     return Table(title, columns(_COLUMNS), rows, marks, notes, quick)
 
 

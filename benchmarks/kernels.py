@@ -59,7 +59,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kernels(computations: Mapping[str, Computation], computation: Computation) -> Iterator[Kernel]:
-    """All of them, those of loops with all their launches; of a conditional, those of the branch that takes longest."""
+    """All kernels of a computation: a loop's with all launches, a conditional's of the branch that takes longest."""
     for instruction in computation.values():
         if instruction.opcode == "while":
             turns = _turns(computations, computation, instruction)
@@ -75,7 +75,7 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
 
 
 def _turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
-    """As XLA counted them; else of a counter that goes up by one from a constant, while it is less than another."""
+    """Return XLA's count of turns, or count them where a counter goes up by one from one constant to another."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition, body = (computations[loop.attribute(rf"\b{part}=%([^\s,]+)")] for part in ("condition", "body"))
@@ -109,7 +109,7 @@ def _bytes_moved(inside: Computation) -> float:
     last = root(inside)
     results = [inside[name] for name in last.operands] if last.opcode == "tuple" else [last]
     updates = {part.name for result in results for part in _update_in_place(inside, result)}
-    # Of what share of each value is needed, by the slice that needs it: different slices need different parts.
+    # The share of each value that is needed, by the slice that needs it: different slices need different parts.
     shares: dict[str, Counter[str]] = {name: Counter() for name in inside}
     for result in results:
         shares[result.name][""] = 1
@@ -171,7 +171,7 @@ def _products(computations: Mapping[str, Computation], inside: Computation) -> C
 
 
 def _slowest(product: Instruction, operands: list[Array]) -> str:
-    """The dtype that a product's speed is that of."""
+    """The dtype that decides how fast a product is."""
     names = ["f8" if operand.dtype.startswith("f8") else operand.dtype for operand in operands]
     if unknown := set(names) - set(PEAK):
         raise NotImplementedError(f"It is not known how fast products of {', '.join(unknown)} are: {product.name}")

@@ -26,13 +26,13 @@ _HOSTILE, _HOSTILE_STEPS = 200, 1_000
 # What `AutoLossScale` is held to.
 _STEPS_TO_ARRIVE = 16
 _MORE_THAN_FIXED = 3.0
-# NaN now and then: mean unused bits, and those on 95 of 100 steps; gradients that are mostly zero: skipped of 1,000
-# that are not, and unused bits; 200 random traces: skipped of 1,000 and unused bits on 9 of 10 traces, and the share of
-# them where it is worse than the default dynamic scale by 3, where a bit counts as much as 5 skipped steps in 1,000.
+# Where a share of the steps is NaN: unused bits, their mean and on 95 of 100 steps.
 _NANS, _NANS_MEAN, _NANS_95 = (0.002, 0.01, 0.05), 20.0, 28.0
+# Where one step in so many has a gradient: skipped of 1,000 of these, and unused bits.
 _ONE_IN, _ONE_IN_SKIPPED, _ONE_IN_BITS = (3, 5, 50), 10.0, 8.0
+# Random traces: skipped of 1,000 and unused bits on 9 of 10, and the share worse than with `DynamicLossScale()`.
 _HOSTILE_SKIPPED, _HOSTILE_BITS, _HOSTILE_WORSE = 30.0, 22.0, 0.1
-_SKIPS_A_BIT, _WORSE = 0.2, 3.0
+_SKIPS_A_BIT, _WORSE = 0.2, 3.0  # worse is by 3 bits, where 5 skipped steps in 1,000 count as one
 _UNUSED_BITS = {"noise below one bit": (0.0, 1.0, 4.0), "noise of one and a half": (1.0, 1.6, 6.0)}
 
 # What is shown trace by trace.
