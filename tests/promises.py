@@ -182,7 +182,7 @@ BREAKS = {
         ("_optax/state.py", "return jnp.copy(leaf)", "return leaf"),
     ],
     "A bad argument raises an error immediately": [
-        ("_check.py", "if not 1 <= integer <=", "if not -1000 <= integer <=")
+        ("_check.py", "if not at_least <= number <=", "if not -1000 <= number <=")
     ],
     "A configuration builds loss scales and nothing else": [
         (
