@@ -274,7 +274,8 @@ def _where(condition: ArrayLike, chosen: _State, otherwise: _State) -> _State:
 
 def _floor_log2(scale: jax.Array) -> jax.Array:
     """The exponent of the greatest power of two that is not above a normal number: ``float32[]``."""
-    return ((jax.lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA_BITS) - _EXPONENT_BIAS).astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
+    return ((bits >> _MANTISSA_BITS) - _EXPONENT_BIAS).astype(jnp.float32)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
