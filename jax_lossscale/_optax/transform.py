@@ -37,7 +37,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
             return wrapper.update_and_apply
-        return functools.partial(_update_then_apply, self.update)  # another `update` was put in by `_replace`
+
+        def update_then_apply(scaled_grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            updates, state = self.update(scaled_grads, state, params, **extra_args)
+            return apply_updates(params, updates), state
+
+        return update_then_apply  # `_replace` has put another `update` in
 
     def __repr__(self) -> str:
         wrapper = getattr(self.update, "__self__", None)
@@ -155,14 +160,3 @@ def loss_scaled(
     inner = optax.with_extra_args_support(inner)
     wrapper = Wrapper(inner, made(loss_scale, "loss_scaled(loss_scale=...)"), axis_name, skip, record_bad_steps)
     return LossScaledTransformation(wrapper.init, wrapper.update)
-
-
-def _update_then_apply(
-    update: optax.TransformUpdateExtraArgsFn,
-    scaled_grads: optax.Updates,
-    state: LossScaledState,
-    params: optax.Params,
-    **extra_args: Any,
-) -> tuple[optax.Params, LossScaledState]:
-    updates, state = update(scaled_grads, state, params, **extra_args)
-    return apply_updates(params, updates), state
