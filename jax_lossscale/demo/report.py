@@ -67,12 +67,12 @@ def conclusion(results: dict[str, Result]) -> str:
     """What the numbers say, in one sentence."""
 
     def ending(name: str) -> str:
-        return f"{_percent(results[name].zero_gradient_fraction)} were, and it ended {_beside_float32(name, results)}"
+        zeros = _percent(results[name].zero_gradient_fraction)
+        return f"{zeros} of the gradient values were zero, and training ended {_beside_float32(name, results)}"
 
     return (
-        f"Without loss scaling {_percent(results['float16'].zero_gradient_fraction)} of the float16 gradient values "
-        f"were zero, and training ended {_beside_float32('float16', results)}; with a dynamic loss scale ({_DYNAMIC}) "
-        f"{ending('float16_dynamic')}; with an automatic one {ending('float16_auto')}."
+        f"Float16 without loss scaling: {ending('float16')}; with a dynamic loss scale ({_DYNAMIC}): "
+        f"{ending('float16_dynamic')}; with an automatic one: {ending('float16_auto')}."
     )
 
 
