@@ -1,7 +1,7 @@
 """What loss scaling costs, beside the bare optimizer and beside the peers, and what it gives: ``python -m benchmarks``.
 
 Needs the extra ``bench``. Reading order: `trees` makes what is worked on, `peers` the steps that are compared, `timing`
-times them in turns, `isolation` gives each benchmark a process of its own, `report` holds and prints what came of it.
+times them in turns, `isolation` gives each benchmark a process of its own, `report` holds and prints its results.
 What XLA compiles for an H100 is read by `hlo`, taken apart into `kernels`, and counted as a `gpu_program`.
 The benchmarks themselves are the modules in `BENCHMARKS` and `ON_REQUEST`; each has a function ``run(quick, progress)``
 that returns tables.

@@ -8,11 +8,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from benchmarks import BENCHMARKS, ON_REQUEST
 from benchmarks.isolation import run_apart
-from benchmarks.report import about_this_run, as_json, as_markdown, index, marks_as_markdown
+from benchmarks.report import about_this_run, as_markdown, index, marks_as_markdown
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (RESULTS / f"{name}.md").write_text(as_markdown(name, new, about_this_run(command, gpu)))
             RESULTS.with_name("RESULTS.md").write_text(index(RESULTS))
     print("\n".join(marks_as_markdown(tables)))
-    if options.json:
-        options.json.write_text(as_json(tables, about_this_run(command, gpu)))
     return int(failed)
 
 
@@ -66,23 +64,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("benchmarks", nargs="*", metavar="benchmark", help="which to run; all but those below, if none is named")
     add("--quick", action="store_true", help="smaller sizes, fewer rounds: under two minutes")
-    add("--json", type=Path, metavar="PATH", help="write the numbers as JSON")
     add("--results", action="store_true", help="write benchmarks/results/NAME.md of each, and benchmarks/RESULTS.md")
-    repeated: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME"}
-    add("--workload", **repeated, help="accuracy: only this one; may be repeated")
-    add("--model", **repeated, help="autocast: only its training step for an H100; may be repeated")
-    add("--kernels", type=int, default=0, metavar="N", help="autocast: of each step, the N operations that differ most")
-    add(
-        "--docs", action="store_true", help="accuracy: write table and figure of docs/accuracy.md; policies: its figure"
-    )
+    only = "accuracy: only this one; may be repeated"
+    add("--workload", action="append", default=[], metavar="NAME", help=only)
+    pages = "accuracy: write table and figure of docs/accuracy.md; policies: its figure"
+    add("--docs", action="store_true", help=pages)
     options = parser.parse_args(arguments)
     for name in options.benchmarks:
         if name not in everything:
             parser.error(f"there is no benchmark {name!r}; there are {', '.join(everything)}")
     options.benchmarks = list(dict.fromkeys(options.benchmarks)) or list(BENCHMARKS)
     _check_special(parser, options)
-    if options.json and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
-        parser.error(f"--json: cannot write a file at {str(options.json)!r}")
     return options
 
 
@@ -91,38 +83,24 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
     asked = set(options.benchmarks)
     if (options.workload and "accuracy" not in asked) or (options.docs and not asked & {"accuracy", "policies"}):
         parser.error("--workload and --docs belong to the benchmark accuracy, and --docs to policies as well")
-    if (options.model or options.kernels) and "autocast" not in asked:
-        parser.error("--model and --kernels belong to the benchmark autocast")
     if options.docs and (options.workload or options.quick):
         parser.error("--docs needs every workload in full: leave out --workload and --quick")
-    if options.results and (options.quick or options.workload or options.model):
-        parser.error("--results needs whole benchmarks: leave out --quick, --workload and --model")
+    if options.results and (options.quick or options.workload):
+        parser.error("--results needs whole benchmarks: leave out --quick and --workload")
     needed = [("matplotlib", "plot")] if options.docs else []
     needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in asked else []
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
             parser.error(f"this needs {module}, of the extra `{extra}`: pip install -e '.[{extra}]'")
     options.for_policies = {"docs": options.docs} if "policies" in asked else {}
-    options.for_accuracy = options.for_autocast = {}
+    options.for_accuracy = {}
     if "accuracy" in asked:
         from benchmarks.workloads import WORKLOADS
 
-        workloads = _known(parser, "workload", options.workload, WORKLOADS)
-        options.for_accuracy = {"workloads": workloads, "docs": options.docs}
-    if options.model or options.kernels:
-        from benchmarks.autocast.tables import MODELS
-
-        options.for_autocast = {
-            "models": _known(parser, "model", options.model, MODELS),
-            "kernels": options.kernels,
-        }
-
-
-def _known(parser: _Parser, what: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        if name not in known:
-            parser.error(f"there is no {what} {name!r}; there are {', '.join(known)}")
-    return tuple(dict.fromkeys(names))
+        for name in options.workload:
+            if name not in WORKLOADS:
+                parser.error(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
+        options.for_accuracy = {"workloads": tuple(dict.fromkeys(options.workload)), "docs": options.docs}
 
 
 if __name__ == "__main__":

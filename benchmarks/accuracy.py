@@ -86,7 +86,7 @@ _NO_SCALE, _DYNAMIC, _AUTO = map(_always, (None, "dynamic", "auto"))
 
 
 def arms() -> list[Arm]:
-    """All of them. The first is what the others are compared with, the second says what differs by chance."""
+    """All arms. Each is compared with the first; the second shows what differs by chance."""
     return [
         Arm("float32", jnp.float32, _NO_SCALE),
         Arm("float32, weights rounded", jnp.float32, _NO_SCALE, _ROUNDINGS),
@@ -146,7 +146,7 @@ def compare(seeds: dict[str, tuple[int, ...]], steps: int | None, progress: Prog
     """Train each arm of each workload from its seeds, as many at a time as there are cores.
 
     Returns:
-      For each workload what came of its arms, in their order.
+      For each workload the results of its arms, in their order.
     """
     workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in seeds}
     # Arms that differ only in their initial weights are one program.
@@ -182,9 +182,9 @@ def _compared(name: str, outcomes: dict[tuple[str, str], tuple[Outcome, ...]]) -
     exact = outcomes[name, reference]
 
     def percent(arm: str) -> tuple[float, ...]:
-        each = outcomes[name, arm]
-        of_a_seed = len(each) // len(exact)
-        return tuple(_percent(one, exact[number // of_a_seed]) for number, one in enumerate(each))
+        trainings = outcomes[name, arm]
+        roundings = len(trainings) // len(exact)
+        return tuple(_percent(one, exact[number // roundings]) for number, one in enumerate(trainings))
 
     floor = max(map(abs, percent(rounded)))
     for arm in arms():
@@ -201,8 +201,8 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
     shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
     heads = [*columns("workload | noise floor {:.2f} %"), *((one.arm, "{}") for one in shown)]
     rows: list[tuple[Cell, ...]] = [
-        (name, each[0].floor, *(_verdict(one) for one in each if one.arm not in _references()))
-        for name, each in compared.items()
+        (name, ways[0].floor, *(_beside_noise(one) for one in ways if one.arm not in _references()))
+        for name, ways in compared.items()
     ]
     notes = [
         "Median over the seeds of how far the final loss is above that of float32 from the same seed. What is not "
@@ -213,14 +213,14 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
 
 
 def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
-    """What came of every arm: a row each."""
+    """The results of every arm, in a row."""
     seeds = max(len(reference.percent) for reference, *_ in compared.values())
     of_seeds = "".join(f"seed {seed} {{:+z,.2f}} % | " for seed in range(seeds))
     heads = columns(
         f"workload | setting | final loss {{:.4g}} | {of_seeds} | "
         "zero gradients {:.1%} | skipped {:.0f} | final scale"
     )
-    rows = [_row(one, len(each[0].percent), seeds) for each in compared.values() for one in each]
+    rows = [_row(one, len(ways[0].percent), seeds) for ways in compared.values() for one in ways]
     notes = [
         "The columns of the seeds: how far above float32 from the same seed; where weights are rounded, the one that "
         "is furthest from 0. Final loss, zero gradients and skipped steps: medians over the trainings. Some gradients "
@@ -260,7 +260,7 @@ def _references() -> tuple[str, str]:
     return reference.name, rounded.name
 
 
-def _verdict(one: Compared) -> str:
+def _beside_noise(one: Compared) -> str:
     percent = _signed(one.median)
     if not one.within_floor:
         return percent

@@ -75,7 +75,8 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
     )
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
-    notes = [f"{' and '.join(it.name for it in _SLOW)}: compiled once, the others several times; the shortest counts."]
+    slow = " and ".join(contender.name for contender in _SLOW)
+    notes = [f"{slow}: compiled once, all other steps several times; the shortest time counts."]
     return Table(title, columns(_COLUMNS), rows, marks, notes, quick)
 
 
@@ -83,7 +84,10 @@ def _marks(
     name: str, contenders: tuple[Contender, ...], over: dict[str, float], goal: float, unmeasured: str
 ) -> list[Mark]:
     ours = {contender.name: contender.name.removeprefix("ours, ") for contender in contenders}
-    return [Mark(name.format(ours[it]), None if unmeasured else over[it], goal, note=unmeasured) for it in ours]
+    return [
+        Mark(name.format(short), None if unmeasured else over[full], goal, note=unmeasured)
+        for full, short in ours.items()
+    ]
 
 
 def _over_bare(timings: Timings) -> dict[str, float]:

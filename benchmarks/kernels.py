@@ -34,14 +34,12 @@ class Kernel:
 
     Attributes:
       name: of the instruction.
-      operation: what it computes, as a path in the program that was traced.
       bytes: read and written by one launch.
       products: operations of products in one launch, by the dtype of their operands.
       launches: how many.
     """
 
     name: str
-    operation: str
     bytes: float
     products: Mapping[str, float]
     launches: int = 1
@@ -61,7 +59,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kernels(computations: Mapping[str, Computation], computation: Computation) -> Iterator[Kernel]:
-    """All of them, those of loops with all their launches; of a conditional, those of the branch that takes longest."""
+    """All kernels of a computation: a loop's with all launches, a conditional's of the branch that takes longest."""
     for instruction in computation.values():
         if instruction.opcode == "while":
             turns = _turns(computations, computation, instruction)
@@ -72,17 +70,16 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
             branches = [list(kernels(computations, computations[name])) for name in instruction.callees]
             yield from max(branches, key=lambda branch: sum(kernel.seconds for kernel in branch))
         elif is_kernel(instruction):
-            operation = instruction.attribute(r'op_name="([^"]*)"')
             inside = _inside(computations, computation, instruction)
-            yield Kernel(instruction.name, operation, _bytes_moved(inside), _products(computations, inside))
+            yield Kernel(instruction.name, _bytes_moved(inside), _products(computations, inside))
 
 
 def _turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
-    """As XLA counted them; else of a counter that goes up by one from a constant, while it is less than another."""
+    """Return XLA's count of turns, or count them where a counter goes up by one from one constant to another."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition, body = (computations[loop.attribute(rf"\b{part}=%([^\s,]+)")] for part in ("condition", "body"))
-    counters = [each for each in condition.values() if each.opcode == "get-tuple-element"]
+    counters = [part for part in condition.values() if part.opcode == "get-tuple-element"]
     compared = _inside(computations, condition, root(condition))
     less, limit = root(compared), compared[root(compared).operands[-1]]
     if len(counters) == 1 and less.attribute(r"direction=(\w+)") == "LT" and limit.opcode == "constant":
@@ -91,7 +88,7 @@ def _turns(computations: Mapping[str, Computation], computation: Computation, lo
         while start.opcode == "copy":
             start = computation[start.operands[0]]
         added = _inside(computations, body, body[root(body).operands[place]])
-        steps = [each.inside for each in added.values() if each.opcode == "constant"]
+        steps = [part.inside for part in added.values() if part.opcode == "constant"]
         if start.opcode == "constant" and root(added).opcode == "add" and steps == ["1"]:
             return max(0, int(limit.inside) - int(start.inside))
     raise NotImplementedError(f"It is not known how often this loop turns: {loop.name}")
@@ -102,8 +99,8 @@ def _inside(computations: Mapping[str, Computation], computation: Computation, i
     if instruction.opcode == "fusion":
         return computations[instruction.callees[0]]
     operands = [computation[name] for name in instruction.operands]
-    elsewhere = {each.name: replace(each, opcode="parameter", inside="", is_root=False) for each in operands}
-    constants = {each.name: each for each in operands if each.opcode == "constant"}
+    elsewhere = {part.name: replace(part, opcode="parameter", inside="", is_root=False) for part in operands}
+    constants = {part.name: part for part in operands if part.opcode == "constant"}
     return {**elsewhere, **constants, instruction.name: replace(instruction, is_root=True)}
 
 
@@ -111,8 +108,8 @@ def _bytes_moved(inside: Computation) -> float:
     """Read and written by a kernel: of what is sliced, the slice; of what is updated in its place, the update."""
     last = root(inside)
     results = [inside[name] for name in last.operands] if last.opcode == "tuple" else [last]
-    updates = {each.name for result in results for each in _update_in_place(inside, result)}
-    # Of what share of each value is needed, by the slice that needs it: different slices need different parts.
+    updates = {part.name for result in results for part in _update_in_place(inside, result)}
+    # The share of each value that is needed, by the slice that needs it: different slices need different parts.
     shares: dict[str, Counter[str]] = {name: Counter() for name in inside}
     for result in results:
         shares[result.name][""] = 1
@@ -126,7 +123,7 @@ def _bytes_moved(inside: Computation) -> float:
                 needed = {name: min(1.0, sum(needed.values())) * _size(instruction) / size}
             shares[operand] |= Counter(needed)
     read = sum(
-        each.bytes * min(1.0, sum(shares[name].values())) for name, each in inside.items() if each.opcode == "parameter"
+        part.bytes * min(1.0, sum(shares[name].values())) for name, part in inside.items() if part.opcode == "parameter"
     )
     return read + sum(_bytes_written(inside, result) for result in results)
 
@@ -174,7 +171,7 @@ def _products(computations: Mapping[str, Computation], inside: Computation) -> C
 
 
 def _slowest(product: Instruction, operands: list[Array]) -> str:
-    """The dtype that a product's speed is that of."""
+    """The dtype that decides how fast a product is."""
     names = ["f8" if operand.dtype.startswith("f8") else operand.dtype for operand in operands]
     if unknown := set(names) - set(PEAK):
         raise NotImplementedError(f"It is not known how fast products of {', '.join(unknown)} are: {product.name}")

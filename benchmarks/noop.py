@@ -84,14 +84,14 @@ def _program(step: Step) -> Counter[tuple[str, bool]]:
     instructions: Counter[tuple[str, bool]] = Counter()
     meaning: dict[str, str] = {}  # of each name
     for name, computation in computations.items():
-        for each in computation.values():
-            attributes = re.sub(r", metadata=\{[^}]*\}", "", each.attributes)
-            written = f"{each.shape} {each.opcode}({each.inside}){attributes}"
-            meaning[each.name] = _digest(re.sub(r"%([\w.\-]+)", lambda found: meaning[found[1]], written))
-            is_array = each.opcode not in ("tuple", "get-tuple-element") and re.search(r"\[\d", each.shape)
-            instructions[meaning[each.name], bool(is_array)] += 1
+        for line in computation.values():
+            attributes = re.sub(r", metadata=\{[^}]*\}", "", line.attributes)
+            written = f"{line.shape} {line.opcode}({line.inside}){attributes}"
+            meaning[line.name] = _digest(re.sub(r"%([\w.\-]+)", lambda found: meaning[found[1]], written))
+            is_array = line.opcode not in ("tuple", "get-tuple-element") and re.search(r"\[\d", line.shape)
+            instructions[meaning[line.name], bool(is_array)] += 1
         meaning[name] = _digest(
-            "".join(sorted(meaning[each] for each in computation)) + meaning[root(computation).name]
+            "".join(sorted(meaning[line] for line in computation)) + meaning[root(computation).name]
         )
     return instructions
 

@@ -1,11 +1,9 @@
-"""Tables, marks, and how they are written: as Markdown, in a terminal too, or as JSON."""
+"""Tables, marks, and how they are written: as Markdown, which is legible in a terminal, too."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -51,7 +49,7 @@ class Table:
     Attributes:
       title: what was measured, and on what.
       columns: heading and format of each column, such as ``("median", "{:.1f} ms")``.
-      rows: cells as numbers, so that the JSON holds numbers; ``None`` where there is nothing.
+      rows: numbers or words; ``None`` where there is nothing.
       marks: what the table decides.
       notes: what a reader must know.
       quick: from smaller sizes and fewer rounds than the goals are set for.
@@ -84,12 +82,6 @@ def marks_as_markdown(tables: Iterable[Table]) -> list[str]:
     """All marks in one table."""
     rows = [mark.as_text(table.quick) for table in tables for mark in table.marks]
     return _grid(("mark", "measured", "goal", "", "note"), rows) if rows else []
-
-
-def as_json(tables: Sequence[Table], about: dict[str, str]) -> str:
-    """Everything, in numbers."""
-    content = {"about": about, "tables": [dataclasses.asdict(table) for table in tables]}
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def as_markdown(benchmark: str, tables: Sequence[Table], about: dict[str, str]) -> str:

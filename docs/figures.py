@@ -41,13 +41,11 @@ def trained_params(patches: jax.Array) -> job.Params:
 
 
 def history(result: job.Result) -> dict[str, np.ndarray]:
-    """What `plot_run` draws: of each step its loss, and how the loss scale stood after it."""
+    """What `plot_run` draws: of each step its loss, and the loss scale after it."""
     trace = result.trace
     return {
         "loss": trace.loss,
-        "loss_scale": np.append(
-            trace.loss_scale[1:], result.final_loss_scale
-        ),  # the next step uses what this one left
+        "loss_scale": trace.loss_scale,
         "skipped": np.diff(trace.skipped_steps, prepend=0) > 0,
         "underflow": trace.zero_fraction,
     }

@@ -30,7 +30,7 @@ def check_function(value: Any, name: str) -> None:
 
 
 def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
-    """``value``, hashable; a `ValueError` that names the argument unless it is an integer, or some."""
+    """Return ``value``, hashable; raise a `ValueError` unless it is an integer or a sequence of integers."""
     try:
         return tuple(map(operator.index, value)) if isinstance(value, Sequence) else operator.index(value)
     except TypeError as error:
@@ -38,7 +38,7 @@ def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
 
 
 def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """``dtype`` as a dtype, or a `ValueError` that names the argument."""
+    """Return ``dtype`` as a dtype; raise a `ValueError` that names the argument if it is none."""
     try:
         if dtype is None:  # which NumPy takes for float64
             raise TypeError
@@ -48,7 +48,7 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
 
 
 def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """`checked_dtype`, of real floats only."""
+    """Do what `checked_dtype` does, and refuse a dtype that is not real and floating."""
     dtype = checked_dtype(dtype, name)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
@@ -67,7 +67,7 @@ def check_bool_scalar(value: Any, name: str) -> None:
 
 
 def finite_number(value: Any, name: str) -> float:
-    """``value`` as a Python float that float32 can hold.
+    """Return ``value`` as a Python float that float32 can hold.
 
     Args:
       value: a Python, NumPy or JAX real scalar.
@@ -96,7 +96,7 @@ def finite_number(value: Any, name: str) -> float:
 
 
 def positive_normal_number(value: Any, name: str) -> float:
-    """`finite_number`, and one that XLA does not flush to zero."""
+    """Do what `finite_number` does, and refuse what XLA flushes to zero."""
     number = finite_number(value, name)
     if number < _FLOAT32.tiny:
         raise ValueError(f"`{name}` must be a positive normal float32 (at least {_FLOAT32.tiny:.3g}), got {value!r}.")
@@ -104,36 +104,28 @@ def positive_normal_number(value: Any, name: str) -> float:
 
 
 def nonnegative_number(value: Any, name: str) -> float:
-    """`finite_number`, and one that is at least 0."""
+    """Do what `finite_number` does, and refuse negative numbers."""
     number = finite_number(value, name)
     if number < 0:
         raise ValueError(f"`{name}` must be at least 0, got {value!r}.")
     return number
 
 
-def positive_integer(value: Any, name: str, cure: str) -> int:
-    """``value`` as an int from 1 to the largest int32, which is what the counters hold; 2.0 is welcome, 2.5 is not."""
-    integer = _integer(value, name)
-    if not 1 <= integer <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be at least 1, and fit int32, got {value!r}. {cure}")
-    return integer
-
-
-def count(value: Any, name: str) -> int:
-    """``value`` as an int from 0 to the largest int32."""
-    result = _integer(value, name)
-    if not 0 <= result <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be a count that fits int32, got {value!r}.")
-    return result
-
-
-def count_or_minus_one(value: Any, name: str) -> int:
-    """Likewise, but -1 is allowed too, where a rule gives it a meaning."""
-    return -1 if _integer(value, name) == -1 else count(value, name)
+def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
+    """Return ``value`` as an int that a counter can hold, up to the largest int32; 2.0 is welcome, 2.5 is not."""
+    try:
+        number = finite_number(value, name)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    if not at_least <= number <= np.iinfo(np.int32).max:
+        raise ValueError(f"`{name}` must be at least {at_least}, and fit int32, got {value!r}. {cure}".rstrip())
+    return int(number)
 
 
 def is_number(value: Any) -> bool:
-    """A real Python, NumPy or JAX scalar (traced ones too), bools excluded."""
+    """Whether ``value`` is a real Python, NumPy or JAX scalar, traced or not; a bool is none."""
     if isinstance(value, (bool, np.bool_)):
         return False
     if is_array_or_scalar(value):
@@ -142,20 +134,10 @@ def is_number(value: Any) -> bool:
 
 
 def is_array_or_scalar(value: Any) -> bool:
-    """Whether ``value`` is an array or a scalar of NumPy or JAX; those of bfloat16 are no `numbers.Real`."""
+    """Whether ``value`` is an array or a scalar of NumPy or JAX; scalars of bfloat16 are no `numbers.Real`."""
     return isinstance(value, (np.ndarray, np.generic, jax.Array))
 
 
 def is_real(array: Any) -> bool:
     """Whether an array is of floating or integer numbers."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer))
-
-
-def _integer(value: Any, name: str) -> int:
-    try:
-        number = finite_number(value, name)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer():
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
-    return int(number)

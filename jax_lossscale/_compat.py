@@ -14,7 +14,7 @@ _JAX = jax.__version_info__
 
 
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The same values, said to differ along these mesh axes, inside `jax.shard_map`."""
+    """Mark values as differing along these mesh axes, inside `jax.shard_map`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(array, axes, to="varying")
     return jax.lax.pvary(array, axes)  # type: ignore[attr-defined]  # needed before jax 0.8.0

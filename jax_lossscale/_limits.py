@@ -14,9 +14,9 @@ class Limits(NamedTuple):
 
     Attributes:
       largest: the largest finite number.
-      overflow: from here on they round to infinity.
-      zero: up to here they round to zero.
-      subnormal: below here they lose digits, or are zero.
+      overflow: from here on, magnitudes round to infinity.
+      zero: up to here, magnitudes round to zero.
+      subnormal: below here, magnitudes lose digits or become zero.
     """
 
     largest: float

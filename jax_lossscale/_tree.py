@@ -28,7 +28,7 @@ _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126
 
 _compiled = partial(jax.jit, inline=True)
 
-# Objects, bytes, strings (of either sort), times and differences of times.
+# The kinds of NumPy's dtypes that JAX lacks: objects, bytes, strings of either sort, times and differences of times.
 _KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
 
 
@@ -38,9 +38,9 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array, and of a dtype that JAX has, neither strings nor objects.
+    """Whether ``leaf`` is an array of a dtype that JAX has: neither strings nor objects.
 
-    A class of numbers such as ``jnp.float16``, which a model may hold as a setting, has a dtype, too, and is none.
+    A class of numbers such as ``jnp.float16`` has a dtype, too, but is no array. A model may hold one as a setting.
     """
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
@@ -80,10 +80,10 @@ def _replace(
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
-    """The scale that is multiplied and divided by: a constant to differentiation, and from ``2**-126`` to ``2**126``.
+    """Return the scale to multiply and divide by: a constant to differentiation, and from ``2**-126`` to ``2**126``.
 
-    So its reciprocal is one normal number, exact for a power of two. Wherever a scale is applied it is this one: what
-    was scaled with it is unscaled with it, also where a loss scale stands beyond.
+    Its reciprocal is then one normal number, exact for a power of two. Every scaling and every unscaling uses this
+    scale, so that the two cancel, also where a loss scale is larger or smaller.
     """
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale, jnp.float32))
     return jax.lax.clamp(_SMALLEST_APPLIED, scale, _LARGEST_APPLIED)
@@ -111,9 +111,8 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return [_widen_abstract(leaf, keep) for leaf in leaves]
-        return _widen(leaves, keep)
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        return [_wide(leaf, keep) for leaf in leaves] if is_abstract else _widen(leaves, keep)
 
     return map_inexact(widen_leaves, tree)
 
@@ -227,15 +226,19 @@ def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
-    """``leaf`` times a real scalar; a complex leaf by its parts: inf * (s + 0j) would make a NaN of the other part."""
+    """Multiply by a real scalar, part by part where the leaf is complex: inf * (s + 0j) would make a NaN."""
     if jnp.iscomplexobj(leaf):
         return jax.lax.complex(_multiply(leaf.real, factor), _multiply(leaf.imag, factor))
     return leaf * factor.astype(leaf.dtype)
 
 
-def _wide(leaf: ArrayLike, keep: tuple[DTypeLike, ...] = ()) -> jax.Array:
-    array = jnp.asarray(leaf)
-    return array if array.dtype in keep else array.astype(_wide_dtype(array.dtype))
+def _wide(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
+    """Widen an array, or a `jax.ShapeDtypeStruct`, unless its dtype is in ``keep``."""
+    leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+    if leaf.dtype in keep:
+        return leaf
+    dtype = _wide_dtype(leaf.dtype)
+    return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
 @_compiled
@@ -256,12 +259,6 @@ def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
 @partial(_compiled, static_argnums=1)
 def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
     return [_wide(leaf, keep) for leaf in leaves]
-
-
-def _widen_abstract(leaf: Any, keep: tuple[DTypeLike, ...]) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf if leaf.dtype in keep else leaf.update(dtype=_wide_dtype(leaf.dtype))
-    return _wide(leaf, keep)
 
 
 @partial(_compiled, static_argnums=1)

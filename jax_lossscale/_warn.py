@@ -1,4 +1,4 @@
-"""Warnings, at the line of the user's that they are about and not at one of this library."""
+"""Warnings that point at the line of the user's code that they are about, not at a line of this library."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import FrameType
 
 import jax
 
-# Frames of these are on the way from the user's line to the warning.
+# Frames of files in these folders lie between the user's line and the warning.
 _NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 
 def warn_user(message: str) -> None:
     """Warn at the innermost frame that is neither ours nor JAX's.
 
-    Python shows a warning once for each line: at a line of this library, once for all that the user ever calls.
+    Python shows a warning once for each line. At a line of this library it would be shown once for all calls.
     """
     level = 1
     frame: FrameType | None = sys._getframe()

@@ -113,8 +113,8 @@ BREAKS = {
     "The automatic scale is a power of two within its bounds": [
         (
             AUTO,
-            "return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, self.max_loss_scale)",
-            "return jnp.exp2(log2_scale)",
+            "moved = jnp.clip(_power_of_two(exponent), self.min_loss_scale, self.max_loss_scale)",
+            "moved = jnp.exp2(after.log2_scale)",
         )
     ],
     "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_MOVE = 8", "_LOG2_MOVE = 1")],
@@ -143,8 +143,8 @@ BREAKS = {
     "All devices skip together": [
         (
             "_measure/devices.py",
-            "        return flags\n    return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)",
-            "        return flags\n    return flags",
+            "lowest = jax.lax.pmin(jnp.stack(numbers), axis_name)",
+            "lowest = jnp.stack(numbers)",
         ),
         (
             "_measure/primitive.py",
@@ -182,7 +182,7 @@ BREAKS = {
         ("_optax/state.py", "return jnp.copy(leaf)", "return leaf"),
     ],
     "A bad argument raises an error immediately": [
-        ("_check.py", "if not 1 <= integer <=", "if not -1000 <= integer <=")
+        ("_check.py", "if not at_least <= number <=", "if not -1000 <= number <=")
     ],
     "A configuration builds loss scales and nothing else": [
         (

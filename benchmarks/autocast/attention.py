@@ -21,7 +21,7 @@ BLOCKS, WIDTH, HEADS, BATCH, CONTEXT = 4, 512, 8, 8, 1024
 _FORWARD, _BACKWARD = (f'custom_call_target="__cudnn$fmha{name}"' for name in ("Softmax", "SoftmaxBackward"))
 
 
-def compiled(attention: Any, dtype: Any, *, narrow: bool) -> Any:
+def compile_for(attention: Any, dtype: Any, *, narrow: bool) -> Any:
     """The program of value and gradients; ``narrow``: of the loss under `autocast`."""
     import flax.linen as nn
 
@@ -40,10 +40,7 @@ def compiled(attention: Any, dtype: Any, *, narrow: bool) -> Any:
 
     x = jax.ShapeDtypeStruct((BATCH, CONTEXT, WIDTH), jnp.float32)
     params = jax.eval_shape(Transformer().init, jax.random.key(0), x.update(dtype=dtype or x.dtype))
-    there = jax.sharding.SingleDeviceSharding(cuda.devices("1x1x1")[0])
-    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), (params, x))
-    traced = jax.jit(jax.value_and_grad(jls.autocast(loss) if narrow else loss)).trace(*placed)
-    return traced.lower(lowering_platforms=("cuda",)).compile()
+    return cuda.compile_for_one(jax.jit(jax.value_and_grad(jls.autocast(loss) if narrow else loss)), params, x)
 
 
 def main() -> None:
@@ -62,7 +59,7 @@ def main() -> None:
         "autocast, in_half(cuDNN)": (jls.in_half(fused, plain), None, True),
     }
     for name, (attention, dtype, narrow) in ways.items():
-        made = compiled(attention, dtype, narrow=narrow)
+        made = compile_for(attention, dtype, narrow=narrow)
         text = made.as_text()
         program = read(text, made.memory_analysis().temp_size_in_bytes)
         print(

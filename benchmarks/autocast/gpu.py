@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,31 +49,13 @@ def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     first = [(ways[0], 1)]  # which pays for what is made only once
     for way, count in first + [(way, blocks) for way in ways] * rounds:
-        compiled = model_of(Transformer, (8, 1024, 768), blocks=count, heads=12)
-        arguments = jax.eval_shape(lambda it=compiled: (it.params(), it.batch(0)))
+        network = model_of(Transformer, (8, 1024, 768), blocks=count, heads=12)
+        arguments = network.arguments()
         jax.clear_caches()
         start = time.process_time()
-        cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](compiled))), *arguments)
+        cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](network))), *arguments)
         seconds[way].append(time.process_time() - start)
-    return Timings({way: found[-rounds:] for way, found in seconds.items()})
-
-
-def seconds_by_operation(program: Program) -> Counter[str]:
-    """The predicted time of all kernels that compute the same, in whatever layer."""
-    found: Counter[str] = Counter()
-    for kernel in program.kernels:
-        found[_operation(kernel.operation)] += kernel.seconds  # type: ignore[assignment]
-    return found
-
-
-def _operation(path: str) -> str:
-    """Such as ``backward: Block/Dense/dot_general``, of a path that JAX writes."""
-    direction = "again" if "rematted_computation" in path else "backward" if "transpose(" in path else "forward"
-    while path != (path := re.sub(r"\b(?:jit|jvp|vmap|transpose)\(([^()]*)\)", r"\1", path)):
-        pass
-    needless = ("", "checkpoint", "rematted_computation", "closed_call", "step")
-    parts = [re.sub(r"_\d+\b", "", part) for part in path.split("/") if part not in needless]
-    return f"{direction}: {'/'.join(parts)}"
+    return Timings({way: taken[-rounds:] for way, taken in seconds.items()})
 
 
 def timed(name: str, ways: Sequence[str], rounds: int, progress: Progress) -> Timings | None:

@@ -28,6 +28,10 @@ class Model(NamedTuple):
     batch: Callable[[int], Any]
     loss: Callable[[DTypeLike | None], Loss]
 
+    def arguments(self) -> tuple[Any, Any]:
+        """The shapes of parameters and a batch: enough to compile for."""
+        return jax.eval_shape(lambda: (self.params(), self.batch(0)))
+
 
 class Transformer(nn.Module):
     """Blocks of causal attention and gelu, behind layer norms."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import jax
-
 import jax_lossscale as jls
 from benchmarks import cuda
 from benchmarks.autocast import gpu
@@ -26,7 +24,6 @@ _GOALS = {
     "Mamba": (1.0, 0.96),
     "LSTM": (0.73, 0.79),
 }
-MODELS = tuple(_GOALS)
 _QUICK_MODELS = ("LSTM",)
 # Of the gradients' error over by hand: 5 % above that of version 0.3.0.
 _ERROR_GOALS = {"transformer": 0.80, "ResNet": 1.05, "Mamba": 0.83, "LSTM": 0.57}
@@ -37,30 +34,26 @@ _STEPS = columns(
     "model | loss | time {:.3f} ms | over by hand {:.2f} | temporaries {:.1f} MiB | over by hand {:.2f} | "
     "read and written {:.2f} GB | kernels | products"
 )
-_WHERE = columns("operation | by hand {:.1f} us | autocast {:.1f} us | more {:+.1f} us")
 _MIB = 2**20
 _NOT_RUN = "GPU program (compiled, not run): autocast"
 
 
-def run(quick: bool, progress: Progress, models: Sequence[str] = (), kernels: int = 0) -> list[Table]:
-    """All tables; or of ``models`` their training steps for an H100. Of each, the ``kernels`` that differ most."""
-    if models:
-        return _steps(models, kernels, quick, progress)
+def run(quick: bool, progress: Progress) -> list[Table]:
+    """All tables."""
+    models = _QUICK_MODELS if quick else tuple(_GOALS)
     return [
-        *_steps(_QUICK_MODELS if quick else MODELS, kernels, quick, progress.part(0, 4, "for an H100")),
+        _steps(models, quick, progress.part(0, 4, "for an H100")),
         _compile_time(quick, progress.part(1, 4, "compile time")),
         _kept(quick),
         _errors(quick, progress.part(2, 4, "gradients")),
         _nested(quick),
-        _timed(quick, progress.part(3, 4, "timing")),
+        _timed(models, quick, progress.part(3, 4, "timing")),
     ]
 
 
-def _steps(models: Sequence[str], kernels: int, quick: bool, progress: Progress) -> list[Table]:
-    title = "Training steps for an H100, not run"
+def _steps(models: Sequence[str], quick: bool, progress: Progress) -> Table:
     rows: list[tuple[Cell, ...]] = []
     marks: list[Mark] = []
-    where = []
     for n, model in enumerate(models):
         part = progress.part(n, len(models), model)
         programs: dict[str, Program] = {}
@@ -70,15 +63,13 @@ def _steps(models: Sequence[str], kernels: int, quick: bool, progress: Progress)
                 programs[way] = program
         rows += [(model, *row) for row in _rows(programs)]
         marks += _step_marks(model, programs)
-        if kernels and {BY_HAND, AUTOCAST} <= programs.keys():
-            where.append(_where(model, programs, kernels, quick))
     notes = (
         "Loss, gradients and Adam by `update_and_apply`, donated. Time: predicted, of each kernel what its bytes take "
         "at 3.35 TB/s, or its products at full speed, whichever is longer; without caches, launches and tuning.",
         "Transformers: flax, 8 x 256 and 8 x 1024 tokens. ResNets: 64 images of 224 x 224. Mamba: 2 blocks of 512, an "
         "associative scan in float32, 8 x 512. LSTM: 2 layers of 512, 64 x 256. By hand: `dtype=float16`.",
     )
-    return [Table(title, _STEPS, rows, marks, notes, quick), *where]
+    return Table("Training steps for an H100, not run", _STEPS, rows, marks, notes, quick)
 
 
 def _rows(programs: dict[str, Program]) -> Iterator[tuple[Cell, ...]]:
@@ -101,17 +92,6 @@ def _step_marks(model: str, programs: dict[str, Program]) -> Iterator[Mark]:
         yield Mark(f"{_NOT_RUN}, {model}: {what}", value, goal, note=note)
 
 
-def _where(model: str, programs: dict[str, Program], count: int, quick: bool) -> Table:
-    by_hand, ours = (gpu.seconds_by_operation(programs[way]) for way in (BY_HAND, AUTOCAST))
-    operations = sorted(by_hand | ours, key=lambda name: -abs(ours[name] - by_hand[name]))[:count]
-    rows = [(name, *(1e6 * t for t in (by_hand[name], ours[name], ours[name] - by_hand[name]))) for name in operations]
-    notes = (
-        "All kernels whose last operation is this, in all layers together; those that differ most. "
-        "Again: what is recomputed in the backward pass.",
-    )
-    return Table(f"Where the predicted time goes: {model}", _WHERE, rows, notes=notes, quick=quick)
-
-
 def _compile_time(quick: bool, progress: Progress) -> Table:
     note = cuda.missing() or ("left out by --quick" if quick else "")
     progress(0)
@@ -128,20 +108,13 @@ def _kept(quick: bool) -> Table:
     rows, marks = [], []
     for rate, goal in _KEPT_GOALS.items():
         network = model_of(Transformer, (8, 256, 512), blocks=4, heads=8, dropout=rate)
-        arguments = jax.eval_shape(lambda it=network: (it.params(), it.batch(0)))
-        kept = {way: bytes_kept(loss(network), *arguments) for way, loss in WAYS.items()}
+        kept = {way: bytes_kept(loss(network), *network.arguments()) for way, loss in WAYS.items()}
         rows += [(rate, way, number / _MIB, number / kept[BY_HAND]) for way, number in kept.items()]
         what = "autocast: bytes kept for the backward pass over by hand" + (", with dropout" if rate else "")
         marks.append(Mark(what, kept[AUTOCAST] / kept[BY_HAND], goal))
     notes = ("What `jax.vjp` hands to the backward pass, without the function's arguments, before XLA.",)
-    return Table(
-        "Kept for the backward pass: transformer 4 x 512",
-        columns("dropout | loss | kept {:.1f} MiB | over by hand {:.2f}"),
-        rows,
-        marks,
-        notes,
-        quick,
-    )
+    heads = columns("dropout | loss | kept {:.1f} MiB | over by hand {:.2f}")
+    return Table("Kept for the backward pass: transformer 4 x 512", heads, rows, marks, notes, quick)
 
 
 def _errors(quick: bool, progress: Progress) -> Table:
@@ -170,12 +143,12 @@ def _nested(quick: bool) -> Table:
     return Table(title, columns("function | depth 5 | depth 10"), rows, [mark], quick=quick)
 
 
-def _timed(quick: bool, progress: Progress) -> Table:
+def _timed(models: Sequence[str], quick: bool, progress: Progress) -> Table:
     rows: list[tuple[Cell, ...]] = []
     marks = []
-    for n, model in enumerate(_QUICK_MODELS if quick else MODELS):
+    for n, model in enumerate(models):
         what, goal = f"GPU: training step under autocast over by hand, {model}", _GOALS[model][0]
-        timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(MODELS), model))
+        timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(models), model))
         rows += [(model, *timings.row(way, BY_HAND)) for way in _COMPARED] if timings else []
         mark = Mark(what, None, goal, note="no GPU here")
         marks.append(timings.mark(what, AUTOCAST, BY_HAND, goal) if timings else mark)

@@ -1,7 +1,7 @@
 """How loss scales do on traces of what gradients were: skipped steps, unused bits, steps to arrive.
 
-Reading order: `traces` are what is replayed, `contenders` what is compared, of it `comparators` what other libraries
-have, `judge` measures one, `replay` all of them, `tables` is ``python -m benchmarks policies``, `figure` its picture.
+Reading order: `traces` are what is replayed, `contenders` what is compared, among them the `comparators` of other
+libraries; `judge` measures one, `replay` all; `tables` is ``python -m benchmarks policies``, `figure` its picture.
 """
 
 from benchmarks.policies.tables import run

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
-_LABEL_WIDTH, _LABEL_HEIGHT = 125, 11  # in points, of a name in the panel
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
+# Okabe and Ito's colours, which most colour-blind people can tell apart, and a marker for each of the names that begin
+# with the same words.
 _STYLES = {
-    AUTO: ("#009e73", "D"),
-    "dynamic 2^15": ("#0072b2", "o"),
-    "dynamic 2^24": ("#56b4e9", "s"),
-    "fixed": ("#6e6e6e", "^"),
-    "fairseq": ("#cc79a7", "v"),
-    "OpenSeq2Seq": ("#d55e00", "X"),
-    "Graphcore": ("#e69f00", "P"),
+    AUTO: ("#009e73", "*"),
+    "dynamic 2^15": ("#0072b2", "os^"),
+    "dynamic 2^24": ("#56b4e9", "<v>"),
+    "fixed": ("#6e6e6e", "Dd"),
+    "fairseq": ("#cc79a7", "p"),
+    "OpenSeq2Seq": ("#d55e00", "XP"),
+    "Graphcore": ("#e69f00", "h"),
 }
 
 
@@ -41,66 +42,32 @@ def draw(groups: Sequence[Group]) -> Figure:
     """A panel for each group: a small dot for each trace, a large one for the mean of each loss scale."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2 * len(groups) + 0.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.2 * len(groups) + 1.2), layout="constrained")
     panels = np.atleast_1d(figure.subplots(len(groups), 1, sharex=True))
     for ax, group in zip(panels, groups, strict=True):
         _panel(ax, group)
     panels[-1].set_xlabel("skipped of 1,000 steps")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.draw_without_rendering()  # only then it is known where a point is
-    for ax, group in zip(panels, groups, strict=True):
-        _name_points(ax, _means(group))
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     return figure
 
 
 def _panel(ax: Axes, group: Group) -> None:
-    steps, means = _steps(group), _means(group)
-    labelled = set()
+    alike: Counter[str] = Counter()
     for name, judged in group.judgements.items():
         words = next(words for words in _STYLES if name.startswith(words))
-        colour, marker = _STYLES[words]
-        rate = 1000 * judged.skipped / steps
-        ax.plot(rate, judged.unused_bits, marker, color=colour, markersize=3, alpha=0.35, linewidth=0)
-        label = None if words in labelled else words
-        labelled.add(words)
-        edge = {"markeredgecolor": "black", "markersize": 9, "linewidth": 0, "zorder": 3}
-        ax.plot(*means[name], marker, color=colour, label=label, **edge)
+        colour, markers = _STYLES[words]
+        line: Any = {"color": colour, "marker": markers[alike[words]], "linewidth": 0}
+        alike[words] += 1
+        skipped, unused = group.skipped_of_1000(name), judged.unused_bits
+        ax.plot(skipped, unused, markersize=3, alpha=0.35, **line)
+        mean = skipped.mean(), np.nanmean(unused)
+        ax.plot(*mean, markersize=9, markeredgecolor="black", zorder=3, label=name, **line)
     ax.set_xscale("symlog", linthresh=1)
-    ax.set(xlim=(-0.2, 1500), ylim=(0, 30), ylabel="unused bits, mean over applied steps")
+    ax.set(xlim=(-0.2, 1500), ylabel="unused bits, mean over applied steps")
+    ax.set_ylim(bottom=0)
     ax.set_title(group.title, loc="left")
     ax.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)
-
-
-def _steps(group: Group) -> np.ndarray:
-    return np.array([len(trace.log2_largest) for trace in group.traces])
-
-
-def _means(group: Group) -> dict[str, tuple[float, float]]:
-    """Where the large marker of each loss scale is: skipped of 1,000 steps, and unused bits."""
-    steps = _steps(group)
-    return {
-        name: (float((1000 * judged.skipped / steps).mean()), float(np.nanmean(judged.unused_bits)))
-        for name, judged in group.judgements.items()
-    }
-
-
-def _name_points(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """Write each name to the right of its point, or left at the end of the axis, none of them over another."""
-    points_per_pixel = 72 / ax.figure.dpi
-    places = {name: ax.transData.transform(point) * points_per_pixel for name, point in points.items()}
-    end = ax.transAxes.transform((0.65, 0))[0] * points_per_pixel
-    written: list[tuple[float, float]] = []
-    for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][1]):
-        near = [height for across, height in written if abs(across - x) < _LABEL_WIDTH]
-        height = min([y, *(other - _LABEL_HEIGHT for other in near if other - _LABEL_HEIGHT < y)])
-        written.append((x, height))
-        aside = {"xytext": (-7, height - y), "ha": "right"} if x > end else {"xytext": (7, height - y), "ha": "left"}
-        text = ax.annotate(
-            name, points[name], textcoords="offset points", va="center", fontsize=8.5, zorder=3.5, **aside
-        )
-        text.set_in_layout(False)
-        text.set_bbox({"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 0.8})

@@ -22,7 +22,7 @@ _SKIPS, _BITS = 3, 1.0
 # One overflow in so many steps is what may be.
 STEPS_PER_SKIP = 500
 
-# Whether this many bits below the highest scale that works is there.
+# A scale has arrived if it is at most so many bits below the highest scale that works.
 _LOG2_ARRIVED = 6
 
 

@@ -28,18 +28,29 @@ class Group(NamedTuple):
     judgements: dict[str, Judgement]
     is_dominated: dict[str, np.ndarray]
 
+    @property
+    def kinds(self) -> np.ndarray:
+        """The kind of each trace."""
+        return np.array([trace.kind for trace in self.traces])
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The length of each trace."""
+        return np.array([len(trace.log2_largest) for trace in self.traces])
+
+    def skipped_of_1000(self, name: str) -> np.ndarray:
+        """Of each trace, how many of 1,000 steps a contender skipped."""
+        return 1000 * self.judgements[name].skipped / self.steps
+
 
 def replay(title: str, traces: Sequence[Trace], progress: Progress) -> Group:
     """Let every contender, and every classic rule, go over the traces."""
     same_length = of_one_length(traces)
     makers, classic = contenders(), dynamic_family()
+    loss_scales = {name: [make(trace) for trace in traces] for name, make in makers.items()} | classic
     judgements: dict[str, Judgement] = {}
-    family = []
-    number = len(makers) + len(classic)
-    for name, make in makers.items():
-        progress(len(judgements) / number, name)
-        judgements[name] = judge([make(trace) for trace in traces], same_length)
-    for name, loss_scale in classic.items():
-        progress((len(makers) + len(family)) / number, name)
-        family.append(judge(loss_scale, same_length))
+    for name, loss_scale in loss_scales.items():
+        progress(len(judgements) / len(loss_scales), name)
+        judgements[name] = judge(loss_scale, same_length)
+    family = [judgements.pop(name) for name in classic]
     return Group(title, traces, judgements, {name: dominated(one, family) for name, one in judgements.items()})

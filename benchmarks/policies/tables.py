@@ -8,22 +8,14 @@ import numpy as np
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
+from benchmarks.policies import traces
 from benchmarks.policies.constants import MEASURES, NEEDS
 from benchmarks.policies.contenders import AUTO, BEST_FIXED, DYNAMIC
 from benchmarks.policies.judge import STEPS_PER_SKIP, Judgement, judge, unused_bits
 from benchmarks.policies.replay import Group, replay
-from benchmarks.policies.traces import (
-    Trace,
-    events,
-    hostile,
-    mixtures,
-    mostly_zero,
-    not_a_number,
-    recorded,
-    synthetic,
-)
+from benchmarks.policies.traces import Trace, recorded
 from benchmarks.policies.trainings import trainings
-from benchmarks.report import Cell, Mark, Table
+from benchmarks.report import Cell, Mark, Table, columns
 
 # Steps and runs of each synthetic kind. The slowest of the classic rules grows once in 10,000 steps.
 _STEPS, _RUNS = 20_000, 2
@@ -34,13 +26,13 @@ _HOSTILE, _HOSTILE_STEPS = 200, 1_000
 # What `AutoLossScale` is held to.
 _STEPS_TO_ARRIVE = 16
 _MORE_THAN_FIXED = 3.0
-# NaN now and then: mean unused bits, and those on 95 of 100 steps; gradients that are mostly zero: skipped of 1,000
-# that are not, and unused bits; 200 random traces: skipped of 1,000 and unused bits on 9 of 10 traces, and the share of
-# them where it is worse than the default dynamic scale by 3, where a bit counts as much as 5 skipped steps in 1,000.
+# Where a share of the steps is NaN: unused bits, their mean and on 95 of 100 steps.
 _NANS, _NANS_MEAN, _NANS_95 = (0.002, 0.01, 0.05), 20.0, 28.0
+# Where one step in so many has a gradient: skipped of 1,000 of these, and unused bits.
 _ONE_IN, _ONE_IN_SKIPPED, _ONE_IN_BITS = (3, 5, 50), 10.0, 8.0
+# Random traces: skipped of 1,000 and unused bits on 9 of 10, and the share worse than with `DynamicLossScale()`.
 _HOSTILE_SKIPPED, _HOSTILE_BITS, _HOSTILE_WORSE = 30.0, 22.0, 0.1
-_SKIPS_A_BIT, _WORSE = 0.2, 3.0
+_SKIPS_A_BIT, _WORSE = 0.2, 3.0  # worse is by 3 bits, where 5 skipped steps in 1,000 count as one
 _UNUSED_BITS = {"noise below one bit": (0.0, 1.0, 4.0), "noise of one and a half": (1.0, 1.6, 6.0)}
 
 # What is shown trace by trace.
@@ -56,15 +48,9 @@ _SHOWN = (
     "Graphcore histogram",
 )
 
-_SUMMARY_COLUMNS = (
-    ("loss scale", "{}"),
-    ("skipped of 1,000", "{:.2f}"),
-    ("most", "{:.1f}"),
-    ("unused bits", "{:.1f}"),
-    ("most ", "{:.1f}"),
-    ("steps to arrive, median", "{:.0f}"),
-    ("most  ", "{:.0f}"),
-    ("worse in both than a dynamic", "{} traces"),
+_SUMMARY_COLUMNS = columns(
+    "loss scale | skipped of 1,000 {:.2f} | most {:.1f} | unused bits {:.1f} | most {:.1f} | "
+    "steps to arrive, median {:.0f} | most {:.0f} | worse in both than a dynamic {} traces"
 )
 _NOTES = (
     "Skipped steps, unused bits and steps to arrive: mean (median) over the traces, and the most on one. Unused bits: "
@@ -82,9 +68,9 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
     real = recorded()
     groups = [
         replay(f"{len(real)} recorded trainings", real, progress.part(0, 7, "recorded")),
-        replay(f"synthetic traces of {steps:,} steps", synthetic(steps, runs), progress.part(1, 7, "synthetic")),
-        replay(f"mixtures of {steps:,} steps", mixtures(steps), progress.part(2, 7, "mixtures")),
-        replay(f"events in {_EVENT_STEPS:,} steps", events(_EVENT_STEPS), progress.part(3, 7, "events")),
+        replay(f"synthetic traces of {steps:,} steps", traces.synthetic(steps, runs), progress.part(1, 7, "synthetic")),
+        replay(f"mixtures of {steps:,} steps", traces.mixtures(steps), progress.part(2, 7, "mixtures")),
+        replay(f"events in {_EVENT_STEPS:,} steps", traces.events(_EVENT_STEPS), progress.part(3, 7, "events")),
     ]
     marks = [*map(marks_of_bits, groups[:2]), *map(marks_beside_fixed, groups[2:])]
     tables = [
@@ -92,7 +78,7 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
         for group, of_bits in zip(groups, marks, strict=True)
         for table in (summary(group, quick, _marks(group, of_bits)), details(group, quick))
     ]
-    random = [hostile(np.random.default_rng([5, seed]), _HOSTILE_STEPS) for seed in range(_HOSTILE)]
+    random = [traces.hostile(np.random.default_rng([5, seed]), _HOSTILE_STEPS) for seed in range(_HOSTILE)]
     group = replay(f"{_HOSTILE} random traces of {_HOSTILE_STEPS:,} steps", random, progress.part(4, 7, "random"))
     tables += [summary(group, quick, marks_of_random(group)), evidence(steps, quick)]
     tables += [trainings(quick, progress.part(5, 7, "trainings")), needs(quick, progress.part(6, 7, "constants"))]
@@ -106,10 +92,9 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
 
 def summary(group: Group, quick: bool, marks: Sequence[Mark]) -> Table:
     """A row for each contender; the marks are those of `AutoLossScale`."""
-    steps = np.array([len(trace.log2_largest) for trace in group.traces])
     rows = []
     for name, judged in group.judgements.items():
-        rate = 1000 * judged.skipped / steps
+        rate = group.skipped_of_1000(name)
         unused = judged.unused_bits[np.isfinite(judged.unused_bits)]
         arrive = judged.steps_to_arrive
         numbers = [rate.mean(), rate.max(), unused.mean(), unused.max(), np.median(arrive), arrive.max()]
@@ -119,14 +104,14 @@ def summary(group: Group, quick: bool, marks: Sequence[Mark]) -> Table:
 
 def details(group: Group, quick: bool) -> Table:
     """A row for each trace, or the mean over those of one kind."""
-    columns = (("trace", "{}"), ("steps", "{}"), ("noise, bits", "{:.1f}"), *((name, "{}") for name in _SHOWN))
     rows: list[list[Cell]] = []
-    for kind in dict.fromkeys(trace.kind for trace in group.traces):
-        of_kind = np.array([trace.kind == kind for trace in group.traces])
+    for kind in dict.fromkeys(group.kinds.tolist()):
+        of_kind = group.kinds == kind
         first = group.traces[int(np.argmax(of_kind))]
         cells = [_cell(group.judgements[name], of_kind) for name in _SHOWN]
         rows.append([kind, len(first.log2_largest), first.log2_noise, *cells])
-    return Table(f"{group.title[0].upper()}{group.title[1:]}, one by one", columns, rows, (), (_DETAIL_NOTE,), quick)
+    heads = columns(" | ".join(["trace | steps | noise, bits {:.1f}", *_SHOWN]))
+    return Table(f"{group.title[0].upper()}{group.title[1:]}, one by one", heads, rows, (), (_DETAIL_NOTE,), quick)
 
 
 def _cell(judged: Judgement, of_kind: np.ndarray) -> str:
@@ -135,24 +120,18 @@ def _cell(judged: Judgement, of_kind: np.ndarray) -> str:
 
 
 def _marks(group: Group, of_bits: Sequence[Mark]) -> list[Mark]:
-    allowed = np.ceil(np.array([len(trace.log2_largest) for trace in group.traces]) / STEPS_PER_SKIP)
-    skipped = group.judgements[AUTO].skipped / allowed
+    skipped = group.judgements[AUTO].skipped / np.ceil(group.steps / STEPS_PER_SKIP)
     worse = group.is_dominated[AUTO]
-    number, note = int(worse.sum()), ", ".join(dict.fromkeys(_kinds(group)[worse]))
     name = f"AutoLossScale: traces of {len(worse)} where a dynamic is better in both, on {group.title}"
-    return [
-        _most(group, f"skipped steps, where 1.0 is one in {STEPS_PER_SKIP}", skipped, 1.0),
-        *of_bits,
-        Mark(name, number, 0, True, note=note),
-    ]
+    is_worse = Mark(name, int(worse.sum()), 0, True, note=", ".join(dict.fromkeys(group.kinds[worse])))
+    return [_most(group, f"skipped steps, where 1.0 is one in {STEPS_PER_SKIP}", skipped, 1.0), *of_bits, is_worse]
 
 
 def marks_of_random(group: Group) -> list[Mark]:
     """On 9 of 10 traces, and beside the default dynamic scale."""
-    skipped, unused = (1000 * group.judgements[AUTO].skipped / _HOSTILE_STEPS, group.judgements[AUTO].unused_bits)
-    classic = group.judgements[DYNAMIC]
-    cost = unused + _SKIPS_A_BIT * skipped
-    worse = cost > classic.unused_bits + _SKIPS_A_BIT * 1000 * classic.skipped / _HOSTILE_STEPS + _WORSE
+    skipped, unused = group.skipped_of_1000(AUTO), group.judgements[AUTO].unused_bits
+    classic = group.judgements[DYNAMIC].unused_bits + _SKIPS_A_BIT * group.skipped_of_1000(DYNAMIC)
+    worse = unused + _SKIPS_A_BIT * skipped > classic + _WORSE
     name = f"AutoLossScale, {group.title}:"
     return [
         Mark(f"{name} skipped of 1,000, on 9 of 10", float(np.percentile(skipped, 90)), _HOSTILE_SKIPPED),
@@ -163,28 +142,33 @@ def marks_of_random(group: Group) -> list[Mark]:
 
 def evidence(steps: int, quick: bool) -> Table:
     """What NaN now and then, and gradients that are mostly zero, do to the two defaults; the worst of five sizes."""
-    kinds = {share: not_a_number(share, steps) for share in _NANS} | {n: mostly_zero(n, steps) for n in _ONE_IN}
+    measures = dict(list(MEASURES.items())[:3])
+    kinds = {share: traces.not_a_number(share, steps) for share in _NANS}
+    kinds |= {n: traces.mostly_zero(n, steps) for n in _ONE_IN}
     rows, marks = [], []
-    for key, traces in kinds.items():
-        cells: list[Cell] = [traces[0].kind]
+    for key, of_kind in kinds.items():
+        cells: list[Cell] = [of_kind[0].kind]
         for loss_scale in jls.AutoLossScale(), jls.DynamicLossScale():
-            replayed = unused_bits(loss_scale, traces)
-            cells += [MEASURES[name](*replayed) for name in list(MEASURES)[:3]]
+            replayed = unused_bits(loss_scale, of_kind)
+            cells += [measure(*replayed) for measure in measures.values()]
         rows.append(cells)
         _, skipped, mean, at_95 = cells[:4]
-        name = f"AutoLossScale, {traces[0].kind}:"
+        name = f"AutoLossScale, {of_kind[0].kind}:"
         if key in _NANS:
             marks += [Mark(f"{name} unused bits", mean, _NANS_MEAN), Mark(f"{name} on 95 of 100", at_95, _NANS_95)]
         else:
-            marks += [
-                Mark(f"{name} skipped of 1,000", skipped, _ONE_IN_SKIPPED),
-                Mark(f"{name} unused bits", mean, _ONE_IN_BITS),
-            ]
-    columns = [("trace", "{}")]
-    for who in "auto", "dynamic":
-        columns += [(f"{who}: {name}", "{:.1f}") for name in list(MEASURES)[:3]]
+            marks += [Mark(f"{name} skipped of 1,000", skipped, _ONE_IN_SKIPPED)]
+            marks += [Mark(f"{name} unused bits", mean, _ONE_IN_BITS)]
+    measured = [f"{who}: {name} {{:.1f}}" for who in ("auto", "dynamic") for name in measures]
     title = f"NaN now and then, and gradients that are mostly zero, in {steps:,} steps"
-    return Table(title, tuple(columns), rows, marks, ("The worst of five sizes, 2^-30 to 2^4.",), quick)
+    return Table(
+        title,
+        columns(" | ".join(["trace", *measured])),
+        rows,
+        marks,
+        ("The worst of five sizes, 2^-30 to 2^4.",),
+        quick,
+    )
 
 
 def needs(quick: bool, progress: Progress) -> Table:
@@ -192,21 +176,18 @@ def needs(quick: bool, progress: Progress) -> Table:
     rows = []
     for number, need in enumerate(NEEDS):
         progress(number / len(NEEDS), need.constant)
-        kind = need.traces()[0].kind
-        rows.append(
-            (need.constant, need.instead, kind, need.measure, need.limit, need.measured(), need.measured_instead())
-        )
-    columns = ("number of the rule", "instead", "trace", "measured", "at most", "as it is", "with the other number")
-    formats = ("{}", "{:.4g}", "{}", "{}", "{:g}", "{:.1f}", "{:.1f}")
-    return Table(
-        "What every number of AutoLossScale is for", tuple(zip(columns, formats, strict=True)), rows, (), (), quick
+        about = need.constant, need.instead, need.traces()[0].kind, need.measure, need.limit
+        rows.append((*about, need.measured(), need.measured_instead()))
+    heads = columns(
+        "number of the rule | instead {:.4g} | trace | measured | at most {:g} | as it is {:.1f} | "
+        "with the other number {:.1f}"
     )
+    return Table("What every number of AutoLossScale is for", heads, rows, quick=quick)
 
 
 def marks_of_bits(group: Group) -> list[Mark]:
     """Unused bits, by how large the noise is."""
-    noise = np.array([trace.log2_noise for trace in group.traces])
-    marks = []
+    noise, marks = np.array([trace.log2_noise for trace in group.traces]), []
     for what, (least, below, goal) in _UNUSED_BITS.items():
         chosen = (noise >= least) & (noise < below)
         if chosen.any():
@@ -223,12 +204,8 @@ def marks_beside_fixed(group: Group) -> list[Mark]:
 
 def _most(group: Group, what: str, values: np.ndarray, goal: float) -> Mark:
     values = np.where(np.isnan(values), -np.inf, values)
-    note = f"most: {_kinds(group)[int(np.argmax(values))]}"
+    note = f"most: {group.kinds[int(np.argmax(values))]}"
     return Mark(f"AutoLossScale: {what}, on {group.title}", float(np.max(values)), goal, note=note)
-
-
-def _kinds(group: Group) -> np.ndarray:
-    return np.array([trace.kind for trace in group.traces])
 
 
 def _to_arrive() -> list[Trace]:
@@ -241,10 +218,6 @@ def _to_arrive() -> list[Trace]:
 
 
 def _arrival_mark(log2_start: int) -> Mark:
-    judged = judge(jls.AutoLossScale(2.0**log2_start), _to_arrive())
-    return Mark(
-        f"AutoLossScale: steps to arrive from 2^{log2_start}, most for 2^3 to 2^66",
-        int(judged.steps_to_arrive.max()),
-        _STEPS_TO_ARRIVE,
-        note="from other beginnings: tests/loss_scales/test_auto.py",
-    )
+    most = int(judge(jls.AutoLossScale(2.0**log2_start), _to_arrive()).steps_to_arrive.max())
+    name = f"AutoLossScale: steps to arrive from 2^{log2_start}, most for 2^3 to 2^66"
+    return Mark(name, most, _STEPS_TO_ARRIVE, note="from other beginnings: tests/loss_scales/test_auto.py")

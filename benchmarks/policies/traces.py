@@ -140,11 +140,8 @@ def _mixtures() -> Iterator[tuple[str, float, _Kind]]:
     for size in (12, 24):
         yield f"2^{size} apart in turns", 0, lambda m, size=size: (m.blocks(1, -size), 0)
         yield f"2^{size} apart at random", 0, lambda m, size=size: (m.mostly(0.5, -size), 0)
-        yield (
-            f"2^{size} apart in turns, noise 0.5",
-            0.5,
-            lambda m, size=size: (m.blocks(1, -size) + m.noise(0.5), 0),
-        )
+        name = f"2^{size} apart in turns, noise 0.5"
+        yield name, 0.5, lambda m, size=size: (m.blocks(1, -size) + m.noise(0.5), 0)
     for share in (10, 50, 100):
         yield f"1 in {share} 2^16 larger", 0, lambda m, share=share: (m.mostly(1 / share, 16), 0)
     yield "1 in 10 2^16 larger, noise 0.5", 0.5, lambda m: (m.mostly(0.1, 16) + m.noise(0.5), 0)
@@ -236,12 +233,10 @@ def mixtures(steps: int, runs: int = 1, seed: int = 1) -> list[Trace]:
 
 def events(steps: int, seed: int = 2) -> list[Trace]:
     """A trace for everything that may happen in a run, in the middle of it."""
-    traces = []
-    for number, (kind, noise, make) in enumerate(_events()):
-        parts = make(_Maker(np.random.default_rng([seed, steps, number]), steps))
-        log2_largest, log2_inside = (np.broadcast_to(part, steps).astype(float) for part in parts)
-        traces.append(Trace(kind, log2_largest, log2_inside, noise))
-    return traces
+    return [
+        _made(kind, noise, make, _Maker(np.random.default_rng([seed, steps, number]), steps))
+        for number, (kind, noise, make) in enumerate(_events())
+    ]
 
 
 def _placed(kinds: Iterable[tuple[str, float, _Kind]], steps: int, runs: int, seed: int) -> list[Trace]:
@@ -249,12 +244,17 @@ def _placed(kinds: Iterable[tuple[str, float, _Kind]], steps: int, runs: int, se
     for number, (kind, noise, make) in enumerate(kinds):
         for run in range(runs):
             maker = _Maker(np.random.default_rng([seed, steps, number, run]), steps)
-            log2_largest, log2_inside = (np.broadcast_to(part, steps).astype(float) for part in make(maker))
-            finite = (log2_largest + log2_inside)[np.isfinite(log2_largest)]
+            trace = _made(kind, noise, make, maker)
+            finite = trace.log2_first[np.isfinite(trace.log2_largest)]
             lowest, highest = _LOG2_LARGEST[0] - finite.min(), _LOG2_LARGEST[1] - finite.max()
             place = maker.random.uniform(min(lowest, highest), highest)
-            traces.append(Trace(kind, log2_largest + place, log2_inside, noise))
+            traces.append(trace._replace(log2_largest=trace.log2_largest + place))
     return traces
+
+
+def _made(kind: str, noise: float, make: _Kind, maker: _Maker) -> Trace:
+    log2_largest, log2_inside = (np.broadcast_to(part, maker.steps).astype(float) for part in make(maker))
+    return Trace(kind, log2_largest, log2_inside, noise)
 
 
 def recorded() -> list[Trace]:
@@ -276,10 +276,9 @@ def of_one_length(traces: Sequence[Trace]) -> list[Trace]:
     """The traces, the shorter ones followed by NaN, which is not judged."""
     steps = max(len(trace.log2_largest) for trace in traces)
 
-    def lengthened(values: np.ndarray) -> np.ndarray:
-        return np.append(values, np.full(steps - len(values), np.nan))
+    def lengthened(trace: Trace) -> Trace:
+        ended = np.full(steps - len(trace.log2_largest), np.nan)
+        largest, inside = (np.append(values, ended) for values in (trace.log2_largest, trace.log2_inside))
+        return trace._replace(log2_largest=largest, log2_inside=inside)
 
-    return [
-        trace._replace(log2_largest=lengthened(trace.log2_largest), log2_inside=lengthened(trace.log2_inside))
-        for trace in traces
-    ]
+    return list(map(lengthened, traces))

@@ -13,7 +13,7 @@ import optax
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
-from benchmarks.report import Cell, Mark, Table
+from benchmarks.report import Cell, Mark, Table, columns
 from benchmarks.workloads.data import digits
 
 _SEEDS = 3
@@ -99,13 +99,10 @@ def _bandit() -> Training:
         arm = jax.random.categorical(key, jax.lax.stop_gradient(chances(params)))
         return -chances(params)[arm] * jnp.where(arm == 7, 1.0, 0.0)
 
-    return Training(
-        6000,
-        lambda key: jax.random.normal(key, (_ARMS, _ARMS)) / 8,
-        loss,
-        lambda params: 1 - jnp.exp(chances(params)[7]),
-        learning_rate=1e-2,
-    )
+    def init(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (_ARMS, _ARMS)) / 8
+
+    return Training(6000, init, loss, lambda params: 1 - jnp.exp(chances(params)[7]), learning_rate=1e-2)
 
 
 def all_trainings() -> dict[str, Training]:
@@ -154,12 +151,7 @@ def trainings(quick: bool, progress: Progress) -> Table:
         rows.append([name, *ends.values(), *(skipped.mean() for _, skipped in results.values())])
         beyond = float(ends["auto"] - max(ends["float32"], ends["dynamic"]))
         marks.append(Mark(f"auto, {name}: loss above float32 and dynamic, less noise", beyond - float(noise), 0.0))
-    columns = (
-        ("training", "{}"),
-        *((f"{way}: loss", "{:.4f}") for way in WAYS),
-        *((f"{way}: skipped", "{:.0f}") for way in WAYS),
-    )
-    note = (
-        f"The mean of {1 if quick else _SEEDS} seeds. The loss on all digits; of the bandit, 1 - the chance of the arm."
-    )
-    return Table("Trainings under the default loss scale", columns, rows, marks, (note,), quick)
+    heads = ["training", *(f"{way}: loss {{:.4f}}" for way in WAYS), *(f"{way}: skipped {{:.0f}}" for way in WAYS)]
+    seeds = "1 seeds" if quick else f"{_SEEDS} seeds"
+    note = f"The mean of {seeds}. The loss on all digits; of the bandit, 1 - the chance of the arm."
+    return Table("Trainings under the default loss scale", columns(" | ".join(heads)), rows, marks, (note,), quick)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 import jax_lossscale as jls
 from benchmarks.workloads import data
 from benchmarks.workloads.layers import along_last, cross_entropy, dense, init_dense, init_mlp, mean_square, mlp
-from benchmarks.workloads.workload import Workload, adam, without_statistics
+from benchmarks.workloads.workload import Workload, adam, evaluation_key, loss_on, without_statistics
 
 _SIZE = 8  # of a digit, in pixels
 _PIXELS = _SIZE**2
@@ -22,9 +23,6 @@ _KEPT = 0.9  # of the statistics of batch norm, at each step
 _PENALTY = 10.0
 _LATENTS = 16
 _TIMES = 8  # frequencies that tell the denoiser how noisy an image is
-
-# Whatever evaluation draws, it draws from this key.
-_EVALUATION_KEY = 2**31 - 1
 
 
 def convnet(*, widths: tuple[int, int] = (16, 32), batch: int = 64, steps: int = 300) -> Workload:
@@ -71,11 +69,11 @@ def convnet(*, widths: tuple[int, int] = (16, 32), batch: int = 64, steps: int =
         return cross_entropy(predicted, labels), statistics
 
     def evaluate(params: Any, statistics: Any) -> jax.Array:
-        unseen = _noisy(jax.random.key(_EVALUATION_KEY), images[_TO_TRAIN_ON:])
+        unseen = _noisy(evaluation_key(), images[_TO_TRAIN_ON:])
         predicted, _ = logits(params, statistics, unseen, jnp.float32, train=False)
         return cross_entropy(predicted, labels[_TO_TRAIN_ON:])
 
-    return Workload("convnet with batch norm", steps, adam(3e-3, steps), init, draw, loss, evaluate)
+    return Workload(steps, adam(3e-3, steps), init, draw, loss, evaluate)
 
 
 def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
@@ -118,20 +116,12 @@ def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
         return critic_loss - deceived.astype(jnp.float32).mean()
 
     def evaluate(params: Any) -> jax.Array:
-        latents, directions = jax.random.split(jax.random.key(_EVALUATION_KEY))
+        latents, directions = jax.random.split(evaluation_key())
         fake = generate(params["generator"], jax.random.normal(latents, (len(images), _LATENTS)))
         projection = jax.random.normal(directions, (_PIXELS, 128))
         return mean_square(jnp.sort(fake @ projection, axis=0) - jnp.sort(images @ projection, axis=0))
 
-    return without_statistics(
-        title="WGAN-GP",
-        steps=steps,
-        optimizer=adam(1e-3, steps, b1=0.0, b2=0.9),
-        init=init,
-        draw=draw,
-        loss=loss,
-        evaluate=evaluate,
-    )
+    return without_statistics(steps, adam(1e-3, steps, b1=0.0, b2=0.9), init, draw, loss, evaluate)
 
 
 def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Workload:
@@ -154,15 +144,8 @@ def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Worklo
         guess = mlp(jls.cast_floating(params, dtype), inputs, jax.nn.silu)
         return mean_square(guess.astype(jnp.float32) - noise)
 
-    return without_statistics(
-        title="denoising diffusion",
-        steps=steps,
-        optimizer=adam(2e-3, steps),
-        init=init,
-        draw=lambda key: draw_many(key, batch),
-        loss=loss,
-        evaluate=lambda params: loss(params, draw_many(jax.random.key(_EVALUATION_KEY), 4096), jnp.float32),
-    )
+    draw, evaluate = partial(draw_many, count=batch), loss_on(loss, lambda: draw_many(evaluation_key(), 4096))
+    return without_statistics(steps, adam(2e-3, steps), init, draw, loss, evaluate)
 
 
 def _batch_norm(layer: Any, running: Any, x: jax.Array, train: bool) -> tuple[jax.Array, Any]:

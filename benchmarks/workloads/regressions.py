@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +13,12 @@ from jax.typing import DTypeLike
 import jax_lossscale as jls
 from benchmarks.workloads import data
 from benchmarks.workloads.layers import init_mlp, mean_square, mlp
-from benchmarks.workloads.workload import Workload, adam, without_statistics
+from benchmarks.workloads.workload import Workload, adam, evaluation_key, loss_on, without_statistics
 
 _NEGATIVES = 4  # words that are no neighbours, for each one that is
 _WINDOW = 4  # how far away a neighbour may be, in words
 _PATCH, _COARSE = 16, 4  # pixels
 _EPSILON = 1e-8  # of Adam, in the unit of a loss of usual size
-_EVALUATION_KEY = 2**31 - 1
 
 
 def pinn(*, width: int = 48, depth: int = 3, points: int = 128, steps: int = 2500) -> Workload:
@@ -41,15 +41,9 @@ def pinn(*, width: int = 48, depth: int = 3, points: int = 128, steps: int = 250
         laplacian = _laplacian(solution, places.astype(dtype)).astype(jnp.float32)
         return mean_square(laplacian / largest_source + jnp.sin(jnp.pi * places).prod(1, keepdims=True))
 
-    return without_statistics(
-        title="PINN",
-        steps=steps,
-        optimizer=adam(5e-3, steps),
-        init=lambda key: init_mlp(key, (2, *[width] * depth, 1)),
-        draw=lambda key: draw_many(key, points),
-        loss=loss,
-        evaluate=lambda params: loss(params, draw_many(jax.random.key(_EVALUATION_KEY), 4096), jnp.float32),
-    )
+    init = partial(init_mlp, sizes=(2, *[width] * depth, 1))
+    draw, evaluate = partial(draw_many, count=points), loss_on(loss, lambda: draw_many(evaluation_key(), 4096))
+    return without_statistics(steps, adam(5e-3, steps), init, draw, loss, evaluate)
 
 
 def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, steps: int = 400) -> Workload:
@@ -77,15 +71,8 @@ def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, st
         signs = jnp.where(jnp.arange(1 + _NEGATIVES) == 0, 1.0, -1.0)[None]
         return -jax.nn.log_sigmoid(signs * logits.astype(jnp.float32)).sum(-1).mean()
 
-    return without_statistics(
-        title="embeddings",
-        steps=steps,
-        optimizer=adam(1e-2, steps),
-        init=init,
-        draw=lambda key: draw_many(key, batch),
-        loss=loss,
-        evaluate=lambda params: loss(params, draw_many(jax.random.key(_EVALUATION_KEY), 16384), jnp.float32),
-    )
+    draw, evaluate = partial(draw_many, count=batch), loss_on(loss, lambda: draw_many(evaluation_key(), 16384))
+    return without_statistics(steps, adam(1e-2, steps), init, draw, loss, evaluate)
 
 
 def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Workload:
@@ -100,31 +87,22 @@ def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Wor
         chosen = jax.random.randint(key, (batch,), 0, len(patches))
         return inputs[chosen], targets[chosen]
 
-    return without_statistics(
-        title="many-output regression",
-        steps=steps,
-        optimizer=adam(3e-3, steps),
-        init=lambda key: init_mlp(key, (inputs.shape[1], width, width, targets.shape[1])),
-        draw=draw,
-        loss=_square_error,
-        evaluate=lambda params: _square_error(params, (inputs, targets), jnp.float32),
-    )
+    init = partial(init_mlp, sizes=(inputs.shape[1], width, width, targets.shape[1]))
+    loss, evaluate = _square_error, loss_on(_square_error, lambda: (inputs, targets))
+    return without_statistics(steps, adam(3e-3, steps), init, draw, loss, evaluate)
 
 
 def tiny_loss(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -33) -> Workload:
     """The upper halves of digits from the lower ones, with a loss in a small unit, as that of a physical quantity."""
     draw, everything, init = _halves(width, batch)
     unit = 2.0**log2_unit
-    return without_statistics(
-        title=f"tiny loss, x 2^{log2_unit}",
-        steps=steps,
-        # Adam's epsilon is in the unit of the gradients.
-        optimizer=adam(3e-3, steps, eps=_EPSILON * unit),
-        init=init,
-        draw=draw,
-        loss=lambda params, batch, dtype: _square_error(params, batch, dtype) * unit,
-        evaluate=lambda params: _square_error(params, everything, jnp.float32),
-    )
+
+    def loss(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
+        return _square_error(params, batch, dtype) * unit
+
+    optimizer = adam(3e-3, steps, eps=_EPSILON * unit)  # Adam's epsilon is in the unit of the gradients
+    evaluate = loss_on(_square_error, lambda: everything)
+    return without_statistics(steps, optimizer, init, draw, loss, evaluate)
 
 
 def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -26) -> Workload:
@@ -140,15 +118,11 @@ def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_un
         first, second = (_square_error(params[name], batch, dtype) for name in ("first", "second"))
         return first + second * unit
 
-    return without_statistics(
-        title=f"two branches, the second x 2^{log2_unit}",
-        steps=steps,
-        optimizer=adam(3e-3, steps, eps=_EPSILON * unit),
-        init=init_both,
-        draw=draw,
-        loss=loss,
-        evaluate=lambda params: _square_error(params["second"], everything, jnp.float32),
-    )
+    def evaluate(params: Any) -> jax.Array:
+        return _square_error(params["second"], everything, jnp.float32)
+
+    optimizer = adam(3e-3, steps, eps=_EPSILON * unit)
+    return without_statistics(steps, optimizer, init_both, draw, loss, evaluate)
 
 
 def _halves(width: int, batch: int) -> tuple[Callable[[jax.Array], Any], Any, Callable[[jax.Array], Any]]:
@@ -160,7 +134,7 @@ def _halves(width: int, batch: int) -> tuple[Callable[[jax.Array], Any], Any, Ca
         return lower[chosen], upper[chosen]
 
     sizes = (lower.shape[1], width, width, upper.shape[1])
-    return draw, (lower, upper), lambda key: init_mlp(key, sizes)
+    return draw, (lower, upper), partial(init_mlp, sizes=sizes)
 
 
 def _square_error(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:

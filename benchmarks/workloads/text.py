@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 import jax_lossscale as jls
 from benchmarks.workloads import data
 from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
-from benchmarks.workloads.workload import PlainLoss, Workload, adam, without_statistics
+from benchmarks.workloads.workload import PlainLoss, Workload, adam, loss_on, without_statistics
 
 _TEXT = 300_000  # characters to train on; as many as are in a batch of evaluation follow
 _LINES = 64  # to evaluate on
@@ -50,7 +50,7 @@ def transformer(
             x = x + dense(layer["down"], jax.nn.gelu(dense(layer["up"], rms_norm(layer["feed_forward_norm"], x))))
         return cross_entropy(rms_norm(params["norm"], x) @ params["characters"].T, lines[:, 1:])
 
-    return _reading("character transformer", init, loss, 3e-3, context, batch, steps)
+    return _reading(init, loss, 3e-3, context, batch, steps)
 
 
 def gru(*, width: int = 96, context: int = 48, batch: int = 16, steps: int = 400) -> Workload:
@@ -78,10 +78,10 @@ def gru(*, width: int = 96, context: int = 48, batch: int = 16, steps: int = 400
         _, hidden = jax.lax.scan(read, jnp.zeros((len(lines), width), dtype), lines[:, :-1].T)
         return cross_entropy(dense(params["logits"], hidden), lines[:, 1:].T)
 
-    return _reading("GRU", init, loss, 5e-3, context, batch, steps)
+    return _reading(init, loss, 5e-3, context, batch, steps)
 
 
-def _reading(title: str, init: Any, loss: PlainLoss, rate: float, context: int, batch: int, steps: int) -> Workload:
+def _reading(init: Any, loss: PlainLoss, rate: float, context: int, batch: int, steps: int) -> Workload:
     """A workload of lines, each a stretch of text of one length from anywhere."""
     characters = jnp.asarray(data.text(_TEXT + _LINES * (context + 1)))
     unseen = characters[_TEXT:].reshape(_LINES, context + 1)
@@ -90,15 +90,8 @@ def _reading(title: str, init: Any, loss: PlainLoss, rate: float, context: int, 
         starts = jax.random.randint(key, (batch, 1), 0, _TEXT - context)
         return characters[starts + jnp.arange(context + 1)[None]]
 
-    return without_statistics(
-        title=title,
-        steps=steps,
-        optimizer=optax.chain(optax.clip_by_global_norm(1.0), adam(rate, steps)),
-        init=init,
-        draw=draw,
-        loss=loss,
-        evaluate=lambda params: loss(params, unseen, jnp.float32),
-    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam(rate, steps))
+    return without_statistics(steps, optimizer, init, draw, loss, loss_on(loss, lambda: unseen))
 
 
 def _attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:

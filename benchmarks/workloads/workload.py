@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -20,7 +21,6 @@ class Workload:
     """A small training.
 
     Attributes:
-      title: what it is, in a few words.
       steps: how many it is trained for.
       optimizer: what true gradients go through.
       init: float32 parameters, and the statistics that a step changes beside them (or ``None``), from a random key.
@@ -31,7 +31,6 @@ class Workload:
         better. Computed in float32 on data that is the same for all arms and seeds.
     """
 
-    title: str
     steps: int
     optimizer: optax.GradientTransformation
     init: Callable[[jax.Array], tuple[Any, Statistics]]
@@ -41,8 +40,6 @@ class Workload:
 
 
 def without_statistics(
-    *,
-    title: str,
     steps: int,
     optimizer: optax.GradientTransformation,
     init: Callable[[jax.Array], Any],
@@ -51,15 +48,24 @@ def without_statistics(
     evaluate: Callable[[Any], jax.Array],
 ) -> Workload:
     """A workload whose step changes nothing but the parameters."""
-    return Workload(
-        title=title,
-        steps=steps,
-        optimizer=optimizer,
-        init=lambda key: (init(key), None),
-        draw=draw,
-        loss=lambda params, _, batch, dtype: (loss(params, batch, dtype), None),
-        evaluate=lambda params, _: evaluate(params),
-    )
+
+    def paired(params: Any, _: None, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, None]:
+        return loss(params, batch, dtype), None
+
+    def judged(params: Any, _: None) -> jax.Array:
+        return evaluate(params)
+
+    return Workload(steps, optimizer, lambda key: (init(key), None), draw, paired, judged)
+
+
+def loss_on(loss: PlainLoss, batch: Callable[[], Any]) -> Callable[[Any], jax.Array]:
+    """The loss in float32 on one batch, the same for all arms and seeds."""
+    return lambda params: loss(params, batch(), jnp.float32)
+
+
+def evaluation_key() -> jax.Array:
+    """The random key from which evaluations draw."""
+    return jax.random.key(2**31 - 1)
 
 
 def adam(learning_rate: float, steps: int, **options: Any) -> optax.GradientTransformation:

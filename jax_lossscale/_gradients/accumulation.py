@@ -1,4 +1,4 @@
-"""Gradients of a batch that does not fit: a scan over micro-batches, one verdict for all of them."""
+"""Gradients of a batch that does not fit into memory: a scan over micro-batches, which make one step together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _compat, _tree
-from jax_lossscale._check import as_argnums, check_function, positive_integer
+from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -43,7 +43,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., AccumulatedGradients]:
-    """Like `value_and_scaled_grad`, one micro-batch at a time: the gradients of all, in the memory of one.
+    """Like `value_and_scaled_grad`, one micro-batch at a time, so that all of them need the memory of one.
 
     The gradients of each micro-batch are unscaled into float32 and added up there; the mean is scaled again, since
     ``update`` takes scaled gradients. If ``fun`` is a mean over the examples of its batch, the result is that of the
@@ -92,9 +92,8 @@ def accumulate_gradients(
     """
     check_function(fun, "accumulate_gradients(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
-    num_microbatches = positive_integer(
-        num_microbatches, "accumulate_gradients(num_microbatches=...)", "With 1 the batch stays whole."
-    )
+    whole = "With 1 the batch stays whole."
+    num_microbatches = count(num_microbatches, "accumulate_gradients(num_microbatches=...)", 1, whole)
     differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
     batch_positions = _as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
 
@@ -149,7 +148,7 @@ def _check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num
 
 
 def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
-    """The batch, each leaf with a new first axis: that of the micro-batches."""
+    """Give each leaf of the batch a new first axis, over the micro-batches."""
     sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
@@ -177,7 +176,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _with_float0(grads: chex.ArrayTree, arguments: chex.ArrayTree) -> chex.ArrayTree:
-    """The gradients, with those of integers, of which there is no sum, back in their places."""
+    """Put the gradients of integers, which are not added up, back in their places."""
     return jax.tree.map(
         lambda leaf, grad: np.zeros(jnp.shape(leaf), jax.dtypes.float0) if grad is None else grad, arguments, grads
     )

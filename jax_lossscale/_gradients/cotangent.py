@@ -1,4 +1,4 @@
-"""The identity whose cotangent is scaled on its way back: what all gradients here are made from."""
+"""The identity whose cotangent is scaled on its way back. All scaled gradients are made with it."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ def _differentiate_identity(
 def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
 
-    `jax.custom_vjp` would refuse forward mode, and would scale the way back of the way back once more. The solution of
-    a linear system is the one public primitive with a transpose of one's own that `jax.vmap` takes; the system here is
-    ``x = leaf``. (`jax.experimental.jet` does not take it, and so meets it in tangents only.)
+    `jax.custom_vjp` would refuse forward mode, and would scale the backward pass of the backward pass once more. The
+    solution of a linear system is the only public primitive that takes a transpose of one's own and that `jax.vmap`
+    can map; the system here is ``x = leaf``. (`jax.experimental.jet` does not take it, and so it is in tangents only.)
     """
-    scale = vary(scale, axes_varied_over(leaf))  # the primitive does that to its arguments, but too late
+    scale = vary(scale, axes_varied_over(leaf))  # the primitive does so, too, but too late
     return jax.lax.custom_linear_solve(
         lambda x: x,
         leaf,

@@ -74,7 +74,7 @@ def with_scaled_gradient(
 ) -> Callable[..., Any]:
     """``fun`` itself, whose value starts the backward pass with the scale instead of 1.
 
-    ``in_a_loop``: what is traced is the body of a loop of ours, where the scale is constant.
+    ``in_a_loop``: whether the function is traced as the body of a loop of this library, in which the scale is constant.
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
@@ -106,7 +106,7 @@ def scaled_grad(
     """Like `jax.grad`, with the gradients multiplied by a loss scale.
 
     Args:
-      fun: as in `value_and_scaled_grad`, like all the others.
+      fun: as in `value_and_scaled_grad`, like all other arguments.
       loss_scale: likewise.
       argnums: likewise.
       has_aux: likewise.

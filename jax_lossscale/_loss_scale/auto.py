@@ -6,53 +6,50 @@ import dataclasses
 import math
 from dataclasses import field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _check
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale import _arguments
-from jax_lossscale._loss_scale.base import LossScale, config_of, register, static_field, with_state
+from jax_lossscale._loss_scale.base import register, static_field, with_state
+from jax_lossscale._loss_scale.bounded import BoundedLossScale
 
-# Between the largest number of float16 and the one that rounds to infinity: no rounding of log2 decides which it is.
+# Halfway between float16's largest number and the one that rounds to infinity: no rounding of log2 mixes them up.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The rule, in bits: what moves at once, at most; what overflows now and then may teach; the least margin, and the most
-# (what is further below the limit is hardly seen, and so proves nothing); what is forgotten in a step, and what while
-# little is known; how far above the peak a gradient shows that the peak was wrong; where a search ends (at 2**40 all is
-# seen that is above 2**-65), and how far an overflow throws it back (what does not fit at a scale is seen at 2**-24 of
-# it). `benchmarks/policies/constants.py` has for each the trace that needs it.
-_LOG2_MOVE = 8
-LOG2_ALLOWANCE = 6
+# The rule, in bits. `benchmarks/policies/constants.py` has for each number a trace that needs it.
+_LOG2_MOVE = 8  # the most that the scale moves in a step
+LOG2_ALLOWANCE = 6  # the most that is kept free for overflows that come now and then
 _LOG2_LEAST_MARGIN = 1
-_LOG2_MOST_MARGIN = 28
-_LOG2_FORGOTTEN = 1 / 64
-_LOG2_HARDLY_FORGOTTEN = 1 / 1024
-_LOG2_JUMP = 4
-_LOG2_SEARCH_TOP = 40
-_LOG2_SEARCH_FALL = 24
+_LOG2_MOST_MARGIN = 28  # gradients further below the limit are hardly seen, so their overflows prove nothing
+_LOG2_FORGOTTEN = 1 / 64  # of peak, margin or allowance, in a step
+_LOG2_HARDLY_FORGOTTEN = 1 / 1024  # of the peak, in a step, while little is known
+_LOG2_JUMP = 4  # a gradient so far above the peak shows that the peak was wrong
+_LOG2_SEARCH_TOP = 40  # where a search ends: at 2**40, gradients above 2**-65 are seen
+_LOG2_SEARCH_FALL = 24  # how far an overflow throws a search back: what overflows at a scale is seen at 2**-24 of it
 
-# In finite steps since an overflow: the climb back, in which another one comes at once; for how long another one comes
-# soon; after how many the margin is tried lower; and what is held where all gradients were zero since.
-_CLIMB = _LOG2_MOVE + 1
-_SOON = 512
-_PATIENCE = 2048
-_ONLY_ZEROS = -1
+# In finite steps since the last overflow.
+_CLIMB = _LOG2_MOVE + 1  # before, the scale climbs back, and another overflow comes at once
+_SOON = 512  # before, another overflow comes soon
+_PATIENCE = 2048  # from here on, lower margins are tried
+_ONLY_ZEROS = -1  # what the counter holds where all gradients since were zero
 
-# The peak before there is one, the margin that then ends the search, and the largest exponent of a scale: of normal
-# float32 numbers and their reciprocals.
-_LOG2_NOTHING = -127
-_LOG2_SEARCH_MARGIN = math.floor(_LOG2_LIMIT) - _LOG2_NOTHING - _LOG2_SEARCH_TOP
-_LARGEST_EXPONENT = 126
+_LOG2_NOTHING = -127  # the peak before there is one
+_LOG2_SEARCH_MARGIN = math.floor(_LOG2_LIMIT) - _LOG2_NOTHING - _LOG2_SEARCH_TOP  # ends a search at its top
+_LARGEST_EXPONENT = 126  # of a scale: float32 holds it and its reciprocal as normal numbers
+
+# How float32 writes a positive normal number: its exponent plus 127, then 23 bits of its mantissa.
+_EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 class _State(NamedTuple):
-    """What a step moves."""
+    """What a step moves, the scale as a power of two."""
 
-    current_loss_scale: jax.Array
+    log2_scale: jax.Array
     log2_peak: jax.Array
     log2_margin: jax.Array
     log2_allowance: jax.Array
@@ -61,7 +58,7 @@ class _State(NamedTuple):
 
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
-class AutoLossScale(LossScale):
+class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
     The largest gradient seen lately is kept just below float16's limit. With ``s = log2(scale)``, ``x = log2(largest)``
@@ -82,11 +79,11 @@ class AutoLossScale(LossScale):
 
     Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
     how much. But an overflow is no proof: a NaN may come from the data. One that comes again at once, while the scale
-    climbs back, proves a limit, and the margin is moved to it. Those that come now and then are believed up to 6 bits,
-    which is the allowance; if they still come, they are not the scale's, and what the margin has learned is given back.
-    A lone overflow, as from a spike in the data, is made up for in 8 steps. A gradient that is more than 4 bits above
-    the peak shows that the peak was to blame. (What makes the target ``s - 1`` is the most that does, less 1/64 for
-    rounding, and never less than there is.)
+    climbs back, proves a limit, and the margin is moved to it. Overflows that come now and then are believed up to 6
+    bits, which is the allowance. If more of them come, the scale is not their cause, and the margin gives back what it
+    has learned. After a lone overflow, as from a spike in the data, the scale is back in 8 steps. A gradient that is
+    more than 4 bits above the peak shows that the peak was wrong. (The margin that makes the target ``s - 1`` is the
+    largest that does so, less 1/64 for rounding, and never below the present one.)
 
     Gradients that are all zero say nothing of their size: allowance and margin stay, and ``n = -1`` says that nothing
     else came since the last overflow. Before there is a peak, the scale searches, up to ``2**40``, and stays below what
@@ -158,33 +155,15 @@ class AutoLossScale(LossScale):
     num_finite_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
 
     def __post_init__(self) -> None:
-        headroom = _check.nonnegative_number(self.log2_headroom, "AutoLossScale(log2_headroom=...)")
-        scales = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
-        bounds = _arguments.bounded_scale(*scales, "AutoLossScale")
-        for name, value in {**bounds, "log2_headroom": headroom}.items():
-            object.__setattr__(self, name, value)
-        _arguments.fill_in_state(
-            self,
-            current_loss_scale=(self.initial_loss_scale, _check.positive_normal_number),
-            log2_peak=(_LOG2_NOTHING, _check.finite_number),
-            log2_margin=(_LOG2_SEARCH_MARGIN, _check.nonnegative_number),
-            log2_allowance=(0, _check.nonnegative_number),
-            num_finite_steps=(0, _check.count_or_minus_one),
+        self._check_bounds()
+        self._set(log2_headroom=_check.nonnegative_number(self.log2_headroom, self._named("log2_headroom")))
+        self._make_leaves(
+            current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
+            log2_peak=(np.float32, _LOG2_NOTHING, _check.finite_number),
+            log2_margin=(np.float32, _LOG2_SEARCH_MARGIN, _check.nonnegative_number),
+            log2_allowance=(np.float32, 0, _check.nonnegative_number),
+            num_finite_steps=(np.int32, 0, partial(_check.count, at_least=-1)),
         )
-
-    @property
-    def upper_bound(self) -> float | None:
-        """The ceiling, ``max_loss_scale``."""
-        return self.max_loss_scale
-
-    @property
-    def lower_bound(self) -> float:
-        """The floor, ``min_loss_scale``."""
-        return self.min_loss_scale
-
-    def __call__(self) -> jax.Array:
-        """The current scale: ``float32[]``."""
-        return jnp.asarray(self.current_loss_scale)
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
         """The loss scale after a step.
@@ -206,19 +185,23 @@ class AutoLossScale(LossScale):
         smallest = jnp.finfo(jnp.float32).tiny  # XLA takes what is below it for zero, or not
         is_seen = (largest >= smallest) & jnp.isfinite(largest)
         all_zero = (largest >= 0) & (largest < smallest)
-        now = _State(*(jnp.asarray(getattr(self, name)) for name in _State._fields))
+        scale, *learned = (jnp.asarray(leaf) for leaf in jax.tree.leaves(self))
+        now = _State(_floor_log2(scale), *learned)
         seen = self._after_seen(now, jnp.log2(jnp.where(is_seen, largest, 1)))
-        finite = _where(is_seen, seen, _where(all_zero, self._after_zero(now), now))
-        return with_state(self, **_where(grads_finite, finite, self._after_overflow(now))._asdict())
+        finite = _where(is_seen, seen, self._after_zero(now))
+        after = _where(grads_finite, finite, self._after_overflow(now, scale))
 
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, without the state."""
-        return config_of(self)
+        exponent = jnp.clip(after.log2_scale, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+        moved = jnp.clip(_power_of_two(exponent), self.min_loss_scale, self.max_loss_scale)
+        # A scale that was set below the floor by hand does not rise on an overflow.
+        moved = jnp.where(grads_finite, moved, jnp.minimum(moved, scale))
+        stays = grads_finite & ~(is_seen | all_zero)
+        scale, after = jnp.where(stays, scale, moved), _where(stays, now, after)
+        return with_state(self, current_loss_scale=scale, **dict(zip(_State._fields[1:], after[1:], strict=True)))
 
     def _after_seen(self, now: _State, log2_largest: jax.Array) -> _State:
         no_peak = now.log2_peak <= _LOG2_NOTHING
-        log2_scale = _floor_log2(now.current_loss_scale)
-        has_arrived = log2_scale >= self._target(now.log2_peak, now.log2_margin, now.log2_allowance)
+        has_arrived = now.log2_scale >= self._target(now.log2_peak, now.log2_margin, now.log2_allowance)
         num_steps = jnp.minimum(jnp.maximum(now.num_finite_steps, 0), _PATIENCE - 1) + 1
         num_steps = jnp.where(has_arrived, jnp.maximum(num_steps, _CLIMB), num_steps)
         num_steps = jnp.where(no_peak, _PATIENCE, num_steps)
@@ -232,15 +215,13 @@ class AutoLossScale(LossScale):
         allowance = jnp.maximum(now.log2_allowance - tried, 0)
         margin = jnp.maximum(now.log2_margin - jnp.where(now.log2_allowance > 0, 0, tried), _LOG2_LEAST_MARGIN)
         peak_was_wrong = no_peak | (log2_largest > now.log2_peak + _LOG2_JUMP)
-        allowance, margin = (
-            jnp.where(peak_was_wrong, 0, allowance),
-            jnp.where(peak_was_wrong, _LOG2_LEAST_MARGIN, margin),
-        )
+        allowance = jnp.where(peak_was_wrong, 0, allowance)
+        margin = jnp.where(peak_was_wrong, _LOG2_LEAST_MARGIN, margin)
 
         # Scale.
         target = self._target(peak, margin, allowance)
-        log2_scale = jnp.minimum(target, jnp.maximum(log2_scale + 1, target - _LOG2_MOVE))
-        return _State(self._clipped(log2_scale), peak, margin, allowance, num_steps)
+        log2_scale = jnp.minimum(target, jnp.maximum(now.log2_scale + 1, target - _LOG2_MOVE))
+        return _State(log2_scale, peak, margin, allowance, num_steps)
 
     def _after_zero(self, now: _State) -> _State:
         no_peak = now.log2_peak <= _LOG2_NOTHING
@@ -250,12 +231,11 @@ class AutoLossScale(LossScale):
         margin = jnp.where(no_peak, searching, now.log2_margin)
 
         target = self._target(peak, margin, now.log2_allowance)
-        log2_scale = _floor_log2(now.current_loss_scale)
-        climbed = jnp.maximum(log2_scale + 1, target - _LOG2_MOVE)
-        log2_scale = jnp.minimum(target, jnp.where(no_peak, log2_scale + _LOG2_MOVE, climbed))
-        return _State(self._clipped(log2_scale), peak, margin, now.log2_allowance, num_steps)
+        climbed = jnp.maximum(now.log2_scale + 1, target - _LOG2_MOVE)
+        log2_scale = jnp.minimum(target, jnp.where(no_peak, now.log2_scale + _LOG2_MOVE, climbed))
+        return _State(log2_scale, peak, margin, now.log2_allowance, num_steps)
 
-    def _after_overflow(self, now: _State) -> _State:
+    def _after_overflow(self, now: _State, scale: jax.Array) -> _State:
         no_peak = now.log2_peak <= _LOG2_NOTHING
         num_steps = now.num_finite_steps
         only_zeros = num_steps == _ONLY_ZEROS
@@ -264,9 +244,8 @@ class AutoLossScale(LossScale):
         is_soon = (num_steps >= _CLIMB) & (num_steps < _SOON)
         now_and_then = ~no_peak & (only_zeros | is_soon | ((num_steps >= _PATIENCE) & was_lowered))
 
-        # Margin: so many bits more put the target there; a little less, so that no rounding takes another bit from it.
-        log2_scale = _floor_log2(now.current_loss_scale)
-        there = log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, 1)
+        # Margin: so many bits more put the target there, and a little less keeps rounding from taking another bit.
+        there = now.log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, 1)
         bits_free = _LOG2_LIMIT - self.log2_headroom - now.log2_peak - there - _LOG2_FORGOTTEN
         more = jnp.maximum(bits_free - now.log2_margin - now.log2_allowance, 0)
         at_most = jnp.where(no_peak, more, jnp.clip(_LOG2_MOST_MARGIN - now.log2_margin, 0, _LOG2_MOVE))
@@ -278,29 +257,27 @@ class AutoLossScale(LossScale):
         allowed = jnp.minimum(now.log2_allowance + more, LOG2_ALLOWANCE)
         allowance = jnp.where(now_and_then & ~is_used_up, allowed, now.log2_allowance)
 
-        # Scale. One that was set below the floor by hand does not rise.
-        fallen = self._clipped(log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, _LOG2_MOVE))
-        scale = jnp.minimum(fallen, now.current_loss_scale)
+        log2_scale = now.log2_scale - jnp.where(no_peak, _LOG2_SEARCH_FALL, _LOG2_MOVE)
         nothing = jnp.zeros_like(num_steps)
-        after = _State(scale, now.log2_peak, margin, allowance, nothing)
+        after = _State(log2_scale, now.log2_peak, margin, allowance, nothing)
         no_peak_yet, whole_search, no_allowance = map(jnp.float32, (_LOG2_NOTHING, _LOG2_SEARCH_MARGIN, 0))
-        lost = _State(scale, no_peak_yet, whole_search, no_allowance, nothing)
-        return _where(now.current_loss_scale <= self.min_loss_scale, lost, after)
+        lost = _State(log2_scale, no_peak_yet, whole_search, no_allowance, nothing)
+        return _where(scale <= self.min_loss_scale, lost, after)
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
         return jnp.floor(_LOG2_LIMIT - self.log2_headroom - peak - margin - allowance)
 
-    def _clipped(self, log2_scale: jax.Array) -> jax.Array:
-        """The scale, between floor and ceiling."""
-        exponent = jnp.clip(log2_scale, -_LARGEST_EXPONENT, _LARGEST_EXPONENT).astype(jnp.int32)
-        return jnp.clip(jnp.ldexp(jnp.float32(1), exponent), self.min_loss_scale, self.max_loss_scale)
 
-
-def _where(condition: ArrayLike, moved: _State, otherwise: _State) -> _State:
-    return jax.tree.map(partial(jnp.where, condition), moved, otherwise)
+def _where(condition: ArrayLike, chosen: _State, otherwise: _State) -> _State:
+    return jax.tree.map(partial(jnp.where, condition), chosen, otherwise)
 
 
 def _floor_log2(scale: jax.Array) -> jax.Array:
-    """The exponent of the greatest power of two that is not above ``scale``: ``float32[]``."""
-    _, exponent = jnp.frexp(scale)
-    return exponent.astype(jnp.float32) - 1
+    """The exponent of the greatest power of two that is not above a normal number: ``float32[]``."""
+    bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
+    return ((bits >> _MANTISSA_BITS) - _EXPONENT_BIAS).astype(jnp.float32)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """A normal power of two: ``float32[]``."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + _EXPONENT_BIAS) << _MANTISSA_BITS, jnp.float32)

@@ -141,7 +141,7 @@ class LossScale(abc.ABC):
 
         Args:
           grads: **unscaled** gradients, any pytree, as `unscale` returns them. ``None`` leaves are ignored.
-          axis_name: as in `all_finite`, if devices must agree on the verdict.
+          axis_name: as in `all_finite`, if devices must agree on the answer.
 
         Returns:
           ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. If it is false, keep the old parameters,
@@ -160,7 +160,7 @@ def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> t
 
 
 def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:
-    """`LossScale.adjust`, which is told the largest gradient only where the kind needs it."""
+    """Call `LossScale.adjust`, with the largest gradient where the kind needs it."""
     return loss_scale.adjust(grads_finite, **({"largest": largest} if loss_scale.needs_largest else {}))
 
 
@@ -170,7 +170,7 @@ def static_field(**kwargs: Any) -> Any:
 
 
 def register(cls: _T) -> _T:
-    """Register a frozen dataclass as a pytree: static fields are structure, the others are children.
+    """Register a frozen dataclass as a pytree: static fields are structure, all other fields are children.
 
     `jax.tree_util.register_dataclass` would call the constructor to unflatten, and so fill in defaults and validate
     where a library has put strings, ``None`` or shapes in the place of arrays. Here unflatten only puts the leaves
@@ -202,14 +202,14 @@ def register(cls: _T) -> _T:
 
 
 def _as_array(leaf: Any) -> Any:
-    """A fresh leaf is a NumPy scalar, so that constructing starts no backend. JAX sees an array, and compiles once."""
+    """Make an array of a fresh leaf, a NumPy scalar that started no backend: JAX then compiles once."""
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 
 def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
-    """The same loss scale with new leaves, which a rule has computed and nobody need validate.
+    """Return the same loss scale with new leaves, which a rule has computed, and which need no validation.
 
-    They are constants to differentiation: a rule has corners, and what it counts has no derivative.
+    The leaves are constants to differentiation: a rule has corners, and its counts have no derivative.
     """
     moved = copy.copy(loss_scale)
     for name, leaf in leaves.items():

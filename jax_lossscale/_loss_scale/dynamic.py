@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _check
-from jax_lossscale._loss_scale import _arguments
-from jax_lossscale._loss_scale.base import LossScale, config_of, register, static_field, with_state
+from jax_lossscale._loss_scale.base import register, static_field, with_state
+from jax_lossscale._loss_scale.bounded import BoundedLossScale, leaf
 
 HysteresisRefill = Literal["growth", "finite"]
 
 
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
-class DynamicLossScale(LossScale):
+class DynamicLossScale(BoundedLossScale):
     """A loss scale that backs off when gradients overflow and grows while they do not.
 
     The rule, with ``N = increment_period`` and the state ``(scale, n)``::
@@ -93,30 +93,15 @@ class DynamicLossScale(LossScale):
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None where hysteresis is 1
 
     def __post_init__(self) -> None:
-        for name, value in self._validated_config().items():
-            object.__setattr__(self, name, value)
-        _arguments.fill_in_state(
-            self,
-            current_loss_scale=(self.initial_loss_scale, _check.positive_normal_number),
-            num_good_steps=(0, _check.count),
+        self._check_bounds()
+        self._check_rule()
+        self._make_leaves(
+            current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
+            num_good_steps=(np.int32, 0, _check.count),
         )
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
-        leaf = _arguments.leaf(left, "DynamicLossScale(hysteresis_left=...)", _check.count)
-        object.__setattr__(self, "hysteresis_left", None if self.hysteresis == 1 else leaf)
-
-    @property
-    def upper_bound(self) -> float | None:
-        """The ceiling, ``max_loss_scale``."""
-        return self.max_loss_scale
-
-    @property
-    def lower_bound(self) -> float:
-        """The floor, ``min_loss_scale``."""
-        return self.min_loss_scale
-
-    def __call__(self) -> jax.Array:
-        """The current scale: ``float32[]``."""
-        return jnp.asarray(self.current_loss_scale)
+        checked = leaf(left, self._named("hysteresis_left"), _check.count, np.int32)
+        self._set(hysteresis_left=None if self.hysteresis == 1 else checked)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after a step, from whether its gradients were finite: ``bool[]``."""
@@ -150,36 +135,29 @@ class DynamicLossScale(LossScale):
             hysteresis_left=hysteresis_left,
         )
 
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, without the state."""
-        return config_of(self)
-
-    def _validated_config(self) -> dict[str, Any]:
-        name = "DynamicLossScale({}=...)".format
-        scales = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
+    def _check_rule(self) -> None:
+        """Make Python numbers of the configuration of the rule; raise a `ValueError` where it makes no sense."""
         to_fix = "To keep the scale fixed, use `FixedLossScale`."
-        config = {
-            **_arguments.bounded_scale(*scales, "DynamicLossScale"),
-            "increment_period": _check.positive_integer(self.increment_period, name("increment_period"), to_fix),
-            "multiplier": _check.finite_number(self.multiplier, name("multiplier")),
-            "hysteresis": _check.positive_integer(self.hysteresis, name("hysteresis"), "With 1, all lower it."),
-        }
-        if not np.float32(config["multiplier"]) > 1:
+        period = _check.count(self.increment_period, self._named("increment_period"), 1, to_fix)
+        hysteresis = _check.count(self.hysteresis, self._named("hysteresis"), 1, "With 1, every bad step lowers it.")
+        multiplier = _check.finite_number(self.multiplier, self._named("multiplier"))
+        if not np.float32(multiplier) > 1:
             raise ValueError(
-                f"`{name('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. {to_fix}"
+                f"`{self._named('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. {to_fix}"
             )
-        if self.backoff_factor is not None:
-            config["backoff_factor"] = _check.finite_number(self.backoff_factor, name("backoff_factor"))
-            if not 0 < np.float32(config["backoff_factor"]) < 1:
+        backoff_factor = self.backoff_factor
+        if backoff_factor is not None:
+            backoff_factor = _check.finite_number(backoff_factor, self._named("backoff_factor"))
+            if not 0 < np.float32(backoff_factor) < 1:
                 raise ValueError(
-                    f"`{name('backoff_factor')}` must be between 0 and 1, both excluded, got {self.backoff_factor!r}. "
-                    "For `1 / multiplier`, use None."
+                    f"`{self._named('backoff_factor')}` must be between 0 and 1, both excluded, got "
+                    f"{self.backoff_factor!r}. For `1 / multiplier`, use None."
                 )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(
-                f"`{name('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
+                f"`{self._named('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
             )
-        return config
+        self._set(increment_period=period, hysteresis=hysteresis, multiplier=multiplier, backoff_factor=backoff_factor)
 
 
 def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:

@@ -46,7 +46,7 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
 
 
 def as_loss_scale(argument: Any, name: str) -> LossScale:
-    """What `get` makes of an argument, or the loss scale that it holds if it is an optimizer state.
+    """Return what `get` makes of an argument, or the loss scale in it if it is an optimizer state.
 
     ``name`` is what the argument is called in the error.
     """
@@ -58,7 +58,7 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
     """The one instance of ``kind`` in a tree.
 
-    Leaves of it that are wrapped (as a state inside an `nnx.Optimizer`, each leaf an `nnx.Variable`) are unwrapped.
+    Its wrapped leaves are unwrapped: inside an `nnx.Optimizer` each leaf of a state is an `nnx.Variable`.
 
     Args:
       tree: any pytree.
@@ -89,7 +89,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
 
 
 def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """The same tree, with arrays in the place of objects that are none, but can be taken for one."""
+    """Put arrays in the place of objects that are no arrays, but can be converted to one."""
 
     def is_wrapped(node: Any) -> bool:
         return hasattr(node, "__jax_array__") and not isinstance(node, (jax.Array, np.ndarray, np.generic))
@@ -100,7 +100,7 @@ def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:
-    """Whether whole keys, from the first on, make up ``prefix``."""
+    """Whether the first keys of the path, written in either form, are ``prefix``."""
     beginnings = [path[:length] for length in range(len(path) + 1)]
     return any(
         prefix in (jax.tree_util.keystr(keys), jax.tree_util.keystr(keys, simple=True, separator="/"))

@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale._check import finite_number, positive_normal_number
-from jax_lossscale._loss_scale._arguments import leaf
 from jax_lossscale._loss_scale.base import LossScale, register, static_field
+from jax_lossscale._loss_scale.bounded import leaf
 
 
 @register

@@ -56,7 +56,7 @@ def get(identifier: Any) -> LossScale:
 
 
 def made(identifier: Any, name: str) -> LossScale:
-    """`get`; ``name`` is what the argument is called in the error."""
+    """Do what `get` does; ``name`` is what the argument is called in the error."""
     if isinstance(identifier, LossScale):
         return _checked_pytree(identifier)
     if identifier is None:
@@ -152,7 +152,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """The classes that can be made, by name. Of a user's, the one defined last: a notebook cell may be run again."""
+    """The classes that can be made, by name; the last one defined, since a notebook cell may be run again."""
     kinds: list[type[LossScale]] = [*_concrete_kinds(LossScale), *OWN_KINDS]  # type: ignore[type-abstract]
     return {kind.__name__: kind for kind in kinds}
 

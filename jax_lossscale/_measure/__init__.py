@@ -1,11 +1,10 @@
 """What is asked of gradients, in one pass: whether they are finite, where not, how large; agreed over devices.
 
-Measuring happens here and nowhere else. Loss scales and the optax wrapper only combine what they are told.
+Gradients are measured here and nowhere else. Loss scales and the optax wrapper combine the results.
 """
 
 from jax_lossscale._measure.devices import AxisName as AxisName
 from jax_lossscale._measure.devices import agree as agree
-from jax_lossscale._measure.devices import agree_on_largest as agree_on_largest
 from jax_lossscale._measure.devices import axes_varied_over as axes_varied_over
 from jax_lossscale._measure.devices import vary as vary
 from jax_lossscale._measure.fault import first_fault as first_fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
@@ -12,19 +13,13 @@ from jax_lossscale import _compat
 AxisName: TypeAlias = str | tuple[str, ...] | None
 
 
-def agree(flags: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Each of ``flags`` (``bool``, any shape) where it holds on every device along ``axis_name``: one all-reduce."""
-    if not axis_name:
-        return flags
-    return jax.lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
-
-
-def agree_on_largest(flags: jax.Array, largest: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """`agree`, and the largest of a ``float32[]`` in the same all-reduce."""
-    if not axis_name:
-        return flags, largest
-    lowest = jax.lax.pmin(jnp.append(flags.astype(jnp.float32), -largest), axis_name)
-    return lowest[:-1] > 0, -lowest[-1]
+def agree(
+    flags: Sequence[jax.Array], largest: jax.Array | None, axis_name: AxisName
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Tell which flags are true on every device, and the largest of a ``float32[]``, in one all-reduce."""
+    numbers = [flag.astype(jnp.float32) for flag in flags] + ([] if largest is None else [-largest])
+    lowest = jax.lax.pmin(jnp.stack(numbers), axis_name)
+    return [number > 0 for number in lowest[: len(flags)]], None if largest is None else -lowest[-1]
 
 
 def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -33,7 +28,7 @@ def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """The same values, said to differ along the mesh axes, inside `jax.shard_map`."""
+    """Mark values as differing along mesh axes, inside `jax.shard_map`, where they are not marked yet."""
     missing = tuple(sorted(axes - axes_varied_over(leaf)))
     return _compat.as_varying(leaf, missing) if missing else leaf
 

@@ -1,8 +1,8 @@
 """Whether all gradients are finite, and how large the largest is: one number tells both, at every step.
 
-It is the largest magnitude, or infinity where an element is not finite; ``python -m benchmarks finite`` measures what
-it costs to find. Where a scale is given, it is the leaves divided by it that are asked about. Dividing keeps the order:
-it is enough to divide the largest.
+This number is the largest magnitude, or infinity where an element is not finite; ``python -m benchmarks finite``
+measures the time to find it. Where a scale is given, the question is about the leaves divided by it. Division keeps
+their order, so it is enough to divide the largest magnitude.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def finite_and_largest(
       axis_name: as in `all_finite`.
 
     Returns:
-      ``bool[]`` and ``float32[]``. The second is 0 if an element is not finite: nobody looks for the largest of the
-      others then. Of a complex number it is that of its parts; a float64 beyond float32 counts as the largest float32;
-      a subnormal may count as 0, as it does in other arithmetic of XLA.
+      ``bool[]`` and ``float32[]``. The second is 0 if an element is not finite. Of a complex number the larger
+      part counts. A float64 beyond float32 counts as the largest float32. A subnormal may count as 0, as in other
+      arithmetic of XLA.
     """
     answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
     finite = answer < jnp.inf
@@ -87,7 +87,7 @@ def _all_finite(leaves: list[ArrayLike], axis_name: AxisName) -> jax.Array:
 
 
 def _divided(largest: jax.Array, scale: ArrayLike | None) -> jax.Array:
-    """The largest divided by the scale, ``float32[]``; infinite only if it was."""
+    """Divide the largest magnitude by the scale: ``float32[]``, infinite only if the magnitude was infinite."""
     largest = jnp.asarray(largest if scale is None else _tree.unscale(largest, scale))
     if largest.dtype == jnp.float32:
         return largest

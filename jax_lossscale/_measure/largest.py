@@ -15,21 +15,21 @@ import numpy as np
 
 from jax_lossscale._measure.leaves import alike, blocks, large
 
-# How many arrays are joined before they are reduced: at least so many on a CPU, where they are parts of a leaf if there
-# are too few leaves alike. (Of many more than the second number, XLA would write intermediate results to memory.)
+# How many arrays are combined, element by element, before one reduction: at least the first number on a CPU, where they
+# are parts of one leaf if too few leaves are alike; at most the second, beyond which XLA writes intermediate results.
 _STREAMS = 8
 _TOGETHER = 32
 
 
 def width(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of the answer: float64 about leaves of 64 bits, each part counted alone; float32 about all others."""
+    """The dtype of the answer: float64 for leaves whose real numbers have 64 bits, float32 for all other leaves."""
     return jnp.dtype(jnp.float64 if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
 def of_each(*leaves: jax.Array) -> jax.Array:
-    """By definition: ``where(isfinite(leaf), abs(leaf), inf).max()`` of every leaf; of a complex one, of its parts."""
+    """Compute the definition: the largest ``where(isfinite(leaf), abs(leaf), inf)`` of all leaves and their parts."""
     parts = _real_and_imaginary(leaves)
-    # All in one dtype, in which the all-reduces of a mesh are merged.
+    # One dtype for all: XLA merges the all-reduces of a mesh only where they have the same dtype.
     magnitudes = (jnp.where(jnp.isfinite(part), jnp.abs(part).astype(width(part.dtype)), jnp.inf) for part in parts)
     return _largest_of(magnitude.max() for magnitude in magnitudes)
 
@@ -40,9 +40,9 @@ def of_local(*leaves: jax.Array) -> jax.Array:
 
 
 def anywhere(*leaves: jax.Array) -> jax.Array:
-    """A GPU launches two kernels for each reduction, one after another, and all of them before the step can begin.
+    """Reduce many leaves at once, since each reduction costs a GPU two kernels, all of them before the step can begin.
 
-    But one kernel reads many leaves. So ``python -m benchmarks cuda`` finds in the compiled program; no GPU was timed.
+    ``python -m benchmarks cuda`` counts the kernels in the compiled program; no GPU was timed.
     """
     return _largest_of(map(_largest_of_group, _groups(leaves)))
 
@@ -50,7 +50,7 @@ def anywhere(*leaves: jax.Array) -> jax.Array:
 def on_cpu(*leaves: jax.Array) -> jax.Array:
     """Compare whole arrays first, and reduce one float array last: both are fast on a CPU.
 
-    A reduction that also computes what it reduces goes element by element there. So the words are computed between
+    A reduction that also computes what it reduces takes a CPU element by element. So words are compared between whole
     arrays. Where a leaf is the only one of its shape and dtype, these arrays are parts of it.
     """
     groups = _groups(leaves)

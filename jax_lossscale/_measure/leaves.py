@@ -1,6 +1,6 @@
 """How leaves are read: many at once, and without a derivative.
 
-Each reduction costs its compilation, and a launch on a GPU, whatever it reads.
+Each reduction costs time to compile, and a launch on a GPU, however little it reads.
 """
 
 from __future__ import annotations

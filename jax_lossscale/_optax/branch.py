@@ -1,4 +1,4 @@
-"""A step, or its absence: how one of two results is chosen on each platform and inside `jax.shard_map`."""
+"""How a step is run or left out, on each platform and inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _varying_alike(
 
     Inside `jax.shard_map` with ``check_vma``, zeros made from nothing vary over no axis, and a state that has not met a
     sharded gradient yet varies over fewer axes than the next one. A branch must then be told to vary over more. Where
-    the verdict itself varies, so does every result.
+    ``should_apply`` itself varies, every result varies, too.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return run, leave

@@ -1,4 +1,4 @@
-"""Leaves that the chain is not shown: those that are no numbers with gradients; and what becomes of them."""
+"""Leaves that are hidden from the chain, since they are no numbers with gradients, and what becomes of them."""
 
 from __future__ import annotations
 

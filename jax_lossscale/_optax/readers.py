@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_lossscale._check import positive_integer
+from jax_lossscale._check import count
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._optax.state import LossScaledState
@@ -85,7 +85,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     References:
       fairseq and DeepSpeed raise as soon as the scale is at its floor; MindSpore after 1,000 skipped steps in a row.
     """
-    patience = positive_integer(patience, "raise_if_stuck(patience=...)", "It counts skipped steps in a row.")
+    patience = count(patience, "raise_if_stuck(patience=...)", 1, "It counts skipped steps in a row.")
     state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)

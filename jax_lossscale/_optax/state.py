@@ -26,8 +26,8 @@ class BadStep(NamedTuple):
       leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
         into a path; -1 if all were finite.
       kind: what was wrong, as a number; `cause` says it in words.
-      loss_scale: the scale that the step was made with; 0 before there was one. Where the scale is as high again and
-        steps are finite, that step was not the scale's.
+      loss_scale: the scale that the step was made with; 0 before there was one. If the scale is as high again later,
+        and steps are finite, the scale was not the cause of the bad step.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -97,7 +97,7 @@ def next_state(
     scaled_grads: optax.Updates,
     axis_name: AxisName,
 ) -> LossScaledState:
-    """The state after a step that had this verdict."""
+    """The state after a step that was decided so."""
     applied = jnp.ones([], jnp.int32) if verdict.should_apply is None else verdict.should_apply.astype(jnp.int32)
     skipped = 1 - applied
     return LossScaledState(
@@ -155,7 +155,7 @@ def _last_bad_step(
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
-    """``new`` in the dtypes of ``old``, none of them weak: a state that crosses `jax.jit` twice is traced once."""
+    """Cast ``new`` to the dtypes of ``old``, none of them weak, so that a second step is not traced anew."""
 
     def with_dtype(a: Any, b: Any) -> Any:
         if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
@@ -168,7 +168,7 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
 
 
 def _with_own_buffers(state: optax.OptState) -> optax.OptState:
-    """A fresh state without any array twice, as some chains make it: it could not be donated."""
+    """Copy what a fresh state holds twice, as the states of some chains do: it could not be donated."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:

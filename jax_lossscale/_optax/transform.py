@@ -37,7 +37,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
             return wrapper.update_and_apply
-        return functools.partial(_update_then_apply, self.update)  # another `update` was put in by `_replace`
+
+        def update_then_apply(scaled_grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+            updates, state = self.update(scaled_grads, state, params, **extra_args)
+            return apply_updates(params, updates), state
+
+        return update_then_apply  # `_replace` has put another `update` in
 
     def __repr__(self) -> str:
         wrapper = getattr(self.update, "__self__", None)
@@ -82,9 +87,10 @@ def loss_scaled(
     Args:
       inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
       loss_scale: whatever `get` accepts; by default an `AutoLossScale`, which needs no numbers from you.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree on the verdict, so
-        that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them
-        yourself.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree, so that all skip
+        together. This costs one small all-reduce. The gradients are not touched: sum or average them yourself, in
+        float32. A sum over devices rounds in the dtype of its terms, also the sum that `jax.shard_map` makes of the
+        gradients of replicated weights, in bfloat16 as in float16.
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
         bytes, though no GPU has been timed. The results are the same. If you differentiate through steps, as in
@@ -98,7 +104,7 @@ def loss_scaled(
 
       ``update(scaled_grads, state, params=None, *, value, skip_if, grads_finite, **extra_args)``
         returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
-        gives them for this state. The others may be left out:
+        gives them for this state. The other arguments are optional:
 
         - ``value``: the true loss, a real scalar, which is passed on to the chain;
         - ``skip_if``: ``bool[]``, skip for a reason of your own;
@@ -154,14 +160,3 @@ def loss_scaled(
     inner = optax.with_extra_args_support(inner)
     wrapper = Wrapper(inner, made(loss_scale, "loss_scaled(loss_scale=...)"), axis_name, skip, record_bad_steps)
     return LossScaledTransformation(wrapper.init, wrapper.update)
-
-
-def _update_then_apply(
-    update: optax.TransformUpdateExtraArgsFn,
-    scaled_grads: optax.Updates,
-    state: LossScaledState,
-    params: optax.Params,
-    **extra_args: Any,
-) -> tuple[optax.Params, LossScaledState]:
-    updates, state = update(scaled_grads, state, params, **extra_args)
-    return apply_updates(params, updates), state

@@ -13,7 +13,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_bool_scalar, is_number
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.base import adjust
-from jax_lossscale._measure import AxisName, agree, agree_on_largest, all_finite, finite_and_largest
+from jax_lossscale._measure import AxisName, agree, finite_and_largest
 
 
 class Told(NamedTuple):
@@ -25,7 +25,7 @@ class Told(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is known and decided of a step before it is taken, agreed over devices; ``None`` where nobody asks."""
+    """What is known and decided of a step before it is taken, agreed over devices; ``None``: not asked."""
 
     should_apply: jax.Array | None  # bool[]; None: yes, known without looking
     grads_finite: jax.Array | None  # bool[]
@@ -39,8 +39,14 @@ _Flags = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # grads_fi
 
 
 def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis_name: AxisName) -> Verdict:
-    """The table in `loss_scaled`. Devices agree on everything at once: one all-reduce."""
-    flags, largest = _agreed(*_look(scaled_grads, loss_scale, told), axis_name)
+    """Decide by the table in `loss_scaled`. Devices agree on everything at once, in one all-reduce."""
+    grads_finite = value_finite = largest = None
+    allowed = None if told.skip_if is None else ~jnp.asarray(told.skip_if)
+    if loss_scale.checks_gradients:
+        grads_finite, largest = _look(scaled_grads, loss_scale, told)
+        if told.value is not None and _tree.is_inexact(told.value):
+            value_finite = jnp.isfinite(told.value)
+    flags, largest = _agreed((grads_finite, value_finite, allowed), largest, axis_name)
     grads_finite, value_finite, allowed = flags
     must_be_finite = grads_finite if loss_scale.skip_nonfinite else None
     if grads_finite is not None:
@@ -64,37 +70,33 @@ def check_told(told: Told) -> None:
             check_bool_scalar(flag, f"update({name}=...)")
 
 
-def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> tuple[_Flags, jax.Array | None]:
-    """Find out what this device knows, and the largest gradient if the loss scale needs it."""
-    allowed = None if told.skip_if is None else ~jnp.asarray(told.skip_if)
-    if not loss_scale.checks_gradients:
-        return (None, None, allowed), None
-    largest = None
-    if loss_scale.needs_largest or told.grads_finite is None:
-        grads_finite, largest = finite_and_largest(scaled_grads, loss_scale())
-    if told.grads_finite is not None:
-        if largest is not None:  # 0 would say that all are zero, where they are not finite
-            largest = jnp.where(grads_finite, largest, jnp.inf)
-        grads_finite = jnp.asarray(told.grads_finite)
-    value_finite = None if told.value is None else all_finite(told.value)
-    return (grads_finite, value_finite, allowed), largest if loss_scale.needs_largest else None
+def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> tuple[jax.Array, jax.Array | None]:
+    """Find out whether the gradients on this device are finite, and the largest if the loss scale needs it."""
+    if told.grads_finite is not None and not loss_scale.needs_largest:
+        return jnp.asarray(told.grads_finite), None
+    grads_finite, largest = finite_and_largest(scaled_grads, loss_scale())
+    if told.grads_finite is None:
+        return grads_finite, largest if loss_scale.needs_largest else None
+    told_finite = jnp.asarray(told.grads_finite)
+    # Infinity stands for no measurement: 0 would say that all are zero, where they are not finite.
+    return told_finite, jnp.where(told_finite, jnp.where(grads_finite, largest, jnp.inf), 0)
 
 
 def _agreed(flags: _Flags, largest: jax.Array | None, axis_name: AxisName) -> tuple[_Flags, jax.Array | None]:
-    """What all devices know together."""
+    """Return what all devices know together."""
     known, structure = jax.tree.flatten(flags)
-    if not known:
+    if not known or not axis_name:
         return flags, largest
-    if largest is None:
-        return jax.tree.unflatten(structure, agree(jnp.stack(known), axis_name)), None
-    agreed, largest = agree_on_largest(jnp.stack(known), largest, axis_name)
+    agreed, largest = agree(known, largest, axis_name)
     grads_finite, value_finite, allowed = jax.tree.unflatten(structure, agreed)
-    # Where one device overflowed, the largest of the others is not that of the gradients.
-    return (grads_finite, value_finite, allowed), jnp.where(grads_finite, largest, 0)
+    if largest is not None:
+        # Where one device overflowed, the largest on the other devices is not the largest of all gradients.
+        largest = jnp.where(grads_finite, largest, 0)
+    return (grads_finite, value_finite, allowed), largest
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
-    """The conjunction of those that are known; ``None``, for true, of none."""
+    """Whether all known flags are true; ``None``, which stands for true, if none is known."""
     result = None
     for flag in flags:
         if flag is not None:

@@ -40,7 +40,7 @@ class Wrapper:
         return f"loss_scaled({self.initial_loss_scale!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        """Itself, as for a function: the copy of a train state steps with what was compiled for the original."""
+        """Return the object itself, as for a function: a copied train state steps with what is compiled already."""
         return self
 
     def init(self, params: optax.Params) -> LossScaledState:
@@ -91,7 +91,7 @@ class Wrapper:
         return hidden.filled(new_params, lambda: params), state
 
     def _dispatched(self, applies: bool, extra_args: dict[str, Any], *arguments: Any) -> _Stepped:
-        """Take the step with the leaves that are numbers; outside `jax.jit` in one dispatch, where it can be compiled.
+        """Take the step with the leaves that are numbers; outside `jax.jit`, in one dispatch if it can be compiled.
 
         Extra arguments that are no arrays stay what they are, since they may be functions, or numbers and flags that
         steer Python code. With one of those nothing is compiled, as with a bare optax chain.
@@ -109,7 +109,7 @@ class Wrapper:
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:
-        """Lives and dies with this object, and with it all that the chain has closed over."""
+        """The step, compiled. It is freed with this object, and with it everything that the chain has closed over."""
         return jax.jit(self._step, static_argnums=0)
 
     def _step(
@@ -121,7 +121,7 @@ class Wrapper:
         params: optax.Params | None,
         told: Told,
     ) -> _Stepped:
-        """The state after the step, beside the parameters if it ``applies`` the updates, and the updates if not."""
+        """Return the parameters if the step ``applies`` the updates, and the updates if not; beside the new state."""
         verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
         if told.value is not None:
             extra_args = {**extra_args, "value": told.value}
@@ -159,10 +159,10 @@ def _no_updates(like: optax.Updates) -> optax.Updates:
 
 
 def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
-    """Parameters or unscaled gradients as the inner chain sees them: none of them narrow.
+    """Widen parameters or unscaled gradients for the inner chain: none of them is narrow then.
 
-    Without a loss scale bfloat16 stays, as it would without this library. Float16 never does: the square of a small
-    gradient would be zero, and Adam would divide zero by zero.
+    Without a loss scale bfloat16 stays bfloat16, as without this library. Float16 is always widened: the square of a
+    small gradient would be zero, and Adam would divide zero by zero.
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)

@@ -52,15 +52,12 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
     The initial parameters are the same for all arms, and so is the number of steps.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
-    patches = job.load_patches()
-    arms = job.arms()
-    results = {}
-    label = TextColumn("{task.description:<15}")
-    columns = (label, BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+    patches, arms = job.load_patches(), job.arms()
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    results = {}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(arms) * steps)
         advance = functools.partial(progress.advance, task)
         for name, (dtype, loss_scale) in arms.items():
@@ -70,37 +67,20 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_lossscale",
-        description="The main job: a small neural network learns a photograph five times, in float32, and in float16 "
-        "without a loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how "
-        "each of them ended.",
-        allow_abbrev=False,
+    description = (
+        "The main job: a small neural network learns a photograph five times, in float32, and in float16 without a "
+        "loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how each of "
+        "them ended."
     )
-    parser.add_argument("--version", action="version", version=f"jax_lossscale {jls.__version__}")
-    parser.add_argument(
-        "--steps",
-        type=_positive_integer,
-        default=job.STEPS,
-        metavar="N",
-        help="steps of each training (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of the initial parameters (default: %(default)s); the same seed gives the same numbers",
-    )
-    parser.add_argument(
-        "--json",
-        type=_file,
-        metavar="PATH",
-        help="write the results to this file; - is standard output, and the table then goes to stderr",
-    )
-    parser.add_argument(
-        "--plot", type=_picture, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf"
-    )
+    parser = argparse.ArgumentParser(prog="python -m jax_lossscale", description=description, allow_abbrev=False)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--version", action="version", version=f"jax_lossscale {jls.__version__}")
+    add("--steps", type=_positive_integer, default=job.STEPS, metavar="N", help=f"steps of each training {default}")
+    seed = f"of the initial parameters {default}; the same seed gives the same numbers"
+    add("--seed", type=int, default=0, metavar="N", help=seed)
+    json = "write the results to this file; - is standard output, and the table then goes to stderr"
+    add("--json", type=_file, metavar="PATH", help=json)
+    add("--plot", type=_picture, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf")
     return parser
 
 

@@ -50,7 +50,7 @@ class Trace(NamedTuple):
       loss: the loss before the step.
       zero_fraction: the share of gradient values that are exactly zero, over all values of all parameters, as the
         backward pass delivered them: before they are unscaled.
-      loss_scale: the loss scale that the step used.
+      loss_scale: the loss scale after the step, as `jls.metrics` gives it; 1 where there is none.
       skipped_steps: how many steps were skipped so far, this one included.
     """
 
@@ -66,19 +66,28 @@ class Result:
 
     Attributes:
       final_loss: the mean squared error of the trained float32 parameters, computed in float32 whatever the arm.
-      zero_gradient_fraction: `Trace.zero_fraction`, averaged over all steps, skipped ones included.
-      skipped_steps: how many steps did not change the parameters.
-      final_loss_scale: the loss scale after the last step; 1 where there is none.
       seconds: wall-clock time of the steps: neither starting JAX nor compiling is part of it.
       trace: what happened at each step.
     """
 
     final_loss: float
-    zero_gradient_fraction: float
-    skipped_steps: int
-    final_loss_scale: float
     seconds: float
     trace: Trace
+
+    @property
+    def zero_gradient_fraction(self) -> float:
+        """`Trace.zero_fraction`, averaged over all steps, skipped ones included."""
+        return float(np.mean(self.trace.zero_fraction, dtype=np.float64))
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps did not change the parameters."""
+        return int(self.trace.skipped_steps[-1])
+
+    @property
+    def final_loss_scale(self) -> float:
+        """The loss scale after the last step."""
+        return float(self.trace.loss_scale[-1])
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
@@ -158,10 +167,10 @@ def train(
 
     def train_step(carry: tuple[Params, Any], patches: jax.Array) -> tuple[tuple[Params, Any], Trace]:
         params, opt_state = carry
-        scale = jls.metrics(opt_state)["loss_scale"]
         loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)(params, patches)
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
-        trace = Trace(loss, zero_fraction(grads), scale, jls.metrics(opt_state)["skipped_steps"])
+        metrics = jls.metrics(opt_state)
+        trace = Trace(loss, zero_fraction(grads), metrics["loss_scale"], metrics["skipped_steps"])
         return (params, opt_state), trace
 
     @functools.partial(jax.jit, static_argnames="length", donate_argnames="carry")
@@ -182,17 +191,9 @@ def train(
         advance(length)
     seconds = _clock() - start
 
-    params, opt_state = carry
-    final_loss, metrics = jax.device_get((loss_fn(params, patches), jls.metrics(opt_state)))
+    params, _ = carry
     trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
-    return Result(
-        final_loss=float(final_loss),
-        zero_gradient_fraction=float(np.mean(trace.zero_fraction, dtype=np.float64)),
-        skipped_steps=int(metrics["skipped_steps"]),
-        final_loss_scale=float(metrics["loss_scale"]),
-        seconds=seconds,
-        trace=trace,
-    )
+    return Result(float(loss_fn(params, patches)), seconds, trace)
 
 
 def zero_fraction(grads: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What came of the main job: a table and a sentence, JSON, a picture."""
+"""The results of the main job: a table and a sentence, JSON, a picture."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-# What `job.arms` computes with, in words.
+# The settings of `job.arms`, in words.
+_DYNAMIC = "from 2^32, doubled after 50 good steps"
 _SETTINGS = {
     "float32": "float32",
     "float16": "float16, no loss scale",
-    "float16_fixed": "float16, fixed: $2^{15}$",
-    "float16_dynamic": "float16, dynamic: from $2^{32}$, doubled after 50 good steps",
+    "float16_fixed": "float16, fixed: 2^15",
+    "float16_dynamic": f"float16, dynamic: {_DYNAMIC}",
     "float16_auto": "float16, automatic",
 }
 _SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # the markers of skipped steps
@@ -64,20 +65,23 @@ def psnr(loss: float) -> float:
 
 def conclusion(results: dict[str, Result]) -> str:
     """What the numbers say, in one sentence."""
-    alone, dynamic, auto = (results[name] for name in ("float16", "float16_dynamic", "float16_auto"))
+
+    def ending(name: str) -> str:
+        zeros = _percent(results[name].zero_gradient_fraction)
+        return f"{zeros} of the gradient values were zero, and training ended {_beside_float32(name, results)}"
+
     return (
-        f"Without loss scaling {_percent(alone.zero_gradient_fraction)} of the float16 gradient values were zero, and "
-        f"training ended {_beside_float32(alone, results)}; with a dynamic loss scale "
-        f"{_percent(dynamic.zero_gradient_fraction)} were, and it ended {_beside_float32(dynamic, results)}; with an "
-        f"automatic one {_percent(auto.zero_gradient_fraction)} were, and it ended {_beside_float32(auto, results)}."
+        f"Float16 without loss scaling: {ending('float16')}; with a dynamic loss scale ({_DYNAMIC}): "
+        f"{ending('float16_dynamic')}; with an automatic one: {ending('float16_auto')}."
     )
 
 
-def _beside_float32(result: Result, results: dict[str, Result]) -> str:
-    reference = results["float32"].final_loss
-    if not math.isfinite(result.final_loss + reference):
-        return f"at a loss of {result.final_loss:.2e}, where float32 ended at {reference:.2e}"
-    change = result.final_loss / reference - 1
+def _beside_float32(name: str, results: dict[str, Result]) -> str:
+    """Where a training ended, told beside the end of float32."""
+    loss, reference = results[name].final_loss, results["float32"].final_loss
+    if not math.isfinite(loss + reference):
+        return f"at a loss of {loss:.2e}, where float32 ended at {reference:.2e}"
+    change = loss / reference - 1
     if abs(change) < 5e-5:
         return "at the loss of float32"
     return f"at a loss {_percent(abs(change))} {'above' if change > 0 else 'below'} that of float32"
@@ -92,8 +96,7 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():
-        if not math.isfinite(arm["final_loss"]):
-            arm["final_loss"] = None
+        arm["final_loss"] = arm["final_loss"] if math.isfinite(arm["final_loss"]) else None
     versions = {"python": platform.python_version(), "jax_lossscale": jls.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy", "scikit-learn")}
     content = {"arms": arms, "steps": steps, "seed": seed, "versions": versions}
@@ -115,27 +118,24 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.2, 6.6), layout="constrained")  # a page's width: letters stay legible
         panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
-        loss_axes, zeros_axes, scale_axes = panels["loss"], panels["zeros"], panels["scale"]
-
-        steps = np.arange(1, len(results["float32"].trace.loss) + 1)
         for name, result in results.items():
+            trace, steps = result.trace, np.arange(1, len(result.trace.loss) + 1)
             label = f"{_SETTINGS[name]} ({psnr(result.final_loss):.1f} dB)"
-            loss_axes.plot(steps, result.trace.loss, label=label, **_LINES[name])
-            zeros_axes.plot(steps, result.trace.zero_fraction, **_LINES[name])
-        loss_axes.set(title="Training loss", ylabel="mean squared error", yscale="log")
-        loss_axes.legend(title="products computed in, and loss scale (PSNR at the end)", alignment="left")
-        zeros_axes.set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
-        zeros_axes.yaxis.set_major_formatter(PercentFormatter(1))
-
-        for name, marker in _SKIPPED.items():
-            trace = results[name].trace
-            skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0)).tolist()
-            style = _LINES[name] | {"linestyle": "-", "marker": marker, "markerfacecolor": "none"}
-            label = f"{name.removeprefix('float16_')}: {len(skipped)} skipped"
-            scale_axes.plot(steps, trace.loss_scale, drawstyle="steps-mid", markevery=skipped, label=label, **style)
-        scale_axes.set(title="Loss scale, and skipped steps")
-        scale_axes.set_yscale("log", base=2)
-        scale_axes.legend(loc="lower right")
+            panels["loss"].plot(steps, trace.loss, label=label, **_LINES[name])
+            panels["zeros"].plot(steps, trace.zero_fraction, **_LINES[name])
+            if name in _SKIPPED:
+                skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0)).tolist()
+                line = _LINES[name] | {"linestyle": "-", "marker": _SKIPPED[name], "markerfacecolor": "none"}
+                label = f"{name.removeprefix('float16_')}: {len(skipped)} skipped"
+                line |= {"drawstyle": "steps-mid", "markevery": skipped, "label": label}
+                panels["scale"].plot(steps, trace.loss_scale, **line)
+        panels["loss"].set(title="Training loss", ylabel="mean squared error", yscale="log")
+        panels["loss"].legend(title="products computed in, and loss scale (PSNR at the end)", alignment="left")
+        panels["zeros"].set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
+        panels["zeros"].yaxis.set_major_formatter(PercentFormatter(1))
+        panels["scale"].set(title="Loss scale after each step")
+        panels["scale"].set_yscale("log", base=2)
+        panels["scale"].legend(loc="lower right")
         for axes in panels.values():
             axes.set(xlabel="step", xlim=(-0.015 * len(steps), 1.015 * len(steps)))
         figure.savefig(path, dpi=150)

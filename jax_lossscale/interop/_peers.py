@@ -1,6 +1,6 @@
 """What other libraries call the fields of a dynamic loss scale, and the conversion from these names and to them.
 
-What a library does otherwise with the same numbers, or has no place for, is a `UserWarning` for each.
+A `UserWarning` names each thing that a library does differently with the same numbers, or has no place for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "
 
 
 def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) -> DynamicLossScale:
-    """What a library has saved, as a loss scale that goes on from there.
+    """Make a loss scale that goes on from what a library has saved.
 
     Args:
       library: its name.
@@ -64,7 +64,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
             f"`{call}`: the scale {lowest:g} is below the floor {floor:g}, to which the peer raises it on an overflow; "
             "here an overflow never raises the scale."
         )
-    # TensorFlow compares its counter with `>=`, as we do; the others with `==`.
+    # TensorFlow compares its counter with `>=`, as we do; all other libraries with `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
@@ -74,7 +74,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
 
 
 def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
-    """The fields of a loss scale by the names of a library, as Python numbers."""
+    """Return the fields of a loss scale under the names of a library, as Python numbers."""
     call = f"to_{library}"
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
@@ -97,7 +97,7 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
 
 
 def number(value: Any, name: str) -> float:
-    """A scale or a factor as a Python float: from Python, NumPy, JAX, or a scalar tensor or variable."""
+    """Return a scale or a factor as a Python float: from Python, NumPy, JAX, or a scalar tensor or variable."""
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
@@ -108,18 +108,18 @@ def number(value: Any, name: str) -> float:
 
 
 def _count(value: Any, name: str) -> int:
-    """An interval or a counter as an int, of the same origins; integral floats are welcome."""
+    """Return an interval or a counter as an int, from the same sources; integral floats are welcome."""
     return _check.count(np.asarray(value).tolist(), name)
 
 
 def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """What the library calls those of the fields that it has."""
+    """What the library calls those of these fields that it has."""
     names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
     return {field: names[field] for field in fields if names[field]}
 
 
 def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
-    """Our fields from what a library has saved, or a `ValueError` that says which are missing; no floor is read."""
+    """Read our fields, all but the floor, from what a library has saved; a `ValueError` names missing ones."""
     names.pop("min_loss_scale", None)
     if not isinstance(saved, Mapping):
         raise ValueError(f"`{argument}` must be a dictionary with {', '.join(names.values())}, got {saved!r}.")

@@ -1,7 +1,7 @@
 """``tf.compat.v1.mixed_precision``'s loss scales, by configuration and checkpoint values; TensorFlow is not needed.
 
-Read against TensorFlow 2.21.0, which this library follows step for step: nothing is lost on the way here, save that
-TensorFlow accepts configurations that make no sense (a period of 0, a multiplier of 0.5), which are refused.
+Read against TensorFlow 2.21.0, which this library follows step for step: nothing is lost on the way here.
+Configurations that make no sense (a period of 0, a multiplier of 0.5) are accepted there and refused here.
 """
 
 from __future__ import annotations

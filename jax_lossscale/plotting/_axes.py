@@ -20,7 +20,7 @@ GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
 def given_or_new_axes(
     requested: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
 ) -> tuple[Axes, ...]:
-    """The Axes that the user gave, one for each panel, or those of a new figure, which a notebook shows.
+    """Return the Axes that the user gave, one for each panel, or the Axes of a new figure, which a notebook shows.
 
     ``caller`` and its ``argument`` are named in the errors: an `ImportError` if there is no matplotlib, a `ValueError`
     if these are no Axes, or not as many.

@@ -73,7 +73,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
         cross: Any = {"color": VERMILLION, "markersize": 7, "markeredgewidth": 1.8, "clip_on": False}
         ax.plot(over, np.full(len(over), 0.97), "x", transform=ax.get_xaxis_transform(), label="overflow", **cross)
     if comparison.loss_scale is not None:
-        label = "start here" if comparison.will_train else "best for the others"
+        label = "start here" if comparison.will_train else "best for other leaves"
         ax.axvline(comparison.loss_scale, color=GREEN, linestyle=":", linewidth=1.8, zorder=1, label=label)
 
     ax.set_xscale("log", base=2)
@@ -88,7 +88,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
 
 
 def _drawable_errors(leaf: LeafGradientError) -> np.ndarray:
-    """The errors at the scales with finite gradients; NaN, which leaves a gap, at the others."""
+    """The errors at the scales with finite gradients; NaN, which leaves a gap, at all other scales."""
     errors = np.asarray(leaf.relative_error)
     has_error = np.isfinite(errors) & (np.asarray(leaf.nonfinite) == 0)
     return np.where(has_error, np.maximum(errors, _SMALLEST_ERROR), np.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 import chex
@@ -72,48 +73,46 @@ def plot_exponents(
     loss_scale = loss_scale() if isinstance(loss_scale, LossScale) else loss_scale
     scale = positive_normal_number(loss_scale, "plot_exponents(loss_scale=...)")
     histogram = _one_histogram(tree_or_histogram)
-    counts = np.asarray(histogram.counts, np.int64)
-    numbers = int(counts.sum()) + int(histogram.subnormals)
-    undrawn = {
-        "exactly zero": int(histogram.zeros),
-        "not finite": int(histogram.nonfinite),
-        "subnormal in their own dtype": int(histogram.subnormals),
-    }
+    counts, subnormals = np.asarray(histogram.counts, np.int64), int(histogram.subnormals)
+    undrawn = {"exactly zero": int(histogram.zeros), "not finite": int(histogram.nonfinite)}
+    undrawn["subnormal in their own dtype"] = subnormals
     everything = int(counts.sum()) + sum(undrawn.values())
     if everything == 0:
         raise ValueError(
             "`plot_exponents(tree_or_histogram=...)` must hold floating or complex numbers to draw, got "
             f"{tree_or_histogram!r}."
         )
-
-    shift = float(np.log2(scale))
-    shifts = (0.0, shift) if scale != 1 else (0.0,)
+    numbers = max(int(counts.sum()) + subnormals, 1)
     edges = np.append(histogram.exponents, histogram.exponents[-1] + 1).astype(float)
-    faint = 0 if isinstance(tree_or_histogram, ExponentHistogram) else int(histogram.subnormals)
-    shares = [np.divide(_lost_and_over(counts, edges + shift, faint, dtype), max(numbers, 1)) for shift in shifts]
-    rescued = shares[0][0] - shares[-1][0]
+    heights, bars = _between_the_first_and_the_last(100 * counts / numbers, edges)
+    shift = float(np.log2(scale))
+    gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "linewidth": 1.2, "fill": scale != 1}
+    outlines: list[tuple[float, str, Any]] = [(0.0, "gradients", gray)]
+    if scale != 1:
+        times = f"times $2^{{{shift:g}}}$" if shift % 1 == 0 else f"times {scale:g}"
+        outlines.append((shift, times, {"color": BLUE, "linewidth": 2.2}))
 
     (ax,) = given_or_new_axes(ax, "plot_exponents")
-    heights, bars = _between_the_first_and_the_last(100 * counts / max(numbers, 1), edges)
-    gray: Any = {"facecolor": "#c4c4c4", "edgecolor": "#4a4a4a", "fill": scale != 1}
-    ax.stairs(heights, bars, linewidth=1.2, label=f"gradients: {_told(*shares[0])}", **gray)
-    if scale != 1:
-        end = f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
-        times = f"$2^{{{shift:g}}}$" if shift % 1 == 0 else f"{scale:g}"
-        label = f"times {times}: {_told(*shares[1])}{end}"
-        ax.stairs(heights, bars + shift, color=BLUE, linewidth=2.2, label=label)
     bottom, _, top = _range_of(dtype)
-    hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
-    for moved in shifts:
-        # What the dtype loses; bars that it keeps have no width between these edges.
-        for lost in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
-            if np.any(np.diff(lost) * heights):
-                ax.stairs(heights, lost, fill=True, zorder=1.1, **hatched)
+    faint = 0 if isinstance(tree_or_histogram, ExponentHistogram) else subnormals
+    lost_unscaled = None
+    for moved, name, style in outlines:
+        lost, over = (number / numbers for number in _lost_and_over(counts, edges + moved, faint, dtype))
+        rescued = 0.0 if lost_unscaled is None else lost_unscaled - lost
+        lost_unscaled = lost
+        words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
+        words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
+        ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
+        # Hatch what the dtype loses. Bars that it keeps have no width between these edges.
+        hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
+        for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
+            if np.any(np.diff(beyond) * heights):
+                ax.stairs(heights, beyond, fill=True, zorder=1.1, **hatched)
 
     # Bars too low to be seen do not widen the view.
     lowest = 0.0 if yscale == "log" else 0.002 * heights.max()
     _, seen = _between_the_first_and_the_last(np.where(heights > lowest, heights, 0), bars)
-    left, right = min(bottom, seen[0] + min(shifts) - 1), max(top, seen[-1] + max(shifts) + 1)
+    left, right = min(bottom, seen[0] + min(shift, 0) - 1), max(top, seen[-1] + max(shift, 0) + 1)
     margin = 0.12 * (right - left)  # room for the names of what lies outside
     ax.set_xlim(min(left, bottom - margin), max(right, top + margin))
     _set_share_axis(ax, heights, yscale)
@@ -121,10 +120,10 @@ def plot_exponents(
     ax.locator_params(axis="x", nbins=10, steps=[1, 2, 4, 8, 10], integer=True)
     ax.xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     ax.set(xlabel="magnitude of a gradient", ylabel="share of non-zero gradients (%)")
-    words = [f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number]
-    title = f"not drawn: {', '.join(words)}" if words else None
-    below_the_ranges: Any = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.82)}
-    ax.legend(title=title, alignment="left", fontsize="small", title_fontsize="small", **below_the_ranges)
+    left_out = ", ".join(f"{_percent(number / everything)} {name}" for name, number in undrawn.items() if number)
+    below_the_ranges: Any = {"loc": "upper left", "bbox_to_anchor": (0.0, 0.82), "alignment": "left"}
+    title = f"not drawn: {left_out}" if left_out else None
+    ax.legend(title=title, fontsize="small", title_fontsize="small", **below_the_ranges)
     return ax
 
 
@@ -141,7 +140,7 @@ def _one_histogram(tree: Any) -> ExponentHistogram:
 def _range_of(dtype: DTypeLike) -> tuple[int, int, int]:
     """The powers of two below which a number rounds to zero or is subnormal, and from which it overflows."""
     info = jnp.finfo(dtype)
-    return info.minexp - info.nmant - 1, info.minexp, int(np.floor(np.log2(float(info.max)))) + 1
+    return info.minexp - info.nmant - 1, info.minexp, info.maxexp
 
 
 def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any) -> tuple[float, float]:
@@ -162,7 +161,7 @@ def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> t
 
 
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
-    """An axis from below the lowest bar to above the highest, with room for the ranges and the legend."""
+    """Set an axis from below the lowest bar to above the highest, with room for the ranges and the legend."""
     tallest = float(heights.max()) or 1.0
     lowest = heights[heights > 0].min(initial=tallest) / 2 if yscale == "log" else 0.0
     ax.set_ylim(lowest, tallest * ((tallest / lowest) ** 0.7 if lowest else 1 / 0.6))
@@ -171,23 +170,19 @@ def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
 
 
 def _draw_ranges(ax: Axes, dtype: Any) -> None:
-    """Gray where gradients are lost, and names above; below these the range of another dtype, as a line."""
+    """Draw gray where gradients are lost, names above, and below the names the range of another dtype, as a line."""
     bottom, normal, top = _range_of(dtype)
     left, right = ax.get_xlim()
-    zones = [
-        ("to zero", left, bottom, PALE),
-        ("subnormal", bottom, normal, PALER),
-        (f"normal {dtype.name}", normal, top, "white"),
-        ("overflow", top, right, PALE),
-    ]
+    names = {"to zero": PALE, "subnormal": PALER, f"normal {dtype.name}": "white", "overflow": PALE}
+    borders = left, bottom, normal, top, right
     place: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
-    for name, start, end, color in zones:
+    for (name, color), (start, end) in zip(names.items(), itertools.pairwise(borders), strict=True):
         rotation = 90 if end - start < 0.085 * (right - left) else 0  # a narrow zone has its name upright
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
         ax.axvspan(start, end, facecolor=color, edgecolor="none", zorder=0)
         ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **place)
-    for edge in bottom, normal, top:
-        ax.axvline(edge, color=GRAY, linewidth=0.8, linestyle=":", zorder=0.5)
+    for border in borders[1:-1]:
+        ax.axvline(border, color=GRAY, linewidth=0.8, linestyle=":", zorder=0.5)
 
     other = jnp.dtype(jnp.float16 if dtype == jnp.bfloat16 else jnp.bfloat16)
     _, normal, top = _range_of(other)
@@ -197,10 +192,6 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
     for end, marker in zip(ends, ("<" if left > normal else "|", ">" if right < top else "|"), strict=True):
         ax.plot(end, 0.91, marker, markersize=6, **line)
     ax.text((normal + top) / 2, 0.9, f"normal {other.name}: $2^{{{normal}}}$ to $2^{{{top}}}$", **place)
-
-
-def _told(lost: float, over: float) -> str:
-    return f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
 
 
 def _percent(share: float) -> str:

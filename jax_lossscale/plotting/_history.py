@@ -83,7 +83,7 @@ def plot_run(
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if a sequence is not one-dimensional, not of numbers, or not as long as the others; if steps do not
+      ValueError: if a sequence is not one-dimensional, not of numbers, or not as long as all of them; if steps do not
         increase, there is nothing to draw, or the number of Axes is not that of the panels.
 
     Examples:
@@ -103,13 +103,13 @@ def plot_run(
     steps = _steps(columns, "plot_run")
     skipped = _was_skipped(columns)
     total = columns.get("skipped_steps", None if skipped is None else skipped.cumsum())
-    panels: dict[str, Any] = {
-        "loss": (columns.get("loss"), _draw_loss),
-        "loss scale (power of two)": (columns.get("loss_scale"), partial(_draw_loss_scale, skipped=skipped)),
-        "skipped steps (total)": (total, _draw_total),
-        "underflow (% of gradients)": (columns.get("underflow"), _draw_underflow),
-    }
-    panels = {name: (values, draw) for name, (values, draw) in panels.items() if values is not None}
+    all_panels: list[tuple[str, Any, Any]] = [
+        ("loss", columns.get("loss"), _draw_loss),
+        ("loss scale (power of two)", columns.get("loss_scale"), partial(_draw_loss_scale, skipped=skipped)),
+        ("skipped steps (total)", total, _draw_total),
+        ("underflow (% of gradients)", columns.get("underflow"), _draw_underflow),
+    ]
+    panels = [panel for panel in all_panels if panel[1] is not None]
     if not panels:
         raise ValueError(
             f"`plot_run(history=...)` has nothing to draw, only {sorted(history)}. Give loss, loss_scale, skipped or "
@@ -117,8 +117,8 @@ def plot_run(
         )
 
     figsize = (6.4, 0.8 + 1.2 * len(panels))
-    axes = given_or_new_axes(axes, "plot_run", "axes", list(panels), figsize=figsize)
-    for ax, (name, (values, draw)) in zip(axes, panels.items(), strict=True):
+    axes = given_or_new_axes(axes, "plot_run", "axes", [name for name, *_ in panels], figsize=figsize)
+    for ax, (name, values, draw) in zip(axes, panels, strict=True):
         draw(ax, steps, values)
         _finish(ax, steps)
         ax.set_title(name, loc="left", fontsize="medium")  # a label beside a panel as low as this would not fit
@@ -141,8 +141,7 @@ def _by_name(history: Any) -> dict[str, Any]:
 
 def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
     """What can be drawn, as NumPy arrays of the same length."""
-    history = jax.device_get({name: values for name, values in history.items() if name in _HISTORY})
-    columns = {name: np.asarray(values) for name, values in history.items()}
+    columns = {name: np.asarray(jax.device_get(history[name])) for name in _HISTORY if name in history}
     shapes = {name: column.shape for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(
@@ -209,9 +208,8 @@ def _draw_total(ax: Axes, steps: np.ndarray, total: np.ndarray) -> None:
 
 
 def _draw_underflow(ax: Axes, steps: np.ndarray, underflow: np.ndarray) -> None:
-    percent = 100 * underflow
-    _draw_with_gaps(ax, steps, percent)
-    _set_ylim_from_zero(ax, np.max(percent, initial=0, where=np.isfinite(percent)) or 1.0)
+    _draw_with_gaps(ax, steps, 100 * underflow)
+    _set_ylim_from_zero(ax, 100 * np.max(underflow, initial=0, where=np.isfinite(underflow)) or 1.0)
 
 
 def _set_ylim_from_zero(ax: Axes, highest: float) -> None:

@@ -254,7 +254,7 @@ def test_a_training_that_ends_as_nan_is_no_number_and_no_noise():
     percent = accuracy._percent(outcome, training.Outcome(1.0, 0, 0, 1.0, np.ones(1)))
     one = accuracy.Compared("pinn", "float16", (percent,) * 3, 5.0, (outcome,) * 3)
     assert not one.within_floor
-    assert accuracy._verdict(one) == "NaN"
+    assert accuracy._beside_noise(one) == "NaN"
     assert accuracy._row(one, 3, 4)[2:7] == [None] * 4 + [""]  # no fourth seed
 
 
@@ -300,8 +300,6 @@ def test_the_tables_and_the_figure_go_into_docs(tables, tmp_path, monkeypatch):
         ("accuracy --docs --quick", "--docs needs every workload in full"),
         ("accuracy --docs --workload pinn", "--docs needs every workload in full"),
         ("accurate", "there is no benchmark 'accurate'"),
-        ("autocast --model Mambo", "there is no model 'Mambo'"),
-        ("cuda --kernels 3", "belong to the benchmark autocast"),
     ],
 )
 def test_options_that_are_refused(arguments, complaint, capsys):

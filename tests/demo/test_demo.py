@@ -29,14 +29,7 @@ def fake_result(final_loss=1e-4, zero_fraction=0.0):
         loss_scale=np.array([4.0, 2.0]),
         skipped_steps=np.array([1, 1]),
     )
-    return job.Result(
-        final_loss=final_loss,
-        zero_gradient_fraction=zero_fraction,
-        skipped_steps=1,
-        final_loss_scale=2.0,
-        seconds=0.5,
-        trace=trace,
-    )
+    return job.Result(final_loss=final_loss, seconds=0.5, trace=trace)
 
 
 def fake_results(**final_losses):

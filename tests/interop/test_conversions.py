@@ -240,7 +240,7 @@ def test_there_and_back_again(peer, data):
         (lambda: from_torch({**TORCH, "scale": "big"}), ["['scale']", "one number", "'big'"]),
         (lambda: from_torch({**TORCH, "scale": True}), ["['scale']", "True"]),
         (lambda: from_torch({**TORCH, "scale": np.ones(2)}), ["['scale']", "one number"]),
-        (lambda: from_torch({**TORCH, "_growth_tracker": -1}), ["_growth_tracker", "count", "-1"]),
+        (lambda: from_torch({**TORCH, "_growth_tracker": -1}), ["_growth_tracker", "at least 0", "-1"]),
         (lambda: from_torch({**TORCH, "growth_interval": 2.5}), ["growth_interval", "integer", "2.5"]),
         (lambda: from_torch({**TORCH, "growth_interval": 0}), ["increment_period", "at least 1"]),
         (lambda: from_keras({}), ["from_keras(config=...)", "initial_scale", "it has nothing"]),

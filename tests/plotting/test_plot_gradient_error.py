@@ -88,7 +88,7 @@ def test_leaves_that_suffer_differ_in_colour_and_in_line(ax):
     suffering, other = found["suffering leaf (1)"], found["one leaf (1)"]
     assert colors.to_hex(suffering.get_color()) != colors.to_hex(other.get_color())
     assert suffering.get_linestyle() != other.get_linestyle()
-    assert "best for the others" in found
+    assert "best for other leaves" in found
 
 
 def test_without_a_scale_to_start_from_none_is_marked(ax):
