@@ -54,6 +54,7 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
         )
     console = Console(file=file, highlight=False)
     console.print(table)
+    console.print("float16_dynamic begins far too high on purpose: DynamicLossScale(2.0**32, increment_period=50).")
     console.print(conclusion(results))
 
 
@@ -132,7 +133,9 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
             skipped = np.flatnonzero(np.diff(trace.skipped_steps, prepend=0)).tolist()
             style = _LINES[name] | {"linestyle": "-", "marker": marker, "markerfacecolor": "none"}
             label = f"{name.removeprefix('float16_')}: {len(skipped)} skipped"
-            scale_axes.plot(steps, trace.loss_scale, drawstyle="steps-mid", markevery=skipped, label=label, **style)
+            scales = np.append(trace.loss_scale, results[name].final_loss_scale)  # the last is the table's
+            edges = np.append(steps, len(steps) + 1)
+            scale_axes.plot(edges, scales, drawstyle="steps-mid", markevery=skipped, label=label, **style)
         scale_axes.set(title="Loss scale, and skipped steps")
         scale_axes.set_yscale("log", base=2)
         scale_axes.legend(loc="lower right")
