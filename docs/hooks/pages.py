@@ -34,7 +34,6 @@ SEARCH_BOOSTS = {
     "guide/": 2,
     "wrong.md": 5,
     "migrating.md": 2,
-    "cheat_sheet.md": 0.5,
     "glossary.md": 0.5,
     "api/": 0.5,
     "examples/": 0.5,
