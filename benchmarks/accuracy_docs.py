@@ -1,6 +1,6 @@
 """Write what `benchmarks.accuracy` found into ``docs``: a table in ``accuracy.md``, and ``accuracy.png``.
 
-The page shows the settings that a reader chooses among; all of them go into ``results/accuracy.md``, with ``--results``.
+The page shows the settings that a reader chooses among. With ``--results``, all go into ``results/accuracy.md``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LINEAR_UP_TO = 0.1  # percent; logarithmic beyond
 _COLUMNS = {
     "workload": "workload",
     "noise floor": "noise floor",
-    "autocast, auto": "`autocast`, `\"auto\"`",
+    "autocast, auto": '`autocast`, `"auto"`',
     "bfloat16": "bfloat16",
     "float16": "float16, no scale",
-    "float16, dynamic": "float16, `\"dynamic\"`",
-    "float16, auto": "float16, `\"auto\"`",
+    "float16, dynamic": 'float16, `"dynamic"`',
+    "float16, auto": 'float16, `"auto"`',
 }
 
 

@@ -124,7 +124,9 @@ def public_names():
         yield from (f"{module}.{name}" for name in names if not name.startswith("_"))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *DOCS.parent.glob("*.md"), DOCS.parent / "examples" / "README.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *DOCS.parent.glob("*.md"), DOCS.parent / "examples" / "README.md"], ids=name_of
+)
 def test_every_fence_is_closed(page):
     fences = re.findall(r"^\s*```(.*)$", page.read_text(), re.MULTILINE)
     assert len(fences) % 2 == 0

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
-_LABEL_WIDTH, _LABEL_HEIGHT = 125, 11  # in points, of a name in the panel
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
 _STYLES = {
@@ -38,69 +37,35 @@ def write(groups: Sequence[Group]) -> None:
 
 
 def draw(groups: Sequence[Group]) -> Figure:
-    """A panel for each group: a small dot for each trace, a large one for the mean of each loss scale."""
+    """Two panels for each group: a row a loss scale, a small dot for each trace, a large one for the mean."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2 * len(groups) + 0.6), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(len(groups), 1, sharex=True))
-    for ax, group in zip(panels, groups, strict=True):
-        _panel(ax, group)
-    panels[-1].set_xlabel("skipped of 1,000 steps")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.draw_without_rendering()  # only then it is known where a point is
-    for ax, group in zip(panels, groups, strict=True):
-        _name_points(ax, _means(group))
+    rows = len(groups[0].judgements)
+    figure = Figure(figsize=(7.2, len(groups) * (0.29 * rows + 0.9)), layout="constrained")
+    for panels, group in zip(figure.subplots(len(groups), 2, squeeze=False), groups, strict=True):
+        steps = np.array([len(trace.log2_largest) for trace in group.traces])
+        numbers = [(judged.unused_bits, 1000 * judged.skipped / steps) for judged in group.judgements.values()]
+        for ax, values in zip(panels, zip(*numbers, strict=True), strict=True):
+            _panel(ax, dict(zip(group.judgements, values, strict=True)))
+        bits, skipped = panels
+        bits.set_title(group.title, loc="left", x=0)
+        bits.set(xlabel="unused bits, mean over applied steps", xlim=(-1, None))
+        bits.set_yticks(range(rows), list(group.judgements))
+        skipped.set_xscale("symlog", linthresh=1)
+        skipped.set(xlabel="skipped of 1,000 steps", xlim=(-0.2, 1500))
+        skipped.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
+        skipped.set_yticks(range(rows), [""] * rows)
     return figure
 
 
-def _panel(ax: Axes, group: Group) -> None:
-    steps, means = _steps(group), _means(group)
-    labelled = set()
-    for name, judged in group.judgements.items():
-        words = next(words for words in _STYLES if name.startswith(words))
-        colour, marker = _STYLES[words]
-        rate = 1000 * judged.skipped / steps
-        ax.plot(rate, judged.unused_bits, marker, color=colour, markersize=3, alpha=0.35, linewidth=0)
-        label = None if words in labelled else words
-        labelled.add(words)
-        edge = {"markeredgecolor": "black", "markersize": 9, "linewidth": 0, "zorder": 3}
-        ax.plot(*means[name], marker, color=colour, label=label, **edge)
-    ax.set_xscale("symlog", linthresh=1)
-    ax.set(xlim=(-0.2, 1500), ylim=(0, 30), ylabel="unused bits, mean over applied steps")
-    ax.set_title(group.title, loc="left")
-    ax.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
-    ax.spines[["top", "right"]].set_visible(False)
+def _panel(ax: Axes, numbers: dict[str, np.ndarray]) -> None:
+    for place, (name, values) in enumerate(numbers.items()):
+        colour, marker = next(style for words, style in _STYLES.items() if name.startswith(words))
+        ax.plot(values, [place] * len(values), marker, color=colour, markersize=3, alpha=0.35, linewidth=0)
+        edge = {"markeredgecolor": "black", "markersize": 8, "linewidth": 0, "zorder": 3}
+        ax.plot(np.nanmean(values), place, marker, color=colour, **edge)
+    ax.set_ylim(len(numbers) - 0.5, -0.5)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)
-
-
-def _steps(group: Group) -> np.ndarray:
-    return np.array([len(trace.log2_largest) for trace in group.traces])
-
-
-def _means(group: Group) -> dict[str, tuple[float, float]]:
-    """Where the large marker of each loss scale is: skipped of 1,000 steps, and unused bits."""
-    steps = _steps(group)
-    return {
-        name: (float((1000 * judged.skipped / steps).mean()), float(np.nanmean(judged.unused_bits)))
-        for name, judged in group.judgements.items()
-    }
-
-
-def _name_points(ax: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """Write each name to the right of its point, or left at the end of the axis, none of them over another."""
-    points_per_pixel = 72 / ax.figure.dpi
-    places = {name: ax.transData.transform(point) * points_per_pixel for name, point in points.items()}
-    end = ax.transAxes.transform((0.65, 0))[0] * points_per_pixel
-    written: list[tuple[float, float]] = []
-    for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][1]):
-        near = [height for across, height in written if abs(across - x) < _LABEL_WIDTH]
-        height = min([y, *(other - _LABEL_HEIGHT for other in near if other - _LABEL_HEIGHT < y)])
-        written.append((x, height))
-        aside = {"xytext": (-7, height - y), "ha": "right"} if x > end else {"xytext": (7, height - y), "ha": "left"}
-        text = ax.annotate(
-            name, points[name], textcoords="offset points", va="center", fontsize=8.5, zorder=3.5, **aside
-        )
-        text.set_in_layout(False)
-        text.set_bbox({"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 0.8})

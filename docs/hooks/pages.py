@@ -2,8 +2,8 @@
 
 The README, the changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are written for the
 repository. Each is a page of the site, too; the README is its front page. In all pages links are written as the
-repository has them, so that they work there as well; here a link to one of these files becomes a link to its page. A link to a file that is no page is left as it is, and
-mkdocs, which finds no such page, fails the build.
+repository has them, so that they work there as well; here a link to one of these files becomes a link to its page. A
+link to a file that is no page is left as it is, and mkdocs, which finds no such page, fails the build.
 """
 
 from __future__ import annotations
