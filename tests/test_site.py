@@ -75,6 +75,14 @@ def test_every_fence_became_a_block_of_code(site):
         assert "```" not in page.read_text(), page
 
 
+def test_every_figure_says_what_it_shows(site):
+    for page in site.rglob("*.html"):
+        for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
+            told = re.search(r'alt="([^"]*)"', picture)
+            assert told, (page, picture)
+            assert len(told[1]) > 25, (page, picture)
+
+
 def test_every_link_leads_to_a_page_and_to_a_place_in_it(site):
     """Also those that were made of names in backticks, and those in the notebooks."""
     pages = {page: read(page) for page in site.rglob("*.html") if page.name != "404.html"}
