@@ -31,6 +31,7 @@ DOCUMENTS = {
 # What a reader who searches should see first: pages that explain, then the reference, then what is long and old.
 SEARCH_BOOSTS = {
     "choosing.md": 3,
+    "why.md": 2,
     "guide/": 2,
     "wrong.md": 5,
     "migrating.md": 2,
@@ -38,7 +39,7 @@ SEARCH_BOOSTS = {
     "api/": 0.5,
     "examples/": 0.5,
     "notebooks/": 0.5,
-    "accuracy.md": 0.7,
+    "accuracy.md": 1.5,
     "frameworks/": 1.5,
     "results": 0.2,
     "contributing.md": 0.2,
