@@ -2,7 +2,7 @@
 
     python tests/mutation.py                      every file of the core; goes on where it was stopped
     python tests/mutation.py _tree.py --jobs 4    one file, four mutants at a time
-    python tests/mutation.py --report             only write docs/mutation.md from what is known
+    python tests/mutation.py --report             only print the report of what is known
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
 selection, a check left out. The tests that hold its file (`TESTS`) run on it until one fails. If none does the mutant
@@ -30,7 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / ".mutation" / "results.json"
 EXPLAINED = ROOT / "tests" / "mutation_explained.json"
-REPORT = ROOT / "docs" / "mutation.md"
 CPU_SECONDS = 600  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
@@ -372,7 +371,7 @@ def main():
             print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
                 break
-    REPORT.write_text(report(results))
+    print(report(results))
 
 
 # What came of it.

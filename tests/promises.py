@@ -152,7 +152,7 @@ BREAKS = {
             "names = ()",
         ),
     ],
-    "The verdict costs scalar all-reduces only": [
+    "The check costs scalar all-reduces only": [
         (
             "_measure/primitive.py",
             "return largest_on_all(of_local(*shards), names)",

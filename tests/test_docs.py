@@ -124,6 +124,15 @@ def public_names():
         yield from (f"{module}.{name}" for name in names if not name.startswith("_"))
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, *DOCS.parent.glob("*.md"), DOCS.parent / "examples" / "README.md"], ids=name_of
+)
+def test_every_fence_is_closed(page):
+    fences = re.findall(r"^\s*```(.*)$", page.read_text(), re.MULTILINE)
+    assert len(fences) % 2 == 0
+    assert set(fences[1::2]) <= {""}  # the second of each pair says no language
+
+
 def test_the_reference_lists_every_public_name_once():
     assert sorted(listed_in_the_reference()) == sorted(public_names())
 
@@ -136,11 +145,6 @@ def test_the_overview_of_the_reference_names_what_a_user_calls():
         if ".interop." not in name and not name.rpartition(".")[2][0].isupper()
     }
     assert {name for name in functions if f"`jls.{name}`" not in overview} == set()
-
-
-def test_the_first_lines_are_those_of_the_readme():
-    first = BLOCK.search((DOCS / "index.md").read_text())[3]
-    assert first == BLOCK.search((DOCS.parent / "README.md").read_text())[3]
 
 
 def docstrings():

@@ -40,7 +40,7 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
         [
             "the true loss",
             "the scaled loss; yours to divide",
-            "the true loss; on the first step, NaN of a float16 loss",
+            "the true loss, or infinity where loss times scale is; on the first step, NaN of a float16 loss",
             "the true loss",
             "the true loss",
         ],

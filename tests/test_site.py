@@ -69,6 +69,20 @@ def test_no_page_loads_anything_from_elsewhere(site):
         assert not re.search(r"url\([\"']?(https?:)?//", style.read_text()), style
 
 
+def test_every_fence_became_a_block_of_code(site):
+    """One that is not closed turns the rest of its page inside out, and stands in it as it was written."""
+    for page in site.rglob("*.html"):
+        assert "```" not in page.read_text(), page
+
+
+def test_every_figure_says_what_it_shows(site):
+    for page in site.rglob("*.html"):
+        for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
+            told = re.search(r'alt="([^"]*)"', picture)
+            assert told, (page, picture)
+            assert len(told[1]) > 25, (page, picture)
+
+
 def test_every_link_leads_to_a_page_and_to_a_place_in_it(site):
     """Also those that were made of names in backticks, and those in the notebooks."""
     pages = {page: read(page) for page in site.rglob("*.html") if page.name != "404.html"}
@@ -146,7 +160,7 @@ def search(site):
 
 
 def test_no_question_is_asked_twice():
-    assert len({question.typed for question in QUESTIONS}) == len(QUESTIONS) == 45
+    assert len({question.typed for question in QUESTIONS}) == len(QUESTIONS) == 74
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.typed)
@@ -161,4 +175,4 @@ def test_words_that_stand_nowhere_are_not_found(search):
 
 def test_names_are_found_by_their_parts(search):
     """``jls.autocast`` is two words on the site."""
-    assert {"guide/precision/", "guide/step/", "cheat_sheet/"} <= set(search("autocast"))
+    assert {"guide/precision/", "guide/step/", "api/"} <= set(search("autocast"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,16 +19,15 @@ if TYPE_CHECKING:
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart, and a marker for each of the names that begin
-# with the same words.
+# Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
 _STYLES = {
-    AUTO: ("#009e73", "*"),
-    "dynamic 2^15": ("#0072b2", "os^"),
-    "dynamic 2^24": ("#56b4e9", "<v>"),
-    "fixed": ("#6e6e6e", "Dd"),
-    "fairseq": ("#cc79a7", "p"),
-    "OpenSeq2Seq": ("#d55e00", "XP"),
-    "Graphcore": ("#e69f00", "h"),
+    AUTO: ("#009e73", "D"),
+    "dynamic 2^15": ("#0072b2", "o"),
+    "dynamic 2^24": ("#56b4e9", "s"),
+    "fixed": ("#6e6e6e", "^"),
+    "fairseq": ("#cc79a7", "v"),
+    "OpenSeq2Seq": ("#d55e00", "X"),
+    "Graphcore": ("#e69f00", "P"),
 }
 
 
@@ -39,35 +37,35 @@ def write(groups: Sequence[Group]) -> None:
 
 
 def draw(groups: Sequence[Group]) -> Figure:
-    """A panel for each group: a small dot for each trace, a large one for the mean of each loss scale."""
+    """Two panels for each group: a row a loss scale, a small dot for each trace, a large one for the mean."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.2 * len(groups) + 1.2), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(len(groups), 1, sharex=True))
-    for ax, group in zip(panels, groups, strict=True):
-        _panel(ax, group)
-    panels[-1].set_xlabel("skipped of 1,000 steps")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    rows = len(groups[0].judgements)
+    figure = Figure(figsize=(7.2, len(groups) * (0.29 * rows + 0.9)), layout="constrained")
+    for panels, group in zip(figure.subplots(len(groups), 2, squeeze=False), groups, strict=True):
+        steps = np.array([len(trace.log2_largest) for trace in group.traces])
+        numbers = [(judged.unused_bits, 1000 * judged.skipped / steps) for judged in group.judgements.values()]
+        for ax, values in zip(panels, zip(*numbers, strict=True), strict=True):
+            _panel(ax, dict(zip(group.judgements, values, strict=True)))
+        bits, skipped = panels
+        bits.set_title(group.title, loc="left", x=0)
+        bits.set(xlabel="unused bits, mean over applied steps", xlim=(-1, None))
+        bits.set_yticks(range(rows), list(group.judgements))
+        skipped.set_xscale("symlog", linthresh=1)
+        skipped.set(xlabel="skipped of 1,000 steps", xlim=(-0.2, 1500))
+        skipped.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
+        skipped.set_yticks(range(rows), [""] * rows)
     return figure
 
 
-def _panel(ax: Axes, group: Group) -> None:
-    alike: Counter[str] = Counter()
-    for name, judged in group.judgements.items():
-        words = next(words for words in _STYLES if name.startswith(words))
-        colour, markers = _STYLES[words]
-        line: Any = {"color": colour, "marker": markers[alike[words]], "linewidth": 0}
-        alike[words] += 1
-        skipped, unused = group.skipped_of_1000(name), judged.unused_bits
-        ax.plot(skipped, unused, markersize=3, alpha=0.35, **line)
-        mean = skipped.mean(), np.nanmean(unused)
-        ax.plot(*mean, markersize=9, markeredgecolor="black", zorder=3, label=name, **line)
-    ax.set_xscale("symlog", linthresh=1)
-    ax.set(xlim=(-0.2, 1500), ylabel="unused bits, mean over applied steps")
-    ax.set_ylim(bottom=0)
-    ax.set_title(group.title, loc="left")
-    ax.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
-    ax.spines[["top", "right"]].set_visible(False)
+def _panel(ax: Axes, numbers: dict[str, np.ndarray]) -> None:
+    for place, (name, values) in enumerate(numbers.items()):
+        colour, marker = next(style for words, style in _STYLES.items() if name.startswith(words))
+        ax.plot(values, [place] * len(values), marker, color=colour, markersize=3, alpha=0.35, linewidth=0)
+        edge = {"markeredgecolor": "black", "markersize": 8, "linewidth": 0, "zorder": 3}
+        ax.plot(np.nanmean(values), place, marker, color=colour, **edge)
+    ax.set_ylim(len(numbers) - 0.5, -0.5)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)

@@ -1,9 +1,9 @@
 """Pages of the site that live elsewhere in the repository, and links to them.
 
-The changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are written for the repository. Each
-is a page of the site, too. In all pages links are written as the repository has them, so that they work there as well;
-here a link to one of these files becomes a link to its page. A link to a file that is no page is left as it is, and
-mkdocs, which finds no such page, fails the build.
+The README, the changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are written for the
+repository. Each is a page of the site, too; the README is its front page. In all pages links are written as the
+repository has them, so that they work there as well; here a link to one of these files becomes a link to its page. A
+link to a file that is no page is left as it is, and mkdocs, which finds no such page, fails the build.
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ sys.path.insert(0, str(Path(__file__).parent))
 import notebook  # noqa: E402
 
 DOCUMENTS = {
+    "README.md": "index.md",
+    "examples/README.md": "examples.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
 }
-FRONT_PAGE = {"README.md": "index.md"}
-EXAMPLES = "examples/README.md"
-EXAMPLES_PAGE = "examples.md"
 # What a reader who searches should see first: pages that explain, then the reference, then what is long and old.
 SEARCH_BOOSTS = {
     "choosing.md": 3,
+    "why.md": 2,
     "guide/": 2,
     "wrong.md": 5,
     "migrating.md": 2,
-    "cheat_sheet.md": 0.5,
     "glossary.md": 0.5,
     "api/": 0.5,
     "examples/": 0.5,
     "notebooks/": 0.5,
-    "accuracy.md": 0.7,
+    "accuracy.md": 1.5,
     "frameworks/": 1.5,
-    "mutation.md": 0.1,
     "results": 0.2,
     "contributing.md": 0.2,
 }
@@ -82,7 +80,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Weigh a page for the search, rewrite the links of one in `docs`, and put the examples' own text on their page."""
+    """Weigh a page for the search, and rewrite the links of one in `docs`."""
     del config, files
     uri = page.file.src_uri
     for beginning, boost in SEARCH_BOOSTS.items():
@@ -90,11 +88,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             page.meta["search"] = {"boost": boost}
     if page.file.generated_by is not None:
         return markdown  # rewritten when it was made
-    markdown = with_links_to_pages(markdown, f"docs/{uri}", uri)
-    if uri == EXAMPLES_PAGE and (ROOT / EXAMPLES).exists():
-        told = (ROOT / EXAMPLES).read_text().partition("\n")[2]  # without its title
-        markdown += "\n" + with_links_to_pages(told, EXAMPLES, uri)
-    return markdown
+    return with_links_to_pages(markdown, f"docs/{uri}", uri)
 
 
 def with_links_to_pages(markdown: str, source: str, page: str) -> str:
@@ -105,8 +99,7 @@ def with_links_to_pages(markdown: str, source: str, page: str) -> str:
       source: where that file is in the repository.
       page: where its page is in the site.
     """
-    pages = {**pages_elsewhere(), **FRONT_PAGE, EXAMPLES: EXAMPLES_PAGE, "examples": EXAMPLES_PAGE}
-    pages["notebooks"] = "notebooks/index.md"
+    pages = {**pages_elsewhere(), "examples": "examples.md", "notebooks": "notebooks/index.md"}
 
     def rewritten(match: re.Match[str]) -> str:
         before, target, anchor, after = match.groups()

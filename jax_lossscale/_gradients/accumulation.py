@@ -45,7 +45,7 @@ def accumulate_gradients(
 ) -> Callable[..., AccumulatedGradients]:
     """Like `value_and_scaled_grad`, one micro-batch at a time, so that all of them need the memory of one.
 
-    The gradients of each micro-batch are unscaled into float32 and added up there; the mean is scaled again, since
+    The gradients of each micro-batch are unscaled into float32 and added up there. The mean is scaled again, because
     ``update`` takes scaled gradients. If ``fun`` is a mean over the examples of its batch, the result is that of the
     whole batch, up to float32 rounding. All micro-batches make one step: if the gradients or the loss of one are not
     finite, neither is the mean, and ``update`` skips the whole step. The loss scale is updated once.

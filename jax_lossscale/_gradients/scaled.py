@@ -106,7 +106,7 @@ def scaled_grad(
     """Like `jax.grad`, with the gradients multiplied by a loss scale.
 
     Args:
-      fun: as in `value_and_scaled_grad`, like all other arguments.
+      fun: this argument, and every other one, is as in `value_and_scaled_grad`.
       loss_scale: likewise.
       argnums: likewise.
       has_aux: likewise.

@@ -1,4 +1,4 @@
-"""The scale that measures: the largest gradient seen lately is kept just below float16's limit."""
+"""The scale that measures: it keeps the largest recent gradient just below float16's limit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class _State(NamedTuple):
 class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
-    The largest gradient seen lately is kept just below float16's limit. With ``s = log2(scale)``, ``x = log2(largest)``
+    The largest recent gradient is kept just below float16's limit. A step whose gradients overflow lowers the scale by
+    ``2**8`` at once; after a lone overflow it climbs back in 8 steps. With ``s = log2(scale)``, ``x = log2(largest)``
     and ``n`` finite steps since the last overflow, at most 2,048; a prime marks what holds after the step::
 
         finite:      n'         = max(n, 0) + 1, at least 9 where s >= target;  n, or -1 where n = 0, if all are zero
@@ -108,7 +109,7 @@ class AutoLossScale(BoundedLossScale):
 
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
-      log2_peak: ``float32[]``, a leaf: log2 of the largest gradient seen lately; -127 before there is one.
+      log2_peak: ``float32[]``, a leaf: log2 of the largest recent gradient; -127 before there is one.
       log2_margin: ``float32[]``, a leaf: how many bits above the peak are known to be needed. Before there is a peak,
         it ends the search: 102 for ``2**40``, and a bit more for every bit below.
       log2_allowance: ``float32[]``, a leaf: how many more are kept free for overflows that come now and then, 0 to 6.

@@ -141,7 +141,7 @@ class LossScale(abc.ABC):
 
         Args:
           grads: **unscaled** gradients, any pytree, as `unscale` returns them. ``None`` leaves are ignored.
-          axis_name: as in `all_finite`, if devices must agree on the answer.
+          axis_name: as in `all_finite`, if devices must agree whether all gradients are finite.
 
         Returns:
           ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. If it is false, keep the old parameters,

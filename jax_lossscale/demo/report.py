@@ -55,6 +55,7 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
         )
     console = Console(file=file, highlight=False)
     console.print(table)
+    console.print("float16_dynamic begins far too high on purpose: DynamicLossScale(2.0**32, increment_period=50).")
     console.print(conclusion(results))
 
 

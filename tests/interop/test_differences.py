@@ -1,6 +1,6 @@
-"""What `docs/migrating.md` says that other libraries do, in its table of intended differences, seen in them.
+"""What `docs/differences.md` says that other libraries do, in its second table, seen in them.
 
-Rows that are also in the table of `docs/differences.md` are tested with that (`tests/test_peers.py`). Our side of each
+The first table is tested in `tests/test_peers.py`. Our side of each
 row is tested with the rule that it is about. Only the packages that are installed are run.
 """
 

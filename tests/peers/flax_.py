@@ -49,7 +49,9 @@ def value():
     first, second = results(DynamicScale(), jnp.float16)
     assert jnp.isnan(first)
     assert second == 100
-    return "the true loss; on the first step, NaN of a float16 loss"
+    large = DynamicScale(scale=jnp.float32(2.0**127)).value_and_grad(lambda p: 4 * p)(PARAMS)
+    assert jnp.isinf(large.aux)
+    return "the true loss, or infinity where loss times scale is; on the first step, NaN of a float16 loss"
 
 
 def unscaling():

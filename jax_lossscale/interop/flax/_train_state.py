@@ -92,8 +92,8 @@ class TrainState(train_state.TrainState):
         """A train state before the first step.
 
         Args:
-          apply_fn: as in flax, like all the others.
-          params: likewise.
+          apply_fn: as in flax.
+          params: as in flax.
           tx: an optimizer made with `loss_scaled`.
           **fields: the fields that a subclass adds.
 

@@ -1,0 +1,52 @@
+"""Numbers that pages take from ``benchmarks/results`` are those that stand there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def rows(path, heading):
+    """The cells of the first table below a heading."""
+    lines = re.search(r"(?:^\|.*\n)+", path.read_text().partition(heading)[2], re.MULTILINE)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def number(cell):
+    return float(re.match(r"[\d.]+", cell)[0])
+
+
+def test_what_is_predicted_for_an_h100():
+    predicted = {
+        (model, loss): (number(time), number(temporaries))
+        for model, loss, time, _, temporaries, *_ in rows(RESULTS / "autocast.md", "### Training steps for an H100")
+    }
+    told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
+    assert len(told) == 6
+    for model, *cells in told:
+        ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "by hand"))
+        ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]
+        assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
+
+
+# The row of README: that of the benchmark.
+CONTENDERS = {
+    '`update_and_apply`, `"auto"`': "ours, update_and_apply, 'auto'",
+    '`update_and_apply`, `"dynamic"`': "ours, update_and_apply",
+    "`optax.apply_if_finite`, with a loss scale by hand": "apply_if_finite",
+    "jmp": "jmp",
+    "flax": "flax",
+}
+
+
+def test_what_the_step_costs():
+    told = {row[0]: row[1:] for row in rows(ROOT / "README.md", "## What it costs")}
+    assert told.keys() == CONTENDERS.keys()
+    for place, gradients in enumerate(["float32 gradients", "float16 gradients"]):
+        measured = {
+            row[0]: (row[3], *row[4].split(" to ")) for row in rows(RESULTS / "optimizer.md", f"leaves, {gradients}")
+        }
+        for name, contender in CONTENDERS.items():
+            median, first, third = measured[contender]
+            assert told[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
