@@ -137,8 +137,3 @@ def test_the_table_of_names_says_the_same_of_megatron():
         name for name in inspect.signature(jls.DynamicLossScale).parameters if name[0] != "_"
     }
     assert jls.DynamicLossScale(**arguments) == megatron_at(record, 30)
-
-
-def test_the_records_are_there():
-    assert len(RECORDS["deepspeed_loss_scalers"]) == 20
-    assert len(CALLS) == 2
