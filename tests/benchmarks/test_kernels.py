@@ -43,21 +43,6 @@ BODIES = """
   ROOT %twice = f32[256]{0} add(%flat, %flat)
 }
 
-%two (p: f32[10,256]) -> (f32[10,64], f32[10,128]) {
-  %p = f32[10,256]{1,0} parameter(0)
-  %s = f32[10,256]{1,0} negate(%p)
-  %left = f32[10,64]{1,0} slice(%s), slice={[0:10], [0:64]}
-  %right = f32[10,128]{1,0} slice(%s), slice={[0:10], [128:256]}
-  ROOT %both = (f32[10,64]{1,0}, f32[10,128]{1,0}) tuple(%left, %right)
-}
-
-%summed (p: f32[4,10,256]) -> f32[10,64] {
-  %p = f32[4,10,256]{2,1,0} parameter(0)
-  %zero = f32[] constant(0)
-  %sum = f32[10,256]{1,0} reduce(%p, %zero), dimensions={0}, to_apply=%added
-  ROOT %left = f32[10,64]{1,0} slice(%sum), slice={[0:10], [0:64]}
-}
-
 %updated (p: f32[10,256], row: f32[256], i: s32[]) -> f32[10,256] {
   %p = f32[10,256]{1,0} parameter(0)
   %row = f32[256]{0} parameter(1)
@@ -95,7 +80,6 @@ ENTRY %main (x: f32[10,256]) -> f32[10,256] {{
   %row = f32[256]{{0}} parameter(2)
   %rows = s32[3,1]{{1,0}} parameter(3)
   %added_rows = f32[3,256]{{1,0}} parameter(4)
-  %parts = f32[4,10,256]{{2,1,0}} parameter(5)
   %a = f16[512,1024]{{1,0}} parameter(6)
   %b = f32[1024,2048]{{1,0}} parameter(7)
   %images = f16[8,32,32,64]{{3,2,1,0}} parameter(8)
@@ -132,8 +116,6 @@ def program(result):
 KERNELS = {
     "copy": ("f32[10,256]{1,0} copy(%x)", 2 * X, {}),
     "slice": ("f32[256]{0} fusion(%x, %i), kind=kLoop, calls=%sliced", 1024 + 4 + 1024, {}),
-    "two slices": ("(f32[10,64], f32[10,128]) fusion(%x), kind=kLoop, calls=%two", 0.75 * X + 0.75 * X, {}),
-    "sum before a slice": ("f32[10,64]{1,0} fusion(%parts), kind=kLoop, calls=%summed", X + X / 4, {}),
     "update in place": ("f32[10,256]{1,0} fusion(%x, %row, %i), kind=kLoop, calls=%updated", 2 * 1024 + 4, {}),
     "gather": ("f32[3,256]{1,0} fusion(%x, %rows), kind=kLoop, calls=%gathered", 2 * 3 * 1024 + 12, {}),
     # The rows are read, added to, and written; and the indices and what is added are read.

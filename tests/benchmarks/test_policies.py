@@ -153,6 +153,7 @@ def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
     assert skipped.sum() <= 20 + 0.6 * len(real)
 
 
+@pytest.mark.slow  # four trainings
 @pytest.mark.parametrize("name", ["digits, NaN every 30th step", "digits, 9 of 10 batches masked out"])
 def test_no_training_is_lost(name):
     """Two of the trainings of the benchmark, shortened: where some gradients are NaN, and where most are zero."""

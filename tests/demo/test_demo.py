@@ -188,21 +188,6 @@ def test_seconds_are_those_of_the_steps_not_of_compiling(monkeypatch, compilatio
     assert sum(done) == len(result.trace.loss) == steps
 
 
-def test_the_figure_of_a_run_shows_the_scale_after_each_step():
-    pytest.importorskip("matplotlib")
-    figures = {"__name__": "figures", "__file__": str(ROOT / "docs" / "figures.py")}
-    exec((ROOT / "docs" / "figures.py").read_text(), figures)
-    loss_scale = jls.DynamicLossScale(2.0**32, increment_period=2)  # of which a step or two overflow
-    result = job.train(job.load_patches()[:100], np.float16, loss_scale, steps=20, seed=0, advance=lambda steps: None)
-    history = figures["history"](result)
-    expected = []
-    for skipped in history["skipped"]:
-        loss_scale = loss_scale.adjust(not skipped)
-        expected.append(float(loss_scale()))
-    assert 0 < history["skipped"].sum() < 20
-    assert history["loss_scale"].tolist() == expected
-
-
 # What it refuses: exit code 2, nothing trained, nothing written.
 
 
@@ -244,13 +229,3 @@ def test_a_missing_package_ends_it_and_names_the_extra(
     assert f"the extra `{extra}`" in output.err
     assert output.err.endswith(f"pip install {distribution}\n")
     assert list(tmp_path.iterdir()) == []
-
-
-# When it does not get to the end.
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_ends_it_with_one_line(option, tmp_path, capsys, trains_in_no_time):
-    with pytest.raises(SystemExit, match="1"):
-        main([option, str(tmp_path / f"{'n' * 300}.png")])
-    assert capsys.readouterr().err.count("\n") == 1

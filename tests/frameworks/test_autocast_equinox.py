@@ -63,10 +63,10 @@ X = jax.random.normal(KEYS[1], (8, 4))
 @pytest.mark.parametrize(
     ("loss_fn", "model", "args", "has_aux"),
     [
-        (recurrent_loss, RECURRENT, (RECURRENT_STATE, IMAGES), True),
+        pytest.param(recurrent_loss, RECURRENT, (RECURRENT_STATE, IMAGES), True, marks=pytest.mark.slow),
         (mlp_loss, MLP, (X,), False),
         (eqx.filter_jit(mlp_loss), MLP, (X,), False),
-        (checkpointed_loss, MLP, (X,), False),
+        pytest.param(checkpointed_loss, MLP, (X,), False, marks=pytest.mark.slow),
         (ensemble_loss, ENSEMBLE, (X,), False),
     ],
     ids=["convolution, batch norm and GRU", "MLP", "filter_jit", "loop", "ensemble"],

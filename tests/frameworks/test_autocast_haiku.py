@@ -34,6 +34,7 @@ def recurrent(x):
     return hk.Linear(1)(x[-1])
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_float32_and_those_of_float32():
     model = hk.transform_with_state(network)
     params, model_state = jax.jit(model.init)(jax.random.key(1), IMAGES)

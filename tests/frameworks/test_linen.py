@@ -1,6 +1,5 @@
 """flax linen: the page's program, against the step written out, over skips, copies and checkpoints."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -149,15 +148,6 @@ def test_a_field_that_is_none_or_of_another_shape_is_refused():
         simple(count=jnp.int32(3)).apply_gradients(grads=GRADS, count=jnp.float32(3))
     with pytest.raises(AttributeError, match="no_such_field"):
         simple().apply_gradients(grads=GRADS, no_such_field=1)
-
-
-def test_a_deep_copy_goes_on_alike_and_is_not_compiled_for_again(page):
-    traced = page.train_step._cache_size()
-    deep_copy = copy.deepcopy(page.state).replace(apply_fn=page.state.apply_fn)  # a method's copy is not equal to it
-    assert_same_bits(
-        trained(page.train_step, deep_copy, [page.batch]), trained(page.train_step, page.state, [page.batch])
-    )
-    assert page.train_step._cache_size() == traced
 
 
 def through_bytes(state, target, folder):

@@ -275,16 +275,6 @@ def test_what_was_inside_is_unlearned_when_it_has_passed():
     assert np.sum(~np.asarray(finite)) <= 4
 
 
-@pytest.mark.parametrize(
-    ("largest", "num_finite_steps", "steps_a_bit"),
-    [(2.0**-40, 512, 64), (2.0**-40, 0, 1024), (0.0, 512, 1024), (0.0, 2048, 1024)],
-)
-def test_lately_forgets_a_bit_in_64_steps_or_in_1024_where_little_is_known(largest, num_finite_steps, steps_a_bit):
-    loss_scale = replace(Auto(), log2_peak=-10.0, log2_margin=1.0, num_finite_steps=num_finite_steps)
-    most = min(steps_a_bit, 256)
-    assert float(at_rest(loss_scale, most, True, largest).log2_peak) == -10 - most / steps_a_bit
-
-
 def test_a_gradient_far_above_the_peak_clears_what_was_learned():
     def learned(log2_peak, largest):
         known = {"log2_peak": log2_peak, "log2_margin": 9.0, "log2_allowance": 3.0, "num_finite_steps": 600}
@@ -337,15 +327,6 @@ def test_overflows_with_nothing_but_zeros_between_them_are_believed_a_bit_each()
     # One that was seen at the target disproves it.
     after_one = adjust(at_rest(loss_scale, 49, True, 0.0), True, largest=2.0**-20)
     assert float(adjust(after_one, False).log2_margin) == 1
-
-
-def test_allowance_and_margin_are_given_back_one_after_the_other():
-    learned = replace(Auto(), log2_peak=-20.0, log2_margin=3.0, log2_allowance=2.0, num_finite_steps=2047)
-    for steps, margin, allowance in [(1, 3, 2 - 1 / 64), (64, 3, 1), (128, 3, 0), (129, 3 - 1 / 64, 0), (300, 1, 0)]:
-        now = at_rest(learned, steps, True, 2.0**-20)
-        assert (float(now.log2_margin), float(now.log2_allowance)) == (margin, allowance)
-    zeros = at_rest(learned, 300, True, 0.0)
-    assert (float(zeros.log2_margin), float(zeros.log2_allowance)) == (3, 2)
 
 
 def test_a_search_stays_below_where_it_overflowed_and_dares_a_bit_more_every_64_steps():
@@ -482,36 +463,6 @@ def test_a_step_has_no_derivative_and_so_no_nan():
     state = {"current_loss_scale": 8.0, "log2_peak": -127.0, "log2_margin": 0.0}
     for largest in 0.0, 2.0**-20, np.inf, np.nan:
         chex.assert_trees_all_equal(jax.grad(scale_after, (0, 1))(state, largest), (dict.fromkeys(state, 0.0), 0.0))
-
-
-# --- How it travels ---
-
-
-def test_state_is_strong_and_compiles_once(compilations):
-    loss_scale = Auto()
-    jax.block_until_ready(adjust(loss_scale, jnp.array(True), largest=jnp.float32(1)))
-    compilations.clear()
-    for finite, largest in [(True, 1.0), (False, np.nan), (True, 0.0), (True, 2.0)]:
-        loss_scale = adjust(loss_scale, jnp.array(finite), largest=jnp.float32(largest))
-        for name in STATE:
-            leaf = getattr(loss_scale, name)
-            assert not leaf.weak_type
-            chex.assert_type(leaf, jnp.float32 if name.startswith(("current", "log2")) else jnp.int32)
-            chex.assert_shape(leaf, ())
-    assert compilations == []
-
-
-def test_eager_and_batched_steps_are_the_compiled_ones():
-    events = [(True, 0.0), (True, 1e-6), (False, np.nan), (False, np.nan), (True, 1e-5), (True, 2e-5), (True, 0.0)] * 3
-    flags, sizes = (jnp.asarray(column) for column in zip(*events, strict=True))
-    eager, compiled = Auto(), Auto()
-    for finite, largest in events:
-        eager, compiled = eager.adjust(finite, largest=largest), adjust(compiled, finite, largest=largest)
-    step = lambda s, event: (s.adjust(event[0], largest=event[1]), None)  # noqa: E731
-    scanned, _ = jax.lax.scan(step, Auto(), (flags, sizes))
-    batch, _ = jax.vmap(lambda f, x: jax.lax.scan(step, Auto(), (f, x)))(flags[None], sizes[None])
-    for other in (eager, scanned, jax.tree.map(lambda leaf: leaf[0], batch)):
-        assert state_of(other) == pytest.approx(state_of(compiled), rel=1e-6)
 
 
 def test_headroom_is_kept_free():

@@ -91,13 +91,6 @@ def test_leaves_that_suffer_differ_in_colour_and_in_line(ax):
     assert "best for the others" in found
 
 
-def test_a_leaf_without_a_true_gradient_is_left_out_and_does_not_widen_the_view(ax):
-    noise = leaf("noise", [1e4, 1e4, 1e4], rounding=0.5)
-    plot_gradient_error(comparison([leaf("a", [0.1, 0.1, 0.1]), noise], leaf("all leaves", [0.1, 0.1, 0.1])), ax=ax)
-    assert legend(ax) == ["all leaves", "one leaf (1)", "start here"]
-    assert ax.get_ylim()[1] < 1e4
-
-
 def test_axes_are_named_and_drawn_without_a_warning(ax):
     plot_gradient_error(FALLING, ax=ax)
     ax.figure.draw_without_rendering()
