@@ -1,6 +1,5 @@
 """Strict settings for the whole suite, what only CI runs, and a shared fixture."""
 
-import functools
 import os
 from pathlib import Path
 
@@ -8,7 +7,7 @@ TESTS = Path(__file__).parent
 # What one run, worker or child process compiled, the others find: most of the time is spent compiling.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# And nearly all of it runs once. CI sets this to 0 where it tests programs as they are compiled for users.
+# And nearly all of it runs once. CI sets this to 0 for the tests that the README's command leaves out.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -24,8 +23,8 @@ ONLY_IN_CI = (
     *("test_benchmarks.py", "test_docs.py", "test_examples.py", "test_peer_faults.py", "test_peers.py", "test_site.py"),
     *("hardening/test_any_run.py", "hardening/test_any_tree.py", "hardening/test_configurations.py"),
     *("hardening/test_faults.py", "hardening/test_properties.py", "hardening/test_unreliable_processes.py"),
-    *("wrapper/test_optimizers.py", "wrapper/test_optimizer_properties.py", "wrapper/test_processes.py"),
-    *("wrapper/test_programs.py", "wrapper/test_resume.py", "wrapper/test_sharded_programs.py"),
+    *("wrapper/test_optimizers.py", "wrapper/test_processes.py", "wrapper/test_resume.py"),
+    "wrapper/test_sharded_programs.py",
     *("autocast/test_acceptance.py", "autocast/test_any_program.py", "autocast/test_mesh.py"),
     *("autocast/test_arguments_and_transformations.py", "autocast/test_in_half.py", "autocast/test_wide_product.py"),
     *("diagnostics/test_arguments.py", "diagnostics/test_autocast_report.py", "diagnostics/test_cost.py"),
@@ -38,26 +37,32 @@ ONLY_IN_CI = (
 )
 
 
-@functools.cache
-def runs_only_in_ci(path):
-    return any(path == TESTS / name or TESTS / name in path.parents for name in ONLY_IN_CI)
+# What speaks of single bits, or of what XLA makes of a program, is compiled as it is for users.
+AS_FOR_USERS = ("measure", "test_tree.py", "wrapper/test_lowering.py")
+
+
+def is_among(path, names):
+    return any(path == TESTS / name or TESTS / name in path.parents for name in names)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What is left out is not imported either: half of it computes what its tables hold."""
-    return True if "not ci" in config.option.markexpr and runs_only_in_ci(collection_path) else None
+    """Where pyproject's own expression leaves tests out, do not import them: half of them compute what they hold."""
+    is_default = config.option.markexpr in config.getini("addopts")
+    return True if is_default and is_among(collection_path, ONLY_IN_CI) else None
 
 
 def pytest_collection_modifyitems(items):
     """Mark the tests that only CI runs."""
     for item in items:
-        if runs_only_in_ci(item.path):
+        if is_among(item.path, ONLY_IN_CI):
             item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """What one module compiled, another seldom needs; kept for the whole run it takes gigabytes."""
+def compiled_programs(request):
+    """Forget what a module compiled: another seldom needs it, and kept for the whole run it takes gigabytes."""
+    unoptimized = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    jax.config.update("jax_disable_most_optimizations", unoptimized and not is_among(request.path, AS_FOR_USERS))
     yield
     jax.clear_caches()
 

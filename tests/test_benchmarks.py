@@ -1,10 +1,8 @@
-"""The benchmarks' method: who takes a turn when, who takes part, and what ``python -m benchmarks --help`` says."""
+"""The benchmarks' method: who takes a turn when, who takes part, and which results are written."""
 
 import collections
 import itertools
-import os
 import re
-import time
 import tomllib
 from pathlib import Path
 
@@ -13,9 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import BENCHMARKS, ON_REQUEST
-from benchmarks.__main__ import main
-from benchmarks.isolation import Progress, call_apart, run_apart
-from benchmarks.report import Mark, Table, as_markdown, columns, index, marks_as_markdown
+from benchmarks.isolation import Progress
+from benchmarks.report import index
 from benchmarks.timing import interleave
 
 ROOT = Path(__file__).parent.parent
@@ -39,13 +36,10 @@ def turns(monkeypatch):
     return run
 
 
-def test_each_is_timed_right_after_an_untimed_step_of_its_own(turns):
+def test_all_take_their_turn_in_every_round_each_after_an_untimed_step_of_its_own(turns):
     steps = turns()
-    assert steps[::2] == steps[1::2]
-
-
-def test_all_take_their_turn_in_every_round(turns):
-    timed = turns()[1::2]
+    timed = steps[1::2]
+    assert steps[::2] == timed
     for n in range(0, len(timed), len(NAMES)):
         assert sorted(timed[n : n + len(NAMES)]) == NAMES
 
@@ -59,70 +53,10 @@ def test_none_always_follows_the_same_one(turns):
     assert len({tuple(timed[n : n + len(NAMES)]) for n in range(0, len(timed), len(NAMES))}) > len(NAMES)
 
 
-def test_the_order_is_that_of_the_seed(turns):
-    assert turns() == turns()
-    assert turns(seed=1) != turns(seed=2)
-
-
-def test_tables_are_markdown_that_a_terminal_shows():
-    heads = columns("step | median {:.1f} ms | over bare {:.2f} | spread")
-    assert heads == (("step", "{}"), ("median", "{:.1f} ms"), ("over bare", "{:.2f}"), ("spread", "{}"))
-    rows = [("bare", 2.0, 1.0, "1 to 1"), ("a | b", 20.25, None, "")]
-    marks = [Mark("fast", 1.25, 1.2, note="late"), Mark("copies", 0, 0, exactly=True), Mark("unseen", None, 1.0)]
-    table = Table("Steps", heads, rows, marks, ["A note."], quick=True)
-    assert table.as_markdown() == [
-        "### Steps (quick)",
-        "",
-        "| step   |  median | over bare | spread |",
-        "| ------ | ------: | --------: | -----: |",
-        "| bare   |  2.0 ms |      1.00 | 1 to 1 |",
-        "| a \\| b | 20.2 ms |         - |        |",
-        "",
-        "A note.",
-        "",
-    ]
-    assert Table("Nothing", heads, (), marks).as_markdown() == []
-    assert [mark.as_text(quick) for mark, quick in zip(marks, (False, True, True), strict=True)] == [
-        ("fast", "1.25", "<= 1.20", "not met", "late"),
-        ("copies", "0", "= 0", "met (quick)", ""),
-        ("unseen", "not measured", "<= 1.00", "-", ""),
-    ]
-    assert "| fast   |         1.25 | <= 1.20 | not met (quick) | late |" in marks_as_markdown([table])
-
-
-def test_the_index_has_the_date_and_the_marks_of_each_file(tmp_path):
-    steps = Table("Steps", columns("step | median"), [("bare", "1 ms")], [Mark("fast", 1.25, 1.2)])
-    for name, tables in ("speed", [steps]), ("accuracy", [Table("Ends", columns("arm"), [("float32",)])]):
-        about = {"command": f"python -m benchmarks {name}", "date": f"the day of {name}", "processor": "a fast one"}
-        (tmp_path / f"{name}.md").write_text(as_markdown(name, tables, about))
-    found = [section.splitlines() for section in index(tmp_path).split("\n## ")[1:]]
-    folder = tmp_path.name
-    assert found == [
-        [f"[accuracy]({folder}/accuracy.md), the day of accuracy", "", "No marks."],
-        [f"[speed]({folder}/speed.md), the day of speed", "", *marks_as_markdown([steps])[:-1]],
-    ]
-
-
 def test_the_index_is_that_of_the_files():
     results = ROOT / "benchmarks" / "results"
     assert {path.stem for path in results.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(results)
-
-
-@pytest.mark.parametrize("part", [["--quick"]], ids=" ".join)
-def test_results_are_of_whole_benchmarks(part, capsys):
-    with pytest.raises(SystemExit):
-        main(["autocast", *part, "--results"])
-    assert "leave out --quick" in capsys.readouterr().err
-
-
-def test_what_fails_apart_is_told():
-    failed = run_apart("no_such_benchmark", False, {})
-    assert isinstance(failed, str)
-    assert "No module named 'benchmarks.no_such_benchmark'" in failed
-    assert call_apart(pow, 2, 10, timeout=60) == 1024
-    assert call_apart(os._exit, 1, timeout=60) is None
-    assert call_apart(time.sleep, 60, timeout=0.5) is None
 
 
 def test_the_extras_that_the_help_names_exist():
@@ -131,21 +65,6 @@ def test_the_extras_that_the_help_names_exist():
     named = re.findall(r"extra `+([\w-]+)`", "\n".join([*sources, *BENCHMARKS.values()]))
     assert "bench-cuda" in named
     assert set(named) <= set(extras)
-
-
-def test_the_transformer_whose_training_step_is_compiled_has_195_leaves_and_learns():
-    pytest.importorskip("flax")
-    pytest.importorskip("jmp")
-    from benchmarks import models
-
-    params, _ = jax.eval_shape(lambda: models.transformer(12, width=256, batch=4, context=128))
-    assert len(jax.tree.leaves(params)) == 195
-
-    params, text = models.transformer(1, width=16, batch=2, context=8)
-    with jax.numpy_rank_promotion("allow"):
-        grads = jax.jit(jax.grad(models.transformer_loss(jnp.float32, heads=2)))(params, text)
-    del grads["layers"][0]["key"]["bias"]  # adds the same to all logits of a query, which changes nothing
-    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(grads))
 
 
 def test_every_contender_unscales_before_adam():

@@ -23,7 +23,6 @@ BLOCK = re.compile(
     r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
 API = DOCS / "api"
-POWER = re.compile(r"\w\*\*-?\w")
 WIDEST_CODE = 88  # what the site shows at 1280 pixels without a scroll bar
 
 
@@ -170,13 +169,3 @@ def test_examples_in_docstrings_are_not_wider_than_a_page_of_the_site():
     ]
     assert len(prompted) > 100
     assert [(place, line) for place, line in prompted if len(line) > WIDEST_CODE] == []
-
-
-def test_powers_in_docstrings_are_code():
-    """Markdown makes bold text of what stands between two pairs of asterisks."""
-    assert POWER.search("from 2**-8 to 2**24")
-    for place, text in docstrings():
-        examples = re.compile(r"^ *(>>>|\.\.\.).*\n(?: *\S.*\n?)*", re.MULTILINE)
-        indented = re.compile(r"::\n\n(?:(?: +.*)?\n)+")
-        prose = re.sub(r"(`+)[^`]+\1", "", examples.sub("", indented.sub("", text + "\n")))
-        assert POWER.search(prose) is None, place

@@ -1,18 +1,7 @@
-"""The README's snippets run, top to bottom, in one namespace, as a reader would try them.
+"""The README's snippets run, top to bottom, in one namespace, as a reader would try them."""
 
-And what `docs/choosing.md`, the page to choose a loss scale by, says is so.
-"""
-
-import json
 import re
 from pathlib import Path
-
-import numpy as np
-import pytest
-
-import jax_lossscale as jls
-from benchmarks.policies.judge import judge
-from benchmarks.policies.traces import of_one_length, recorded
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -65,72 +54,6 @@ def test_its_table_is_part_of_the_table_to_choose_by():
     rows = re.findall(r"^\| float16 \| ([^|]*) \|", README, re.MULTILINE)
     assert rows
     assert set(rows) <= set(re.findall(r"^\| float16 \| ([^|]*) \|", CHOOSING, re.MULTILINE))
-
-
-def test_the_notebook_recommends_the_loss_scales_of_the_table():
-    notebook = json.loads((ROOT / "notebooks" / "policies.ipynb").read_text())
-    (to_copy,) = ["".join(c["source"]) for c in notebook["cells"] if "## To copy" in "".join(c["source"])]
-    recommended = dict(
-        re.findall(r"\*\*([^*]*?)\.\*\*[^`]*?(?:`[^`\n]*`[^`]*?)*```python\njls\.((?:Auto|Dynamic).*)\n```", to_copy)
-    )
-    assert len(recommended) == 4
-    rows = re.findall(r"^\| float16 \| ([^|]*) \| `([^`]*)`(?:, that is `([^`]*)`)?", CHOOSING, re.MULTILINE)
-    table = {condition: constructor or name for condition, name, constructor in rows}
-    assert set(recommended.values()) <= set(table.values())
-    unknown = table["do not know the size of your gradients, or it changes"]
-    assert unknown == recommended["You do not know your gradients"] == "AutoLossScale()"
-    # The first example has what a person who knows nothing should have.
-    assert jls.get("auto") == jls.AutoLossScale()
-    assert "loss_scaled(optax.adamw(3e-4))" in blocks("python")[0]
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_hysteresis_with_refill_costs_and_wins_what_the_table_says(seed):
-    noise = np.random.default_rng(0).normal(size=100_000)
-    random = np.random.default_rng(seed)
-    when, log2_size = random.random(noise.size), random.uniform(4, 8, noise.size)
-
-    def outcome(rate, **options):
-        """Skipped steps in percent, and how many powers of two of the range are not used, as in the notebook."""
-        largest = 2.0 ** (-8 + 0.5 * noise + np.where(when < 1 / rate, log2_size, 0))
-        run = jls.diagnostics.simulate(jls.DynamicLossScale(2.0**24, **options), largest=largest)
-        applied = np.asarray(run.should_apply)
-        unused = np.log2(65504 / (largest * np.asarray(run.loss_scale, np.float64)))
-        return 100 * (1 - applied.mean()), unused[applied].mean()
-
-    for rate, least, most, wins_more_than, wins_less_than in [
-        (200, 0.2, 0.75, 4, 6),
-        (500, 0.2, 0.75, 4, 6),
-        (1_000, 0.2, 0.75, 4, 6),
-        (5_000, 1.0, 1.15, 1, 2),
-    ]:
-        plain, plain_unused = outcome(rate)
-        skipped, unused = outcome(rate, hysteresis=2, hysteresis_refill="finite")
-        assert 0.035 < plain < 0.05
-        assert least < skipped < most
-        assert wins_more_than < plain_unused - unused < wins_less_than
-
-
-def test_the_automatic_scale_does_on_the_recorded_trainings_what_the_page_says():
-    traces = recorded()
-    same_length = of_one_length(traces)
-    judged = {
-        kind: judge(loss_scale, same_length)
-        for kind, loss_scale in (
-            ("auto", jls.AutoLossScale()),
-            ("dynamic", jls.DynamicLossScale()),
-        )
-    }
-    said = re.search(
-        r"recorded from (\w+) small real trainings, the automatic scale skipped at most (\d+) steps? of any, and left "
-        r"([\d.]+) bits unused on average, where `DynamicLossScale\(\)` leaves ([\d.]+)",
-        " ".join(CHOOSING.split()),
-    )
-    assert said is not None
-    assert said[1] == {10: "ten"}[len(traces)]
-    assert int(said[2]) == judged["auto"].skipped.max()
-    assert float(said[3]) == pytest.approx(judged["auto"].unused_bits.mean(), abs=0.05)
-    assert float(said[4]) == pytest.approx(judged["dynamic"].unused_bits.mean(), abs=0.05)
 
 
 def test_links_and_pictures_exist():

@@ -88,9 +88,9 @@ def loss_scaled(
       inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
       loss_scale: whatever `get` accepts; by default an `AutoLossScale`, which needs no numbers from you.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree whether to skip a
-        step, so that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average them yourself, in
-        float32. A sum over devices rounds in the dtype of its terms, also the sum that `jax.shard_map` makes of the
-        gradients of replicated weights, in bfloat16 as in float16.
+        step, so that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average
+        them yourself, in float32. A sum over devices rounds in the dtype of its terms, also the sum that
+        `jax.shard_map` makes of the gradients of replicated weights, in bfloat16 as in float16.
       skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
         ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
         bytes, though no GPU has been timed. The results are the same. If you differentiate through steps, as in

@@ -70,9 +70,8 @@ def test_auxiliary_values_and_functions_among_the_arguments():
     assert_same_bits(scaled_grads, jax.tree.map(lambda leaf: SCALE * leaf, grads))
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
 @pytest.mark.parametrize("kind", ["number", "loss scale", "state", "none"])
-def test_the_scale_comes_from_whatever_holds_one(kind, jit):
+def test_the_scale_comes_from_whatever_holds_one(kind):
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     model = Small()
     params = eqx.filter(model, eqx.is_inexact_array)
@@ -83,7 +82,7 @@ def test_the_scale_comes_from_whatever_holds_one(kind, jit):
         "none": jls.NoOpLossScale(),
     }
     expected = eqx.filter_grad(loss_fn)(model, jnp.ones(3)).weight * (1.0 if kind == "none" else SCALE)
-    grads = jit(lambda model, scale: filter_value_and_scaled_grad(loss_fn, scale)(model, jnp.ones(3))[1])(
+    grads = eqx.filter_jit(lambda model, scale: filter_value_and_scaled_grad(loss_fn, scale)(model, jnp.ones(3))[1])(
         model, scales[kind]
     )
     np.testing.assert_allclose(grads.weight, expected, rtol=1e-6)
@@ -91,24 +90,9 @@ def test_the_scale_comes_from_whatever_holds_one(kind, jit):
         filter_value_and_scaled_grad(loss_fn, tx)
 
 
-def test_a_loss_too_narrow_for_the_scale_warns():
-    with pytest.warns(UserWarning, match="The loss is float16"):
-        filter_value_and_scaled_grad(lambda model: model(jnp.ones(3)).astype(jnp.float16), jls.DynamicLossScale())(
-            Small()
-        )
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1),
-    "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1, weight_decay=0.1),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(0.1, 0.9)),
-}
-
-
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
-@pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_update_and_apply_takes_a_whole_module_and_gives_what_apply_updates_gives(inner, jit):
+def test_update_and_apply_takes_a_whole_module_and_gives_what_apply_updates_gives(jit):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
     model, tx = Small(), jls.loss_scaled(inner, SCALE)
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     _, grads = filter_value_and_scaled_grad(loss_fn, state)(model, jnp.ones(3))
@@ -174,23 +158,3 @@ def test_serialised_leaves_go_on_bit_for_bit(page, tmp_path):
     assert eqx.tree_equal(restored, run)
     steps = [page.train_step(*state, page.batch, jax.random.key(5)) for state in (restored, run)]
     assert eqx.tree_equal(*steps)
-
-
-def test_an_optimizer_held_in_a_module():
-    class Trainer(eqx.Module):
-        model: eqx.Module
-        opt_state: jls.LossScaledState
-        tx: optax.GradientTransformation
-
-    model, tx = Small(), jls.loss_scaled(optax.adam(0.1), SCALE)
-    trainer = Trainer(model, tx.init(eqx.filter(model, eqx.is_inexact_array)), tx)
-
-    @eqx.filter_jit
-    def step(trainer):
-        loss, grads = filter_value_and_scaled_grad(loss_fn, trainer.opt_state)(trainer.model, jnp.ones(3))
-        model, opt_state = trainer.tx.update_and_apply(grads, trainer.opt_state, trainer.model, value=loss)
-        return Trainer(model, opt_state, trainer.tx)
-
-    after = step(step(trainer))
-    assert after.opt_state.applied_steps == 2
-    assert (after.model.weight < model.weight).all()

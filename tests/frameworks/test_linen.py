@@ -1,6 +1,5 @@
 """flax linen: the page's program, against the step written out, over skips, copies and checkpoints."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -123,17 +122,6 @@ def test_extra_arguments_reach_the_chain():
     np.testing.assert_array_equal(after.params["x"], state.params["x"] - 2 * GRADS["x"] / 8)
 
 
-def test_the_chain_gets_its_extra_arguments():
-    def scaled_by(updates, state, params=None, *, factor, **extra_args):
-        return jax.tree.map(lambda update: factor * update, updates), state
-
-    by_factor = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled_by)
-    tx = jls.loss_scaled(optax.chain(optax.sgd(1.0), by_factor), 8.0)
-    state = TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=tx)
-    state = state.apply_gradients(grads={"x": jnp.full(2, 8.0)}, extra_args={"factor": 3.0})
-    np.testing.assert_array_equal(state.params["x"], [-2, -2])
-
-
 def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
     """Flax hands over the new statistics of its float8 layers as if they were gradients."""
     name = OVERWRITE_WITH_GRADIENT
@@ -162,36 +150,8 @@ def test_a_field_that_is_none_or_of_another_shape_is_refused():
         simple().apply_gradients(grads=GRADS, no_such_field=1)
 
 
-def test_one_trace_for_all_steps(page):
-    traces = []
-
-    @jax.jit
-    def step(state):
-        traces.append(state)
-        return state.apply_gradients(grads=GRADS, value=1.0)
-
-    state = simple()
-    for _ in range(3):
-        state = step(state)
-    assert len(traces) == 1
-
-
-def test_a_deep_copy_goes_on_alike_and_is_not_compiled_for_again(page):
-    traced = page.train_step._cache_size()
-    deep_copy = copy.deepcopy(page.state).replace(apply_fn=page.state.apply_fn)  # a method's copy is not equal to it
-    assert_same_bits(
-        trained(page.train_step, deep_copy, [page.batch]), trained(page.train_step, page.state, [page.batch])
-    )
-    assert page.train_step._cache_size() == traced
-
-
 def through_bytes(state, target, folder):
     return serialization.from_bytes(target, serialization.to_bytes(state))
-
-
-def through_msgpack(state, target, folder):
-    saved = serialization.msgpack_serialize(serialization.to_state_dict(state))
-    return serialization.from_state_dict(target, serialization.msgpack_restore(saved))
 
 
 def through_checkpoints(state, target, folder):
@@ -201,7 +161,7 @@ def through_checkpoints(state, target, folder):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("through", [through_bytes, through_msgpack, through_checkpoints])
+@pytest.mark.parametrize("through", [through_bytes, through_checkpoints])
 def test_a_restored_state_goes_on_bit_for_bit(page, through, tmp_path):
     state = trained(page.train_step, page.state, batches(page))
     target = page.TrainState.create(

@@ -126,14 +126,6 @@ def test_the_optimizer_is_told_what_loss_scaled_is_told(told):
     np.testing.assert_array_equal(model.slope[...], 1.0)
 
 
-def test_a_loss_that_is_a_variable_is_a_loss():
-    model = Line()
-    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
-    grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
-    opt.update(model, grads, value=nnx.Variable(jnp.float32(jnp.nan)))
-    assert opt.opt_state.skipped_steps[...] == 1
-
-
 def test_only_what_wrt_names_is_updated():
     model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.LoRA(2, 1, 2, rngs=nnx.Rngs(1)))
     before = copied_leaves(pure(model))

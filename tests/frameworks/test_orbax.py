@@ -50,13 +50,6 @@ def by_manager(run, target, folder):
         return manager.restore(3, args=ocp.args.StandardRestore(target))
 
 
-def by_manager_of_several_items(run, target, folder):
-    with ocp.CheckpointManager(folder) as manager:
-        manager.save(3, args=ocp.args.Composite(run=ocp.args.StandardSave(run)))
-        manager.wait_until_finished()
-        return manager.restore(3, args=ocp.args.Composite(run=ocp.args.StandardRestore(target)))["run"]
-
-
 def by_the_old_manager(run, target, folder):
     with ocp.CheckpointManager(folder, ocp.PyTreeCheckpointer()) as manager:
         manager.save(3, run)
@@ -71,13 +64,7 @@ def by_standard_checkpointer(run, target, folder):
         return checkpointer.restore(folder / "run", target)
 
 
-def by_the_old_checkpointer(run, target, folder):
-    checkpointer = ocp.PyTreeCheckpointer()
-    checkpointer.save(folder / "run", run)
-    return checkpointer.restore(folder / "run", item=target)
-
-
-WAYS = [by_manager, by_manager_of_several_items, by_the_old_manager, by_standard_checkpointer, by_the_old_checkpointer]
+WAYS = [by_manager, by_the_old_manager, by_standard_checkpointer]
 
 
 @pytest.mark.parametrize("way", WAYS)

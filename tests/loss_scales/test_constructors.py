@@ -1,6 +1,5 @@
 """What the constructors accept, and what they say about everything else."""
 
-import inspect
 import json
 import re
 
@@ -47,19 +46,6 @@ def test_defaults():
     assert jls.NoOpLossScale().get_config() == {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (Fixed, ["loss_scale_value", "skip_nonfinite"]),
-        (Dynamic, ["initial_loss_scale", "increment_period", "multiplier"]),
-        (jls.AutoLossScale, ["initial_loss_scale"]),
-    ],
-)
-def test_only_these_arguments_need_no_name(kind, names):
-    parameters = inspect.signature(kind).parameters.values()
-    assert [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD] == names
-
-
 @pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
 @pytest.mark.parametrize("scale", [float(np.finfo(np.float32).tiny), 1.0, F32_MAX])
 def test_a_scale_may_start_at_its_floor_and_at_its_ceiling(kind, scale):
@@ -83,18 +69,14 @@ def test_configuration_cannot_be_traced(kind):
 
 NOT_A_FINITE_NUMBER = {
     "bool": True,
-    "numpy_bool": np.True_,
     "jax_bool": jnp.array(True),
     "string": "8",
     "list": [8.0],
     "complex": 8j,
     "nan": float("nan"),
-    "numpy_nan": np.float32("nan"),
     "jax_nan": jnp.float32(jnp.nan),
     "inf": float("inf"),
-    "minus_inf": -float("inf"),
     "beyond_float32": 1e39,
-    "beyond_float64": 10**400,
 }
 
 
@@ -132,6 +114,11 @@ def bad_numbers(kind, argument, **others):
         *bad(Dynamic, "current_loss_scale", 0, -1.0, 1e-39, np.array([8.0, np.nan])),
         *bad(Dynamic, "num_good_steps", True, 0.5, "3", float("nan"), -1, 2**31),
         *bad(Dynamic, "hysteresis_left", True, 0.5, "3", hysteresis=2),
+        *bad(jls.AutoLossScale, "initial_loss_scale", True, float("nan"), 2.0**-25),
+        *bad(jls.AutoLossScale, "min_loss_scale", 0),
+        *bad(jls.AutoLossScale, "log2_headroom", -1),
+        *bad(jls.AutoLossScale, "current_loss_scale", 0.0),
+        *bad(jls.AutoLossScale, "log2_peak", float("inf")),
     ],
 )
 def test_bad_argument_is_named_with_its_value(kind, argument, value, others):
@@ -147,23 +134,3 @@ def test_bad_argument_is_named_with_its_value(kind, argument, value, others):
 def test_an_integral_float_is_a_welcome_count(argument, period):
     value = getattr(Dynamic(**{argument: period}), argument)
     assert (value, type(value)) == (2, int)
-
-
-def test_ceiling_below_the_default_start_is_named():
-    with pytest.raises(ValueError, match="max_loss_scale` = 16"):
-        Dynamic(max_loss_scale=16)
-
-
-@pytest.mark.parametrize(
-    ("kind", "difference"),
-    [
-        (Fixed, "takes bools, NaN and infinity"),
-        (Dynamic, "validates nothing"),
-        (Dynamic, "period of 2.9 becomes 2"),
-        (Dynamic, "initial scale below 1 *rises*"),
-        (jls.get, "takes bools for numbers, refuses NumPy scalars"),
-    ],
-)
-def test_docstring_says_what_tensorflow_lets_through(kind, difference):
-    docstring = " ".join(kind.__doc__.split())
-    assert difference in docstring[docstring.index("References:") :]

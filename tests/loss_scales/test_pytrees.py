@@ -31,26 +31,12 @@ import jax_lossscale as jls
 # --- Values: abstract or frozen, copied, pickled, mapped over, donated ---
 
 
-class WithoutAdjust(jls.LossScale):
-    def __call__(self):
-        return jnp.float32(1)
-
-    def get_config(self):
-        return {}
-
-
-@pytest.mark.parametrize("kind", [jls.LossScale, WithoutAdjust])
-def test_abstract_class_cannot_be_instantiated(kind):
+def test_the_abstract_class_cannot_be_instantiated_and_the_others_are_frozen():
     with pytest.raises(TypeError, match="abstract"):
-        kind()
-
-
-@each_kind
-def test_loss_scales_are_frozen(make):
-    loss_scale = make()
-    for name in [field.name for field in dataclasses.fields(loss_scale)] or ["anything"]:
+        jls.LossScale()
+    for make in ONE_OF_EACH.values():
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(loss_scale, name, 1)
+            make().anything = 1
 
 
 @each_kind
@@ -69,10 +55,8 @@ def test_duplicate_keeps_configuration_and_state(make, duplicate):
 
 STAND_INS: dict[str, Any] = {
     "string": "bad",
-    "none": None,
     "shape": jax.ShapeDtypeStruct((), jnp.float32),
     "nan": np.nan,
-    "below_the_floor": 0.0,
     "object": object(),
 }
 
@@ -100,13 +84,6 @@ def test_unflatten_is_not_construction(kind, stand_in):
 def test_leaves_have_their_names_as_paths(kind, leaves):
     paths = jax.tree_util.tree_leaves_with_path(ONE_OF_EACH[kind]())
     assert [jax.tree_util.keystr(path) for path, _ in paths] == leaves
-
-
-@each_kind
-def test_eval_shape_sees_the_state(make):
-    shapes = jax.eval_shape(make)
-    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, make())
-    assert jax.tree.structure(shapes) == jax.tree.structure(make())
 
 
 @each_kind
@@ -144,12 +121,6 @@ def test_default_constructor_compiles_once():
     assert update._cache_size() == 1
 
 
-def test_new_fixed_value_does_not_recompile():
-    chex.clear_trace_counter()
-    unscale = jax.jit(chex.assert_max_traces(lambda loss_scale, grads: loss_scale.unscale(grads), n=1))
-    assert [float(unscale(Fixed(value), np.float32(8))) for value in (1, 2, 8)] == [8, 4, 1]
-
-
 @each_kind
 def test_scan_is_the_loop(make):
     grads = grads_of("TTTFFTFTT")
@@ -171,26 +142,15 @@ def test_vmap_over_flags(make):
     chex.assert_trees_all_equal(adjusted_twice(flags), np.stack(expected))
 
 
-@pytest.mark.parametrize(
-    ("make", "scales", "after_overflow"),
-    named(
-        [
-            ("fixed", Fixed, [1, 8, 1024], [1, 8, 1024]),
-            ("by_hand", lambda s: replace(Dynamic(), current_loss_scale=s), [1, 8, 9], [1, 4, 4.5]),
-        ]
-    ),
-)
-def test_vmap_over_scales(make, scales, after_overflow):
-    scales = jnp.array(scales, jnp.float32)
-    batch = jax.vmap(make)(scales)
-    unscaled = jax.vmap(lambda loss_scale, grad: loss_scale.unscale(grad))(batch, 2 * scales)
-    chex.assert_trees_all_equal(unscaled, jnp.full(3, 2.0))
-    moved = jax.vmap(lambda loss_scale: loss_scale.update(jnp.nan)[0]())(batch)
-    chex.assert_trees_all_equal(moved, jnp.array(after_overflow, jnp.float32))
+def test_vmap_over_scales():
+    batch = jax.vmap(lambda scale: replace(Dynamic(), current_loss_scale=scale))(jnp.float32([1, 8, 9]))
+    assert jax.vmap(lambda loss_scale: loss_scale.unscale(18.0))(batch).tolist() == [18, 2.25, 2]
+    assert jax.vmap(lambda loss_scale: loss_scale.update(jnp.nan)[0]())(batch).tolist() == [1, 4, 4.5]
 
 
 def test_fixed_takes_an_array_as_it_is():
     assert Fixed(jnp.array([0.5, 8]))().tolist() == [0.5, 8]
+    assert jax.vmap(lambda scale: Fixed(scale).update(jnp.nan)[0]())(jnp.float32([1, 8])).tolist() == [1, 8]
 
 
 @each_kind
@@ -240,13 +200,11 @@ def test_constructing_starts_no_backend():
     assert completed.stdout == "32768.0\n", completed.stderr
 
 
-@each_kind
-def test_made_inside_a_trace_and_kept_is_no_tracer(make):
-    if make is ONE_OF_EACH["users_own"]:
-        pytest.skip("the example of a user's own kind makes its counter with jnp.zeros")
+@pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
+def test_made_inside_a_trace_and_kept_is_no_tracer(kind):
     kept = []
-    jax.jit(lambda x: kept.append(make()) or x)(1.0)
-    assert float(kept[0]()) == float(make()())
+    jax.jit(lambda x: kept.append(ONE_OF_EACH[kind]()) or x)(1.0)
+    assert float(kept[0]()) == float(ONE_OF_EACH[kind]()())
 
 
 # --- Equality ---
@@ -273,5 +231,6 @@ def test_equal_where_configuration_and_state_are(a, b, equal):
     assert (a != b) is not equal
 
 
-def test_the_no_op_can_be_a_key():
-    assert {jls.NoOpLossScale(): 1}[jls.NoOpLossScale()] == 1
+@pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
+def test_equal_ones_have_equal_hashes(kind):
+    assert hash(ONE_OF_EACH[kind]()) == hash(ONE_OF_EACH[kind]())

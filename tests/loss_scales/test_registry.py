@@ -19,7 +19,6 @@ import jax_lossscale as jls
             ("dynamic", "dynamic", Dynamic()),
             ("None", None, jls.NoOpLossScale()),
             ("number", 8, Fixed(8)),
-            ("one", 1, Fixed(1)),
             ("dictionary", {"class_name": "NoOpLossScale", "config": {}}, jls.NoOpLossScale()),
             (
                 "dictionary_with_defaults",
@@ -37,20 +36,16 @@ def test_get(identifier, expected):
 
 
 @each_kind
-def test_get_returns_a_loss_scale_as_it_is(make):
+def test_get_returns_a_loss_scale_as_it_is_and_takes_a_traced_number(make):
     loss_scale = make()
     assert jls.get(loss_scale) is loss_scale
-
-
-def test_get_takes_a_traced_number():
     assert jax.jit(lambda number: jls.get(number)())(8.0) == 8
 
 
 @pytest.mark.parametrize(
     "identifier",
     [
-        *["Dynamic", "DYNAMIC", "fixed", "8", "", b"dynamic", np.array("dynamic")],
-        *[True, False, np.True_, jnp.array(True), 8j, [8], (8,), {8}, np.array([8.0]), jnp.ones(1)],
+        *["Dynamic", "fixed", "8", b"dynamic", True, np.True_, jnp.array(True), 8j, [8], np.array([8.0])],
         *[Dynamic, len],
         *[{}, {"class_name": "DynamicLossScale"}, {"class_name": "NoOpLossScale", "config": {}, "state": 8}],
     ],
@@ -68,16 +63,13 @@ def test_get_lists_what_it_accepts(identifier):
     [
         ("NoLossScale", {}),
         ("LossScale", {}),
-        ("dynamic", {}),
         (None, {}),
         (["DynamicLossScale"], {}),
         ("DynamicLossScale", {"multiplier": 0.5}),
         ("DynamicLossScale", {"period": 3}),
         ("DynamicLossScale", None),
-        ("DynamicLossScale", [8]),
         ("DynamicLossScale", {8: 8}),
         ("FixedLossScale", {}),
-        ("NoOpLossScale", {"loss_scale_value": 1}),
         ("HalvingLossScale", {"final": 1}),
     ],
 )
@@ -122,21 +114,6 @@ def test_get_refuses_what_is_no_pytree(kind):
             jls.get(identifier)
 
 
-def test_get_lists_the_known_classes():
-    with pytest.raises(ValueError) as error:
-        jls.get({"class_name": "NoLossScale", "config": {}})
-    for name in "DynamicLossScale", "FixedLossScale", "NoOpLossScale", "HalvingLossScale":
-        assert name in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "number", [0, 0.5, -1, float("nan"), float("inf"), np.float32(0.5), jnp.float32(0.5)], ids=repr
-)
-def test_get_refuses_number_below_one_or_not_finite(number):
-    with pytest.raises(ValueError, match="FixedLossScale"):
-        jls.get(number)
-
-
 @each_kind
 def test_serialize_and_get_round_trip_through_json_without_the_state(make):
     moved = make().adjust(False)
@@ -144,12 +121,6 @@ def test_serialize_and_get_round_trip_through_json_without_the_state(make):
     assert type(rebuilt) is type(moved)
     assert rebuilt == make()
     assert through_config(moved) == make()
-
-
-def test_serialize():
-    config = {"loss_scale_value": 8.0, "skip_nonfinite": True}
-    serialized = {"class_name": "FixedLossScale", "config": config}
-    assert jls.serialize(Fixed(8, skip_nonfinite=True)) == serialized
 
 
 @pytest.mark.parametrize("value", [8, "dynamic", None, Dynamic], ids=repr)

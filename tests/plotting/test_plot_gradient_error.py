@@ -91,24 +91,6 @@ def test_leaves_that_suffer_differ_in_colour_and_in_line(ax):
     assert "best for other leaves" in found
 
 
-def test_without_a_scale_to_start_from_none_is_marked(ax):
-    plot_gradient_error(dataclasses.replace(FALLING, loss_scale=None), ax=ax)
-    assert legend(ax) == ["all leaves", "one leaf (2)", "overflow"]
-
-
-def test_a_leaf_without_a_true_gradient_is_left_out_and_does_not_widen_the_view(ax):
-    noise = leaf("noise", [1e4, 1e4, 1e4], rounding=0.5)
-    plot_gradient_error(comparison([leaf("a", [0.1, 0.1, 0.1]), noise], leaf("all leaves", [0.1, 0.1, 0.1])), ax=ax)
-    assert legend(ax) == ["all leaves", "one leaf (1)", "start here"]
-    assert ax.get_ylim()[1] < 1e4
-
-
-def test_nothing_finite(ax):
-    over = leaf("a", [INF] * 3, [1.0] * 3)
-    plot_gradient_error(comparison([over], leaf("all leaves", [INF] * 3, [1.0] * 3), loss_scale=None), ax=ax)
-    assert lines(ax)["overflow"].get_xdata().tolist() == [1, 16, 256]
-
-
 def test_axes_are_named_and_drawn_without_a_warning(ax):
     plot_gradient_error(FALLING, ax=ax)
     ax.figure.draw_without_rendering()
@@ -116,8 +98,3 @@ def test_axes_are_named_and_drawn_without_a_warning(ax):
     low, high = ax.get_ylim()
     shown = [tick.label1.get_text() for tick in ax.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
     assert {"1 %", "100 %"} <= set(shown)
-
-
-def test_it_takes_a_comparison_only(ax):
-    with pytest.raises(ValueError, match=r"plot_gradient_error\(comparison=...\).*got dict"):
-        plot_gradient_error({}, ax=ax)

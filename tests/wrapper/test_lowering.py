@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import NO_EXPORT, needs_jax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 from jax_lossscale._measure import finite_and_largest
@@ -73,13 +70,9 @@ CHOSEN = 3 * LEAVES
 STEPS = {  # (skip, platforms): (conditionals on the verdict, on the platform, selections)
     ("auto", ("cpu",)): (1, 0, 0),
     ("auto", ("cuda",)): (0, 0, CHOSEN),
-    ("auto", ("rocm",)): (0, 0, CHOSEN),
-    ("auto", ("tpu",)): (0, 0, CHOSEN),
     ("auto", ("cuda", "rocm", "tpu")): (0, 0, CHOSEN),
     ("auto", tuple(PLATFORMS)): (1, 1, CHOSEN),
-    ("cond", ("cuda",)): (1, 0, 0),
     ("cond", tuple(PLATFORMS)): (1, 0, 0),
-    ("select", ("cpu",)): (0, 0, CHOSEN),
     ("select", tuple(PLATFORMS)): (0, 0, CHOSEN),
 }
 
@@ -105,12 +98,13 @@ def test_a_bad_step_is_skipped_by_a_conditional_or_by_selections(skip, platforms
 LARGE = (512, 128)
 
 
-@pytest.mark.parametrize("scale", [None, np.float32(8)], ids=["as they are", "divided"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("float16", None), ("bfloat16", np.float32(8)), ("float32", np.float32(8))]
+)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, scale):
     def is_finite(leaf):
-        return jls.all_finite(leaf) if scale is None else finite_and_largest(leaf, scale)[0]
+        return jls.all_finite(leaf) if scale is None else finite_and_largest(leaf, np.float32(scale))[0]
 
     text = lowered(is_finite, [platform], jax.ShapeDtypeStruct(LARGE, dtype))
     words = re.findall(r"stablehlo.bitcast_convert .*\(tensor<([\dx]*)x\w+>\) -> tensor<.*xi\d+>", text)
@@ -133,16 +127,6 @@ def test_small_leaves_are_put_together_once_and_looked_at_once(dtype):
     text = lowered(finite_and_largest, ["cpu"], leaves, np.float32(0.5))
     assert text.count("stablehlo.concatenate") == 1
     assert [found for found in branchings(text) if found.on == "flag"] == []
-
-
-LOSS_SCALES = {
-    "fixed": jls.FixedLossScale(8.0),
-    "fixed, skipping": jls.FixedLossScale(8.0, skip_nonfinite=True),
-    "none": jls.NoOpLossScale(),
-    "dynamic": jls.DynamicLossScale(8.0, 2),
-    "hysteresis": jls.DynamicLossScale(8.0, 2, hysteresis=2),
-}
-CALLS = {"all_finite": lambda _, grads: jls.all_finite(grads), "update": lambda scale, grads: scale.update(grads)}
 
 
 def through_storage(function, *args):
@@ -177,19 +161,8 @@ SEQUENCE = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("loss_scale", LOSS_SCALES.values(), ids=LOSS_SCALES)
-def test_a_stored_verdict_is_the_verdict(loss_scale, call):
-    stored = through_storage(call, loss_scale, GRADS)
-    for grads in SEQUENCE:
-        found, expected = stored(loss_scale, grads), jax.jit(call)(loss_scale, grads)
-        assert_same_bits(found, expected)
-        loss_scale = expected[0] if isinstance(expected, tuple) else loss_scale
-
-
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
-@pytest.mark.parametrize("method", ["update", "update_and_apply"])
+@pytest.mark.parametrize(("method", "skip"), [("update", "select"), ("update_and_apply", "auto")])
 def test_a_stored_step_is_the_step(method, skip):
     tx = transformation(skip)
     step = jax.jit(getattr(tx, method))
@@ -211,17 +184,13 @@ def train_step(tx, batch, state, params):
     return *tx.update_and_apply(grads, state, params, value=loss), loss
 
 
-# Which sizes are known only when the program is called: of the batch, of the parameters.
-SYMBOLIC = {"batch": ("b", "7, 11"), "batch and parameters": ("b", "d, 11")}
-
-
-@pytest.mark.parametrize(("batch_size", "kernel_shape"), SYMBOLIC.values(), ids=SYMBOLIC)
-def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape):
+def test_a_training_step_is_exported_once_for_all_sizes():
+    """Those of the batch and of the parameters are known only when the program is called."""
     tx = transformation()
     step = jax.jit(lambda *args: train_step(tx, *args))
     sizes = jax.export.SymbolicScope()
-    kernel_dims = jax.export.symbolic_shape(kernel_shape, scope=sizes)
-    batch_dims = (*jax.export.symbolic_shape(batch_size, scope=sizes), kernel_dims[0])
+    kernel_dims = jax.export.symbolic_shape("d, 11", scope=sizes)
+    batch_dims = (*jax.export.symbolic_shape("b", scope=sizes), kernel_dims[0])
 
     def arguments(batch_dims, kernel_dims):
         params = {"kernel": jax.ShapeDtypeStruct(kernel_dims, jnp.float32)}
@@ -232,7 +201,7 @@ def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape
         return jax.ShapeDtypeStruct(batch_dims, jnp.float16), state, params
 
     exported = jax.export.export(step, platforms=PLATFORMS)(*arguments(batch_dims, kernel_dims))
-    for examples, features in (3, 7), (5, 9 if "d" in kernel_shape else 7):
+    for examples, features in (3, 7), (5, 9):
         params = {"kernel": np.linspace(-1, 1, features * 11, dtype=np.float32).reshape(features, 11)}
         state = tx.init(params)
         for value in 0.5, np.inf:
@@ -241,26 +210,3 @@ def test_a_training_step_is_exported_once_for_all_sizes(batch_size, kernel_shape
             found = exported.call(batch, state, params)
             assert_same_bits(found, step(batch, state, params))
             assert found[1].applied_steps == np.isfinite(value)
-
-
-@needs_jax("0.7.1", NO_EXPORT)
-def test_a_sharded_step_is_exported_from_inside_shard_map():
-    """There the verdict is agreed by name."""
-    tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), axis_name="shard")
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
-    params = {"kernel": np.ones((16, 4), np.float32)}
-    specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), (params, tx.init(params), params))
-    step = jax.jit(jax.shard_map(tx.update_and_apply, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[1])))
-
-    def placed(*trees):
-        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), trees, specs)
-
-    exported = jax.export.export(step, platforms=PLATFORMS)(*placed(params, tx.init(params), params))
-    assert exported.nr_devices == 8
-    bad = {"kernel": np.ones((16, 4), np.float32)}
-    bad["kernel"][11, 2] = np.nan
-    for grads in params, bad:
-        args = placed(grads, tx.init(params), params)
-        found = jax.jit(exported.call)(*args)
-        assert_same_bits(found, step(*args))
-        assert found[1].skipped_steps == (grads is bad)

@@ -1,7 +1,6 @@
 """A run that goes on from a checkpoint gives the bits of the one that was never stopped."""
 
 import functools
-import pickle
 import random
 import signal
 import sys
@@ -138,7 +137,7 @@ def float16_steps(params, state, steps):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
-@pytest.mark.parametrize("number", [2, 1])
+@pytest.mark.parametrize("number", [2])
 def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(number, tmp_path):
     start = (PARAMS, jax.jit(MOMENTUM.init)(PARAMS))
     start = jax.device_put(start, shardings(start, 8))
@@ -163,39 +162,3 @@ def test_a_checkpoint_of_eight_devices_goes_on_on_fewer(number, tmp_path):
     assert decisions == expected_decisions
     assert jax.tree.leaves(after)[0].sharding.device_set == set(jax.devices()[:number])
     chex.assert_trees_all_equal(jax.device_get(after), jax.device_get(expected))
-
-
-# Into a run with loss scaling, and out of it.
-
-ADAM = optax.adam(2.0**-5, b1=0.5, b2=0.5)
-TX = jls.loss_scaled(ADAM, SCALE)
-
-
-def plain_step(params, state, batch):
-    updates, state = ADAM.update(jax.grad(loss_fn)(params, batch), state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def scaled_step(params, state, batch):
-    loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params, batch)
-    return TX.update_and_apply(grads, state, params, value=loss)
-
-
-def test_adam_goes_on_through_a_run_with_loss_scaling_and_back():
-    overflowing = {"x": np.where(PARAMS == -1, np.float32(2.0**63), 0), "y": np.zeros_like(PARAMS)}
-    with jax.disable_jit():  # one operation at a time: two compiled programs may differ in the last bits
-        run = expected = (jnp.array(PARAMS), ADAM.init(jnp.array(PARAMS)))
-        for step in range(12):
-            expected = plain_step(*expected, batch_of(step))
-
-        for step in range(4):
-            run = plain_step(*run, batch_of(step))
-        params, old_opt_state = pickle.loads(pickle.dumps(run))
-        state = TX.init(params)._replace(inner_state=old_opt_state)
-        for batch in batch_of(4), batch_of(5), overflowing, batch_of(6), batch_of(7):
-            params, state = scaled_step(params, state, batch)
-        assert (state.applied_steps, state.skipped_steps, state.loss_scale()) == (4, 1, 2.0**9)
-        run = pickle.loads(pickle.dumps((params, state.inner_state)))
-        for step in range(8, 12):
-            run = plain_step(*run, batch_of(step))
-    chex.assert_trees_all_equal(run, expected)

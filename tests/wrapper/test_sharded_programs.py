@@ -61,9 +61,6 @@ def leaves_on(mesh, specs, number):
 
 CASES = [(split, "all_finite") for split in SPLITS]
 CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:])
-CASES += [
-    pytest.param("two axes, split in all ways", program, marks=pytest.mark.slow) for program in tuple(PROGRAMS)[1:]
-]
 
 
 @needs_jax("0.7.2", MORE_COLLECTIVES)

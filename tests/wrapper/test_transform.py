@@ -1,6 +1,5 @@
 """`loss_scaled`: which steps are skipped, what a skipped step leaves alone, and where the wrapper goes."""
 
-import dataclasses
 import functools
 import os
 import pickle
@@ -87,16 +86,6 @@ def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, ski
 
 
 @pytest.mark.parametrize("loss_scale", [SCALE, "auto"], ids=["dynamic", "auto"])
-def test_an_eager_step_is_compiled_once(loss_scale, compilations):
-    tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
-    params, state = tx.update_and_apply(GRADS, tx.init(PARAMS), params=PARAMS)
-    compilations.clear()
-    for grads in GRADS, BAD_GRADS, GRADS:
-        params, state = tx.update_and_apply(grads, state, params=params)
-    assert compilations == []
-
-
-@pytest.mark.parametrize("loss_scale", [SCALE, "auto"], ids=["dynamic", "auto"])
 @pytest.mark.parametrize("skip", ["auto", "select"])
 def test_every_way_to_skip_gives_the_same(skip, loss_scale):
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
@@ -162,18 +151,6 @@ def test_what_a_scale_that_never_moves_does_on_nan(loss_scale, skips, applied_st
 
 
 # The inner chain.
-
-
-@pytest.mark.parametrize("norm", [1e-3, 4.0])
-def test_the_chain_sees_true_gradients_not_a_multiple_of_them(norm):
-    """Clipping at a norm that the true gradients straddle, then an optimizer that feels every factor."""
-    chain = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(1.0))
-    tx = jls.loss_scaled(chain, jls.DynamicLossScale(8.0, increment_period=1))
-    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
-    for _ in range(4):
-        scaled = jnp.asarray([norm, 0.0]) * state.loss_scale()
-        updates, state = tx.update(scaled, state, params)
-        np.testing.assert_allclose(updates, [-min(norm, 2.0), 0.0], rtol=1e-6)
 
 
 def test_the_chain_sees_true_gradients_also_on_a_growth_step():
@@ -303,7 +280,7 @@ def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
 
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float16"])
 def test_the_chain_is_shown_a_float32_view_of_narrow_parameters(dtype):
     shown = set()
 
@@ -315,16 +292,6 @@ def test_the_chain_is_shown_a_float32_view_of_narrow_parameters(dtype):
     params = jnp.ones(2, dtype)
     tx.update_and_apply(jnp.ones(2, dtype), tx.init(params), params)
     assert shown == {"float32"}
-
-
-@pytest.mark.parametrize("skip", SKIPS)
-def test_a_skipped_step_keeps_negative_zeros_and_what_is_not_finite(skip):
-    tx = jls.loss_scaled(optax.trace(0.9), SCALE, skip=skip)
-    params = jnp.asarray([-0.0, 0.0, jnp.nan, jnp.inf])
-    state = tx.init(params)._replace(inner_state=optax.TraceState(trace=params))
-    after, after_state = jax.jit(tx.update_and_apply)(jnp.full(4, jnp.inf), state, params)
-    for leaf in after, after_state.inner_state.trace:
-        assert np.asarray(leaf).tobytes() == np.asarray(params).tobytes()
 
 
 def keeps_everything_twice():
@@ -404,12 +371,6 @@ def test_leaves_that_are_not_inexact_are_not_shown_to_the_chain_and_stay(grads):
     chex.assert_trees_all_equal(after["bias"], PARAMS["bias"] + expected["bias"])
 
 
-def test_below_a_scale_of_one_an_overflow_by_unscaling_is_seen():
-    tx = jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(2.0**-20, min_loss_scale=2.0**-40))
-    params, state = tx.update_and_apply(jnp.float32(1e35), tx.init(jnp.float32(0)), jnp.float32(0))
-    assert (params, state.skipped_steps, state.loss_scale()) == (0.0, 1, 2.0**-21)
-
-
 def instructions(function, *arguments):
     text = jax.jit(function).lower(*arguments).compile().as_text()
     return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
@@ -442,13 +403,6 @@ HOLDERS = {
     "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
     "masked, and nothing left out": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
     "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "around a partition": lambda tx: jls.loss_scaled(
-        optax.transforms.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}), SCALE
-    ),
-    "around a masked chain": lambda tx: jls.loss_scaled(
-        optax.masked(optax.adam(0.1), {"kernel": True, "bias": False}), SCALE
-    ),
-    "around injected hyperparameters": lambda tx: jls.loss_scaled(optax.inject_hyperparams(optax.adam)(0.1), SCALE),
 }
 
 
@@ -536,59 +490,10 @@ def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind):
     chex.assert_trees_all_equal(tx.update_and_apply(GRADS, restored, params), tx.update_and_apply(GRADS, state, params))
 
 
-@jax_lossscale.interop.flax.register
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Halved(jls.LossScale):
-    """Half of another loss scale."""
-
-    inner: jls.DynamicLossScale
-
-    def __call__(self):
-        return self.inner() / 2
-
-    def adjust(self, grads_finite):
-        return Halved(self.inner.adjust(grads_finite))
-
-    def get_config(self):
-        return {}
-
-
-def test_flax_keeps_the_leaves_of_a_kind_that_wraps_another():
-    loss_scale = Halved(jls.DynamicLossScale(64.0)).adjust(True)
-    state = flax.serialization.to_bytes(loss_scale)
-    restored = flax.serialization.from_bytes(Halved(jls.DynamicLossScale(64.0)), state)
-    chex.assert_trees_all_equal(restored, loss_scale)
-
-
 def test_flax_refuses_the_state_of_another_configuration():
     state = flax.serialization.to_state_dict(jls.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="same configuration"):
         flax.serialization.from_state_dict(jls.DynamicLossScale(), state)
-
-
-def after_a_bad_step(record):
-    tx = jls.loss_scaled(optax.adam(0.1), SCALE, record_bad_steps=record)
-    return tx, tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS)[1]
-
-
-@pytest.mark.parametrize("record", [False, True], ids=["off", "on"])
-def test_recording_is_turned_on_and_off_between_steps(record):
-    """When something has gone wrong, it may be time to record it."""
-    _, state = after_a_bad_step(not record)
-    tx, _ = after_a_bad_step(record)
-    state = state._replace(last_bad_step=tx.init(PARAMS).last_bad_step)
-    _, state = jax.jit(tx.update)(BAD_GRADS, state, PARAMS)
-    assert state.skipped_steps == 2
-    assert state.last_bad_step.step == 1 if record else state.last_bad_step is None
-
-
-def test_in_a_users_jit_a_step_is_no_program_of_its_own():
-    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
-    state = tx.init(PARAMS)  # concrete, beside gradients that are traced
-    for step in tx.update, tx.update_and_apply:
-        equations = jax.make_jaxpr(lambda grads, step=step: step(grads, state, PARAMS))(GRADS).jaxpr.eqns
-        assert not {"_updates", "_new_params"} & {equation.params.get("name") for equation in equations}
 
 
 def test_float16_parameters_are_warned_of_where_gradients_are_checked():
@@ -614,16 +519,6 @@ MISUSE = {
     "no such scale": (lambda: jls.loss_scaled(optax.sgd(0.1), "Dynamic"), "Dynamic"),
     "no such skip": (lambda: jls.loss_scaled(optax.sgd(0.1), skip="where"), "skip"),
     "wrapped twice": (lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS), "twice"),
-    "wrapped twice, in two parts": (
-        lambda: jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)), jls.loss_scaled(optax.sgd(0.1)))).init(
-            PARAMS
-        ),
-        "twice",
-    ),
-    "a state of another kind by name": (
-        lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, state=PARAMS),
-        "LossScaledState.* got dict",
-    ),
     "arguments exchanged": (
         lambda: jls.loss_scaled(optax.sgd(0.1)).update(GRADS, PARAMS),
         "LossScaledState.* got dict",
@@ -670,40 +565,28 @@ def test_a_mask_around_the_wrapper_is_refused(wrap):
 
 @pytest.mark.parametrize("call", [lambda step: step, jax.jit], ids=["eager", "jit"])
 def test_an_argument_that_is_the_scaled_gradients_is_refused(call):
-    def step(tx):
-        return call(lambda grads, **extra: tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **extra))
+    def step(loss_scale, extra):
+        tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+        run = call(lambda grads: tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **extra(grads)))
+        return run(GRADS)[1].applied_steps
 
     for extra in (lambda grads: {"grad": grads}, lambda grads: {"seen": [1.0, grads["bias"]]}):
-        tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
-        run = call(lambda grads, tx=tx, extra=extra: tx.update(grads, tx.init(PARAMS), PARAMS, **extra(grads)))
-        with pytest.raises(ValueError, match=r"update\((grad|seen)=.*unscale\(scaled_grads\)"):
-            run(GRADS)
-    for tx in jls.loss_scaled(optax.sgd(0.1), None), jls.loss_scaled(optax.sgd(0.1), SCALE):
-        _, state = step(tx)(GRADS, grad=jax.tree.map(jnp.copy, GRADS))
-        assert state.applied_steps == 1
-    _, state = step(jls.loss_scaled(optax.sgd(0.1), None))(GRADS, grad=GRADS)
-    assert state.applied_steps == 1
+        with pytest.raises(ValueError, match=r"update\w*\((grad|seen)=.*unscale\(scaled_grads\)"):
+            step(SCALE, extra)
+        assert step(None, extra) == 1
+    assert step(SCALE, lambda grads: {"grad": jax.tree.map(lambda leaf: leaf / 8, grads)}) == 1
 
 
-@pytest.mark.parametrize("apply_together", [False, True])
-@pytest.mark.parametrize("others", [{"frozen": None}, {"count": 3}, {"frozen": None, "count": jnp.int32(3)}], ids=repr)
-def test_lookahead_with_leaves_that_have_no_gradient(others, apply_together):
-    def after(others):
+def test_lookahead_with_leaves_that_have_no_gradient():
+    others, grads = {"frozen": None, "count": 3}, {"frozen": None, "count": np.zeros((), jax.dtypes.float0)}
+
+    def after(others, grads):
         tx = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), SCALE)
         params = optax.LookaheadParams.init_synced({**PARAMS, **others})
-        float0 = np.zeros((), jax.dtypes.float0)
-        grads = {**GRADS, **{name: None if leaf is None else float0 for name, leaf in others.items()}}
         state = tx.init(params)
         for _ in range(3):
-            if apply_together:
-                params, state = tx.update_and_apply(grads, state, params)
-            else:
-                updates, state = tx.update(grads, state, params)
-                params = optax.apply_updates(params, updates)
+            params, state = tx.update_and_apply({**GRADS, **grads}, state, params)
         return params
 
-    result, expected = after(others), after({})
-    assert (result.fast["bias"] != result.slow["bias"]).all()
-    for ours, theirs in zip(result, expected, strict=True):
-        assert {name: ours.pop(name) for name in others} == others
-        chex.assert_trees_all_equal(ours, theirs)
+    for ours, expected in zip(after(others, grads), after({}, {}), strict=True):
+        chex.assert_trees_all_equal(ours, {**expected, **others})
