@@ -85,6 +85,10 @@ jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}])
 jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
     number, got -1.0.
+jls.PrecisionPolicy(narrow_skips=2)
+    `PrecisionPolicy(narrow_skips=...)` must be True or False, got 2.
+jls.PrecisionPolicy(loss_scale=0.0)
+    `PrecisionPolicy(loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got 0.0.
 jls.PrecisionRule("float32")
     `PrecisionRule(precision=...)` must be one of 'narrow', 'wide', 'wide_result', got 'float32'.
 jls.PrecisionRule("wide", layer=3)
@@ -106,6 +110,8 @@ jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
 jls.cast_floating(PARAMS, jnp.int32)
     `cast_floating(dtype=...)` must be a real floating dtype, got int32.
+jls.cast_floating(PARAMS, None)
+    `cast_floating(dtype=...)` got None, which is no dtype.
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get({"class_name": "Popen", "config": {}})
@@ -124,6 +130,8 @@ diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
+jls.in_half(square, otherwise=3)
+    `in_half(otherwise=...)` must be a function, got 3.
 jls.keep_float32(3)
     `keep_float32(function=...)` must be a function, got 3.
 jls.loss_scale_for(jnp.int32)
