@@ -9,8 +9,12 @@ class InexactError(Exception):
     """A number that needs more places than there are."""
 
 
-def evaluated(closed, inputs, check=lambda eqn, inputs, outputs: None):
-    """The outputs of a jaxpr; ``check`` is called with each equation, its operands and its results."""
+def evaluated(closed, inputs, check=lambda within, inputs, outputs: None, within=()):
+    """The outputs of a jaxpr.
+
+    ``check`` is called for each operation, with the equations that it lies in, the outermost first, itself the last,
+    its operands and its results.
+    """
     given = map(np.asarray, [*closed.consts, *inputs])
     values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], given, strict=True))
 
@@ -18,37 +22,43 @@ def evaluated(closed, inputs, check=lambda eqn, inputs, outputs: None):
         return np.asarray(atom.val).astype(atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
     for eqn in closed.jaxpr.eqns:
-        values.update(zip(eqn.outvars, _outputs(eqn, [read(atom) for atom in eqn.invars], check), strict=True))
+        values.update(
+            zip(eqn.outvars, _outputs(eqn, [read(atom) for atom in eqn.invars], check, (*within, eqn)), strict=True)
+        )
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
-def _outputs(eqn, inputs, check):
+def _outputs(eqn, inputs, check, within):
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        return _scan(params, inputs, check)
+        return _scan(params, inputs, check, within)
     if name == "while":
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[second:]
-        while evaluated(params["cond_jaxpr"], [*inputs[:first], *carry], check)[0]:
-            carry = evaluated(params["body_jaxpr"], [*inputs[first:second], *carry], check)
+        while evaluated(params["cond_jaxpr"], [*inputs[:first], *carry], check, within)[0]:
+            carry = evaluated(params["body_jaxpr"], [*inputs[first:second], *carry], check, within)
         return carry
     if name == "cond":
         branch = int(np.clip(inputs[0], 0, len(params["branches"]) - 1))
-        return evaluated(params["branches"][branch], inputs[1:], check)
+        return evaluated(params["branches"][branch], inputs[1:], check, within)
     for inside in (params.get("jaxpr"), params.get("call_jaxpr")):  # jit, checkpoint, custom_jvp and custom_vjp
         if inside is not None:
-            return evaluated(inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ()), inputs, check)
+            return evaluated(
+                inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ()), inputs, check, within
+            )
     outputs = _operation(eqn, inputs)
-    check(eqn, inputs, outputs)
+    check(within, inputs, outputs)
     return outputs
 
 
-def _scan(params, inputs, check):
+def _scan(params, inputs, check, within):
     first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
     carry, stacked = inputs[first:second], [None] * params["length"]
     order = range(params["length"])
     for n in reversed(order) if params["reverse"] else order:
-        outputs = evaluated(params["jaxpr"], [*inputs[:first], *carry, *(each[n] for each in inputs[second:])], check)
+        outputs = evaluated(
+            params["jaxpr"], [*inputs[:first], *carry, *(each[n] for each in inputs[second:])], check, within
+        )
         carry, stacked[n] = outputs[: len(carry)], outputs[len(carry) :]
     return [*carry, *map(np.stack, zip(*stacked, strict=True))]
 
@@ -116,13 +126,15 @@ def exact_in(dtype):
     largest_sum = 2 / float(jnp.finfo(dtype).eps)
 
     @np.errstate(over="ignore")
-    def check(eqn, inputs, outputs):
+    def check(within, inputs, outputs):
+        eqn = within[-1]
         are_exact = all(
             (value.astype(dtype).astype(np.float32) == value).all() for value in outputs if value.dtype == np.float32
         )
         if are_exact and eqn.primitive.name in _SUMS and outputs[0].dtype == np.float32:
             are_exact = np.max(_operation(eqn, [abs(value) for value in inputs])[0]) <= largest_sum
-        if not are_exact and not ("wide" in str(eqn.source_info.name_stack) and all(map(_has_places, outputs))):
+        is_wide = not are_exact and any("wide" in str(each.source_info.name_stack) for each in within)
+        if not are_exact and not (is_wide and all(map(_has_places, outputs))):
             raise InexactError(eqn.primitive.name)
 
     return check
