@@ -18,7 +18,7 @@ import pytest  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # What takes long and breaks seldom. The README's command runs the rest, which kills nearly all that mutation testing
-# kills (docs/mutation.md counts it).
+# kills (`tests/mutation.py` counts it).
 ONLY_IN_CI = (
     *("benchmarks", "demo", "frameworks", "interop", "plotting"),
     *("test_benchmarks.py", "test_docs.py", "test_examples.py", "test_peer_faults.py", "test_peers.py", "test_site.py"),
