@@ -1,12 +1,13 @@
 """Break the core in small ways, one at a time, and see whether a test notices.
 
     python tests/mutation.py                      every file of the core; goes on where it was stopped
-    python tests/mutation.py _tree.py --jobs 4    one file, four mutants at a time
-    python tests/mutation.py --report             only print the report of what is known
+    python tests/mutation.py _tree.py --jobs 4    one file, or one folder, four mutants at a time
+    python tests/mutation.py --report             only what is known
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
-selection, a check left out. The tests that hold its file (`TESTS`) run on it until one fails. If none does the mutant
-has survived: a test is missing, or the change makes no difference, and `tests/mutation_explained.json` says why.
+selection, a check left out. The tests of its folder (`TESTS`) run on it until one fails. If none does the mutant has
+survived: a test is missing, or the change makes no difference, and `tests/mutation_explained.json` says why. At the end
+there is a table, and below it the survivors without a reason.
 
 What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: it serves until that
 line, or a test, is changed (``--afresh`` forgets it).
@@ -35,110 +36,22 @@ HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits,
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
 
-SCALES, WRAPPER, HARD, AUTOCAST = "tests/loss_scales/", "tests/wrapper/", "tests/hardening/", "tests/autocast/"
-MEASURE, GRADIENTS, SIGNATURES = "tests/measure/", "tests/gradients/", "tests/test_public_api.py"
-RECORDS = ["tests/diagnostics/test_nonfinite.py", "tests/diagnostics/test_recording.py"]
-TESTS = {  # the quickest to notice first
-    "_tree.py": ["tests/test_tree.py", WRAPPER + "test_told.py"],
-    "_check.py": [HARD + "test_bad_input.py", SCALES + "test_constructors.py", WRAPPER + "test_told.py"],
-    "_measure/devices.py": [
-        MEASURE + "test_finite.py",
-        MEASURE + "test_largest.py",
-        WRAPPER + "test_measuring.py",
-        WRAPPER + "test_devices.py",
+# The tests of each folder or file of the core, the quickest to notice first.
+TESTS = {
+    "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
+    "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
+    "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
+    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "hardening/test_bad_input.py"],
+    "_gradients": ["gradients", "test_public_api.py"],
+    "_optax": [
+        "wrapper",
+        "diagnostics/test_recording.py",
+        "hardening/test_any_tree.py",
+        "hardening/test_properties.py",
     ],
-    "_measure/finite.py": [MEASURE + "test_finite.py", MEASURE + "test_largest.py", HARD + "test_bad_input.py"],
-    "_measure/largest.py": [MEASURE + "test_largest.py", WRAPPER + "test_measuring.py", HARD + "test_bad_input.py"],
-    "_measure/leaves.py": [MEASURE + name for name in ("test_leaves.py", "test_finite.py", "test_largest.py")],
-    "_measure/fault.py": [*RECORDS, HARD + "test_bad_input.py"],
-    "_measure/primitive.py": [
-        *(MEASURE + name for name in ("test_primitive.py", "test_finite.py", "test_largest.py")),
-        *(WRAPPER + name for name in ("test_lowering.py", "test_sharded_programs.py")),
-    ],
-    "_loss_scale/_arguments.py": [SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
-    "_loss_scale/auto.py": [SCALES + "test_auto.py", SCALES + "test_constructors.py", HARD + "test_bad_input.py"],
-    "_loss_scale/base.py": [
-        *(SCALES + name for name in ("test_interface.py", "test_dynamic.py", "test_pytrees.py", "test_registry.py")),
-        HARD + "test_bad_input.py",
-        WRAPPER + "test_transform.py",
-    ],
-    "_loss_scale/dynamic.py": [
-        *(SCALES + name for name in ("test_dynamic.py", "test_constructors.py", "test_pytrees.py")),
-        "tests/test_golden.py",
-        HARD + "test_bad_input.py",
-    ],
-    "_loss_scale/finding.py": [
-        WRAPPER + "test_several.py",
-        SCALES + "test_registry.py",
-        GRADIENTS + "test_gradients.py",
-        GRADIENTS + "test_cotangent.py",
-        WRAPPER + "test_readers.py",
-    ],
-    "_loss_scale/fixed.py": [
-        *(SCALES + name for name in ("test_constructors.py", "test_interface.py", "test_pytrees.py")),
-        HARD + "test_bad_input.py",
-    ],
-    "_loss_scale/registry.py": [SCALES + "test_registry.py", HARD + "test_bad_input.py"],
-    "_autocast/constants.py": [AUTOCAST + name for name in ("test_exceptions.py", "test_mesh.py", "test_following.py")],
-    "_autocast/cut.py": [AUTOCAST + "test_cut.py", AUTOCAST + "test_stretches.py"],
-    "_autocast/linear_algebra.py": [AUTOCAST + "test_exceptions.py", AUTOCAST + "test_inside.py"],
-    "_autocast/marks.py": [AUTOCAST + "test_following.py", AUTOCAST + "test_stretches.py"],
-    "_autocast/plan.py": [AUTOCAST + "test_following.py", AUTOCAST + "test_structures.py"],
-    "_autocast/planner.py": [
-        *(AUTOCAST + name for name in ("test_following.py", "test_stretches.py", "test_exceptions.py")),
-        *(AUTOCAST + name for name in ("test_structures.py", "test_policy.py", "test_acceptance.py")),
-    ],
-    "_autocast/policy.py": [AUTOCAST + "test_policy.py"],
-    "_autocast/rewrite.py": [
-        *(AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_structures.py")),
-        *(AUTOCAST + name for name in ("test_acceptance.py", "test_exceptions.py", "test_following.py")),
-        AUTOCAST + "test_arguments_and_transformations.py",
-    ],
-    "_autocast/rule.py": [
-        *(AUTOCAST + name for name in ("test_exceptions.py", "test_policy.py", "test_following.py")),
-        "tests/diagnostics/test_autocast_report.py",
-    ],
-    "_autocast/softmax.py": [AUTOCAST + "test_following.py"],
-    "_autocast/stretches.py": [AUTOCAST + "test_stretches.py", AUTOCAST + "test_structures.py"],
-    "_autocast/uses.py": [
-        AUTOCAST + name for name in ("test_stretches.py", "test_policy.py", "test_acceptance.py", "test_following.py")
-    ],
-    "_autocast/transform.py": [AUTOCAST + "test_arguments_and_transformations.py", AUTOCAST + "test_policy.py"],
-    "_gradients/accumulation.py": [
-        *(GRADIENTS + name for name in ("test_accumulation.py", "test_gradients.py")),
-        *(HARD + "test_bad_input.py", SIGNATURES),
-    ],
-    "_gradients/cotangent.py": [
-        GRADIENTS + name for name in ("test_cotangent.py", "test_parts.py", "test_gradients.py")
-    ],
-    "_gradients/scaled.py": [GRADIENTS + "test_gradients.py", HARD + "test_bad_input.py", SIGNATURES],
-    "_gradients/warn.py": [GRADIENTS + "test_gradients.py", GRADIENTS + "test_accumulation.py"],
-    "_optax/branch.py": [
-        WRAPPER + name for name in ("test_transform.py", "test_eager.py", "test_lowering.py", "test_devices.py")
-    ],
-    "_optax/hidden.py": [WRAPPER + "test_transform.py", WRAPPER + "test_as_value.py", HARD + "test_any_tree.py"],
-    "_optax/readers.py": [WRAPPER + "test_readers.py", HARD + "test_bad_input.py"],
-    "_optax/state.py": [
-        WRAPPER + "test_transform.py",
-        RECORDS[1],
-        WRAPPER + "test_readers.py",
-        WRAPPER + "test_measuring.py",
-    ],
-    "_optax/transform.py": [
-        *(WRAPPER + name for name in ("test_transform.py", "test_as_value.py")),
-        HARD + "test_bad_input.py",
-    ],
-    "_optax/wrapper.py": [
-        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_as_value.py", "test_eager.py")),
-        HARD + "test_bad_input.py",
-        HARD + "test_any_tree.py",
-    ],
-    "_optax/verdict.py": [
-        *(WRAPPER + name for name in ("test_transform.py", "test_told.py", "test_measuring.py")),
-        HARD + "test_properties.py",
-    ],
+    "_program": ["autocast", "diagnostics/test_in_precision.py"],
+    "_autocast": ["autocast", "diagnostics/test_autocast_report.py"],
 }
-FIRST = ("_loss_scale/dynamic.py", "_loss_scale/auto.py", "_optax/verdict.py", "_optax/branch.py", "_tree.py")
 
 # Mutants.
 
@@ -250,7 +163,7 @@ class Workplace:
             try:
                 os.setpgid(0, 0)  # so that what it starts ends with it
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, resource.RLIM_INFINITY))
-                code = self.run_tests(TESTS[mutant["file"]])
+                code = self.run_tests(tests_of(mutant["file"]))
             except BaseException:
                 traceback.print_exc()
             finally:  # never back into the loop of the parent
@@ -270,7 +183,7 @@ class Workplace:
         options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", "-m"]
         for code, which in (KILLED, "not ci"), (KILLED_IN_CI, "ci"):
             for test in tests:
-                if pytest.main([*options, f"not slow and not peers and {which}", test]) not in PASSED:
+                if pytest.main([*options, f"not slow and not peers and {which}", f"tests/{test}"]) not in PASSED:
                     return code
         return 0
 
@@ -328,8 +241,25 @@ def all_mutants(files):
             }
 
 
+def files_of(names):
+    """The files of the core, or those that are named, or lie in a folder that is."""
+    package = ROOT / "jax_lossscale"
+    known = [
+        str(path.relative_to(package))
+        for name in TESTS
+        for path in sorted(package.rglob("*.py"))
+        if str(path.relative_to(package)).startswith(name) and path.stem != "__init__"
+    ]
+    return [file for file in known if not names or any(file.startswith(name) for name in names)]
+
+
+def tests_of(file):
+    return next(tests for name, tests in TESTS.items() if file.startswith(name))
+
+
 def check_that_the_tests_pass(files, jobs):
-    as_they_are = [{"file": file, "source": (ROOT / "jax_lossscale" / file).read_text()} for file in files]
+    unlike = {str(tests_of(file)): file for file in files}.values()
+    as_they_are = [{"file": file, "source": (ROOT / "jax_lossscale" / file).read_text()} for file in unlike]
     for mutant, outcome, place in run(as_they_are, jobs):
         if outcome != "survived":
             sys.exit(f"The tests of {mutant['file']} fail without a change:\n{(place.root / 'output').read_text()}")
@@ -341,79 +271,41 @@ def read(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", default=[*FIRST, *(file for file in TESTS if file not in FIRST)])
+    parser.add_argument("names", nargs="*", help="files or folders below jax_lossscale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many")
-    parser.add_argument("--trust", action="store_true", help="do not look first whether the tests pass as it is")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--afresh", action="store_true", help="run again what is known, too")
-    parser.add_argument("--survivors", action="store_true", help="run again what has survived unexplained")
     given = parser.parse_args()
-    if unknown := set(given.files) - set(TESTS):
-        parser.error(f"no tests are named for {', '.join(sorted(unknown))}; there are {', '.join(TESTS)}")
+    files = files_of(given.names)
+    if not files:
+        parser.error(f"tests are named for {', '.join(TESTS)}")
     results = read(RESULTS)
-    mutants = list(all_mutants(given.files))
-    explained = read(EXPLAINED)
-    known = {
-        key for key, outcome in results.items() if outcome != "survived" or key in explained or not given.survivors
-    }
-    todo = [mutant for mutant in mutants if given.afresh or mutant["key"] not in known]
-    if not given.report and todo:
-        if not given.trust:
-            check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
-        deadline = time.monotonic() + 60 * given.minutes
+    todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in results]
+    if todo and not given.report:
+        check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
         for done, (mutant, outcome, _) in enumerate(run(todo, given.jobs), 1):
             results[mutant["key"]] = outcome
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True))
-            if not outcome.startswith("killed"):
-                print(f"{outcome}: {mutant['file']}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
             print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
-            if time.monotonic() > deadline:
-                break
-    print(report(results))
+    report(files, results)
 
 
-# What came of it.
-
-HEAD = """# Mutation testing
-
-Written by `python tests/mutation.py`, which breaks the core in small ways, one at a time (a comparison, an operator, a
-number, the branches of a selection, a check left out), and runs the tests that hold the file until one fails. A mutant
-that no test notices has survived. Each survivor is listed below, with the reason why no test can tell it from the
-original, or as not explained yet. `strict=True` of `zip` stays: where it stands, both lists have one length by
-construction. "Killed" is by a test that README's command runs, "killed in CI" by one that only CI runs. What is not run
-yet is counted in the last column.
-
-| file | mutants | killed | killed in CI | do not end | survived, explained | survived, not explained | not run |
-|---|---|---|---|---|---|---|---|
-"""
-
-
-def report(results):
-    explained, rows, survivors, total = read(EXPLAINED), [], [], Counter()
-    for file in TESTS:
-        mutants = list(all_mutants([file]))
-        counts = Counter(results.get(mutant["key"], "not run") for mutant in mutants)
-        here = [mutant for mutant in mutants if results.get(mutant["key"]) == "survived"]
-        counts["explained"] = sum(mutant["key"] in explained for mutant in here)
-        counts["open"] = len(here) - counts["explained"]
-        counts["mutants"] = len(mutants)
-        total += counts
-        rows.append(row(f"`{file}`", counts))
-        survivors += [survivor(mutant, explained.get(mutant["key"], "**Not explained yet.**")) for mutant in here]
-    rows.append(row("**all**", total))
-    return HEAD + "\n".join(rows) + "\n\n## Survivors\n\n" + ("\n".join(survivors) or "None.") + "\n"
-
-
-def row(name, counts):
-    columns = ("mutants", "killed", "killed in CI", "timed out", "explained", "open", "not run")
-    return f"| {name} | " + " | ".join(str(counts[column]) for column in columns) + " |"
-
-
-def survivor(mutant, reason):
-    before, after = (" ".join(text.split()) for text in (mutant["before"], mutant["after"]))
-    return f"- `{mutant['file']}`, line {mutant['line']}: `{before}` became `{after}`. {reason}"
+def report(files, results):
+    """Print what came of each file, and the survivors of which nobody has said why."""
+    explained, unexplained = read(EXPLAINED), []
+    outcomes = ("killed", "killed in CI", "timed out", "explained", "survived", "not run")
+    print("".join(f"{outcome:>13}" for outcome in outcomes))
+    for file in files:
+        counts = Counter()
+        for mutant in all_mutants([file]):
+            outcome = results.get(mutant["key"], "not run")
+            outcome = "explained" if outcome == "survived" and mutant["key"] in explained else outcome
+            counts[outcome] += 1
+            if outcome == "survived":
+                unexplained.append(f"{file}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
+        print("".join(f"{counts[outcome]:>13}" for outcome in outcomes), f" {file}")
+    print("", *(unexplained or ["No survivor without a reason."]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,13 @@ def is_multiplication(eqn):
 
 def product_dtypes(function, *args, **kwargs):
     """The dtypes of the products of a function, in order: "float16", or those of both operands and of the result."""
+    return product_dtypes_in(jax.make_jaxpr(function)(*args, **kwargs))
+
+
+def product_dtypes_in(jaxpr):
+    """The same of a jaxpr."""
     found = []
-    for eqn in equations(jax.make_jaxpr(function)(*args, **kwargs)):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS and not is_multiplication(eqn):
             names = [atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)]
             found.append(names[0] if len(set(names)) == 1 else " ".join(names))

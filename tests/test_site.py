@@ -1,8 +1,10 @@
-"""The documentation site: it builds with warnings as errors, needs no network, and its links lead somewhere.
+"""The documentation site: it builds with warnings as errors, needs no network, and its search finds what is asked.
 
 Needs the extra ``docs``: ``pip install -e ".[docs]"``, then ``python -m pytest -m ci tests/test_site.py``.
 """
 
+import html
+import json
 import os
 import re
 import subprocess
@@ -11,11 +13,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from questions import IN_OTHER_WORDS, QUESTIONS
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
+pytest.importorskip("lunr")
 
 ROOT = Path(__file__).parent.parent
+FIRST_RESULTS = 3  # what is seen without scrolling
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,8 @@ class Planner:
             narrow |= {
                 name
                 for name, is_narrow in zip(step.outputs, results, strict=True)
-                if is_float32(program.types[name]) and (is_narrow or name in into_products)
+                if is_float32(program.types[name])
+                and ((is_narrow and not program.types[name].weak_type) or name in into_products)
             }
         if at.recompute:
             program = _with_those_by_result(program, decisions, narrow)

@@ -24,17 +24,9 @@ def gelu(w, x):
     return end(jax.nn.gelu(x @ w) @ w)
 
 
-def jitted(w, x):
-    return end(jax.jit(lambda w, x: jnp.tanh(x @ w))(w, jax.jit(lambda x: x * 2)(x)))
-
-
 def jitted_with_a_sharding(w, x):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return end(jax.jit(lambda w, x: jnp.tanh(x @ w), out_shardings=here)(w, x) @ w)
-
-
-def einsum(w, x):
-    return end(jnp.einsum("bi,ij->bj", x, w, optimize=False))
 
 
 def scan(w, x):
@@ -46,10 +38,6 @@ def scan(w, x):
     return end(carry) + end(stacked @ w)
 
 
-def scan_over_layers(w, x):
-    return end(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, jnp.stack([w, 2 * w, 3 * w]))[0])
-
-
 def scan_with_a_constant_in_jit(w, x):
     """Which is a constant of the jaxpr of `jax.jit`, inside that of `jax.lax.scan`."""
     constant = np.eye(8, dtype=np.float32)[::-1]
@@ -57,29 +45,13 @@ def scan_with_a_constant_in_jit(w, x):
     return end(jax.lax.scan(lambda x, _: (function(w, x), None), x, length=2)[0])
 
 
-def fori(w, x):
-    return end(jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x))
-
-
 def while_loop(w, x):
     w, x = jax.lax.stop_gradient((w, x))
     return end(jax.lax.while_loop(lambda x: jnp.sum(jnp.abs(x @ w)) > 1, lambda x: 0.5 * (x @ w), x))
 
 
-def cond(w, x):
-    return end(jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ w, lambda x: jnp.sin(x @ w) @ w, x))
-
-
 def cond_with_a_constant(w, x):
     return end(jax.lax.cond(jnp.sum(x) > 1e9, jnp.ones_like, lambda x: x @ w, x))
-
-
-def switch(w, x):
-    return end(jax.lax.switch(jnp.argmax(x[0]) % 3, [lambda x: x @ w, lambda x: x, jnp.tanh], x) @ w)
-
-
-def remat(w, x):
-    return end(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w)(w, x))
 
 
 def remat_with_a_policy(w, x):
@@ -98,20 +70,6 @@ def remat_with_a_barrier_for_one(w, x):
         return jnp.tanh(x @ w) @ np.eye(8, dtype=np.float32)
 
     return end(jax.checkpoint(function, prevent_cse=(True, False))(w, x) @ w)
-
-
-def custom_jvp(w, x):
-    @jax.custom_jvp
-    def function(w, x):
-        return jnp.tanh(x @ w)
-
-    @function.defjvp
-    def rule(primals, tangents):
-        (w, x), (dw, dx) = primals, tangents
-        y = jnp.tanh(x @ w)
-        return y, (1 - y * y) * (x @ dw + dx @ w)
-
-    return end(function(w, x) @ w)
 
 
 def custom_jvp_without_results(w, x):
@@ -184,10 +142,6 @@ def linear_call(w, x):
     return end(jax.custom_derivatives.linear_call(forward, transpose, jax.lax.stop_gradient(w), x @ w) @ w)
 
 
-def vmapped(w, x):
-    return end(jax.vmap(lambda x: jnp.tanh(x @ w) @ w)(x))
-
-
 def shard_map(w, x):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -206,25 +160,10 @@ def convolution(w, x):
     return end(jax.nn.relu(y))
 
 
-def batch_norm(w, x):
-    y = x @ w
-    mean, variance = jnp.mean(y, axis=0, keepdims=True), jnp.var(y, axis=0, keepdims=True)
-    return end((y - mean) * jax.lax.rsqrt(variance + 1e-5) @ w)
-
-
 def attention(w, x):
     x = x[None]
     q, k, v = (x @ w).reshape(1, 4, 2, 4), (x @ w.T).reshape(1, 4, 2, 4), x.reshape(1, 4, 2, 4)
     return end(jax.nn.dot_product_attention(q, k, v, is_causal=True))
-
-
-def inner_gradient(w, x):
-    """As in a PINN: the derivative of the network is part of the loss."""
-
-    def network(x):
-        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
-
-    return end(jax.vmap(jax.grad(network))(x))
 
 
 def second_derivative(w, x):
@@ -234,17 +173,6 @@ def second_derivative(w, x):
     return end(jax.vmap(jax.grad(jax.grad(network)))(x[:, 0]))
 
 
-def dropout(w, x):
-    y = jax.nn.relu(x @ w)
-    keep = jax.random.bernoulli(jax.random.key(3), 0.7, y.shape)
-    return end(jnp.where(keep, y / 0.7, 0.0) @ w)
-
-
-def embedding(w, x):
-    tokens = jnp.array([[1, 2, 2], [7, 0, 1]])
-    return end(w[tokens] @ w)
-
-
 def barrier(w, x):
     x, y = jax.lax.optimization_barrier((x @ w, jnp.sin(x)))
     return end(x @ w + y)
@@ -252,10 +180,6 @@ def barrier(w, x):
 
 def platform_dependent(w, x):
     return end(jax.lax.platform_dependent(x, cpu=lambda x: x @ w, default=lambda x: jnp.sin(x @ w)) @ w)
-
-
-def associative_scan(w, x):
-    return end(jax.lax.associative_scan(jnp.matmul, jnp.stack([w, w, 2 * w])) @ w)
 
 
 def reference(w, x):

@@ -133,8 +133,12 @@ def test_a_result_is_weakly_typed_where_that_of_the_function_is():
     def function(w, x):
         return x @ w, 2.0 * jnp.asarray(1.0), jax.random.gamma(jax.random.key(0), 2.0, (3,))
 
-    found, expected = (jax.eval_shape(each, W, X) for each in (jls.autocast(function), function))
-    assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == [False, True, False]
+    def broadcast(w, x):
+        return x @ w, jax.lax.broadcast(2.0, (3,))
+
+    for each, are_weak in (function, [False, True, False]), (broadcast, [False, True]):
+        found, expected = (jax.eval_shape(f, W, X) for f in (jls.autocast(each), each))
+        assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == are_weak
 
 
 # What is not float32 stays to the bit.
@@ -224,42 +228,27 @@ def test_the_function_itself_is_traced_once_a_call():
     assert len(traces) == 1
 
 
+# The others are modes of `test_any_program`.
 TRANSFORMED = {
-    "jit": lambda f: jax.jit(f)(W, X),
-    "value and grad": lambda f: jax.value_and_grad(f, (0, 1))(W, X),
-    "linearize": lambda f: jax.linearize(f, W, X)[1](W, X),
-    "jvp": lambda f: jax.jvp(f, (W, X), (X[:1] * W, X)),
-    "vjp": lambda f: jax.vjp(f, W, X)[1](1.0),
-    "vmap": lambda f: jax.vmap(f, (None, 0))(W, jnp.stack([X, X + 1])),
-    "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0))(W, jnp.stack([X, X + 1])),
-    "grad of vmap": lambda f: jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 0))(w, jnp.stack([X, X + 1]))))(W),
     "hessian": lambda f: jax.hessian(lambda b: f(W, X + b))(jnp.zeros((1, 8))),
     "jacfwd of grad": lambda f: jax.jacfwd(lambda b: jax.grad(f)(W, X + b))(jnp.zeros((1, 8))),
     "scan": lambda f: jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(f)(w, x), f(w, x)), W, jnp.stack([X, X])),
-    "remat": lambda f: jax.grad(jax.checkpoint(f))(W, X),
     "custom_vjp around": lambda f: jax.grad(lambda w: f(jls.scale_gradient(w, 8.0), X))(W),
     "value and scaled grad": lambda f: jls.value_and_scaled_grad(f, 2.0**10)(W, X),
     "accumulated": lambda f: jls.accumulate_gradients(f, 2.0**10, 2)(W, X).grads,
-    "disable_jit": lambda f: without_jit(jax.grad(f)),
     "a traced value closed over": lambda f: jax.jit(jax.grad(lambda w, x: jls.autocast(lambda: f(w, x))()))(W, X),
 }
-
-
-def without_jit(function):
-    with jax.disable_jit():
-        return function(W, X)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_what_is_made_of_it_is_that_of_float32_but_for_rounding(transform):
     assert close(transform(narrow_loss), transform(loss_fn), 2e-2)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_products_are_narrow_in_what_is_made_of_it(transform):
-    if transform is TRANSFORMED["disable_jit"]:
-        pytest.skip("there is no program to be read")
     assert set(product_dtypes(lambda: transform(narrow_loss))) == {"float16"}
+
+
+def test_without_jit():
+    with jax.disable_jit():
+        assert close(jax.grad(narrow_loss)(W, X), jax.grad(loss_fn)(W, X))
 
 
 def test_it_is_exported():

@@ -51,19 +51,6 @@ CHOICES = {
 def test_choices_follow(function, name, dtype):
     found = dtypes_of([name], jls.autocast(lambda w, x: jnp.exp(function(w, x))), W, X)
     assert found[-1] == dtype
-    loss = functools.partial(jnp.sum, axis=None)
-    grads = [jax.grad(lambda w, f=f: loss(jnp.square(f(w, X))))(W) for f in (function, jls.autocast(function))]
-    assert distance(grads[0], grads[1]) < 4e-3
-
-
-def test_a_choice_among_rounded_numbers_is_the_rounded_choice():
-    """Numbers are small integers: nothing else is rounded, and results are the same to the bit."""
-    w, x = (jnp.round(4 * each) for each in (W, X))
-    for function, *_ in CHOICES.values():
-        narrow = jls.autocast(function)(w, x)
-        wide = function(w, x)
-        exact = np.abs(wide) < 2048
-        assert (narrow == wide)[exact & (np.round(wide) == wide)].all()
 
 
 def test_all_that_use_a_pool_see_what_goes_into_the_product():
@@ -130,15 +117,11 @@ def test_a_bias_and_its_product_get_the_same_cotangent():
 @pytest.mark.parametrize(
     "derivative",
     [
-        lambda f: jax.grad(f),
         lambda f: jax.jacfwd(f),
-        lambda f: lambda *args: jax.jvp(f, args, args)[1],
         lambda f: jax.grad(lambda *args: jnp.sum(jnp.square(jax.grad(f)(*args)))),
-        lambda f: lambda w, b, x: jax.vmap(jax.grad(f, 1), (None, 0, None))(w, jnp.stack([b, 2 * b]), x),
-        lambda f: jax.grad(jax.checkpoint(f)),
         lambda f: lambda *args: jax.grad(jls.diagnostics.in_precision(f))(*args),
     ],
-    ids=["grad", "jacfwd", "jvp", "grad of grad", "vmap", "remat", "in_precision"],
+    ids=["jacfwd", "grad of grad", "in_precision"],
 )
 def test_every_derivative_of_a_bias(derivative):
     args = W, jnp.ones(8), X
@@ -255,10 +238,12 @@ def test_dimensions_may_have_no_number(narrow_skips):
     assert distance(narrow(*args), found) < 1e-5
 
 
-# Nested conditionals.
+# What a trace costs: as much for each branch and each layer, however many there are.
 
 
 def nested(depth):
+    """Conditionals whose results are of different dtypes: narrow in one branch, wide in the other."""
+
     def function(x, w):
         if depth == 0:
             return jnp.sin(x)
@@ -267,15 +252,39 @@ def nested(depth):
     return function
 
 
-def test_nested_conditionals_are_traced_once_each(monkeypatch):
-    """Their results are of different dtypes: narrow in one branch, wide in the other."""
+def layers(depth):
+    def function(x, w):
+        for _ in range(depth):
+            x = x + jnp.tanh(x @ w)
+        return x
+
+    return function
+
+
+def cost(function, monkeypatch):
+    """How many jaxprs are made for a function, and how many equations come out."""
     made = []
-    make_jaxpr = jax.make_jaxpr
-    monkeypatch.setattr(jax, "make_jaxpr", lambda *args, **kwargs: made.append(0) or make_jaxpr(*args, **kwargs))
+    with monkeypatch.context() as patch:
+        make_jaxpr = jax.make_jaxpr
+        patch.setattr(jax, "make_jaxpr", lambda *args, **kwargs: made.append(0) or make_jaxpr(*args, **kwargs))
+        program = jax.make_jaxpr(function)(X, W)
+    return len(made), sum(1 for _ in equations(program))
 
-    def number(depth):
-        made.clear()
-        jax.eval_shape(jls.autocast(nested(depth)), X, W)
-        return len(made)
 
-    assert number(10) - number(8) == number(8) - number(6) == 4
+@pytest.mark.parametrize(("program", "depths"), [(nested, (4, 6, 8)), (layers, (20, 60, 100))], ids=["cond", "layers"])
+@pytest.mark.parametrize("derivative", [False, True])
+def test_a_trace_costs_as_much_more_for_each_branch_and_layer(program, depths, derivative, monkeypatch):
+    """More than without `autocast`: the derivative of nested conditionals is JAX's own affair."""
+
+    def more(depth):
+        def counted(function):
+            function = jax.grad(lambda x, w, f=function: jnp.sum(f(x, w))) if derivative else function
+            return cost(function, monkeypatch)
+
+        return np.subtract(counted(jls.autocast(program(depth))), counted(program(depth)))
+
+    first, second, third = map(more, depths)
+    np.testing.assert_array_equal(third - second, second - first)
+    jaxprs, eqns = (second - first) / (depths[1] - depths[0])
+    assert jaxprs <= 2
+    assert eqns <= 16

@@ -5,13 +5,11 @@ One is a sine, the other a cosine, so that a number tells which of them it is.
 
 import chex
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import pcast
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from reading import distance, equations, product_dtypes
 from small_programs import W, X
@@ -156,7 +154,7 @@ def test_under_autocast_it_is_the_function_cast_by_hand(below):
     check_under_autocast(below, ABOVE["value and grad"])
 
 
-@pytest.mark.parametrize("below", ["nothing", "scan", "vmap in jit in vmap"])
+@pytest.mark.parametrize("below", ["vmap in jit in vmap"])
 @pytest.mark.parametrize("above", ABOVE.values(), ids=ABOVE)
 def test_and_so_it_is_in_what_is_made_of_that(below, above):
     check_under_autocast(BELOW[below], above)
@@ -479,12 +477,6 @@ def test_a_program_that_is_kept_holds_none_of_the_arrays_that_an_error_met():
 # Bad input.
 
 
-@pytest.mark.parametrize("argument", ["function", "otherwise"])
-def test_what_cannot_be_called_is_refused(argument):
-    with pytest.raises(ValueError, match=rf"in_half\({argument}=...\)` must be a function, got 3"):
-        jls.in_half(**{"function": kernel, argument: 3})
-
-
 OTHER_RESULTS = {
     "structure": (
         lambda w, x: (reference(w, x),),
@@ -585,25 +577,6 @@ TOKENS = jax.random.normal(jax.random.key(2), (2, 6, 16))
 MASK = jnp.tril(jnp.ones((1, 1, 6, 6), bool))
 
 
-def linen_transformer(attention):
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x + nn.MultiHeadDotProductAttention(2, attention_fn=attention)(nn.LayerNorm()(x), mask=MASK)
-
-    block = Block()
-    params = block.init(jax.random.key(0), TOKENS)
-    return lambda x: jnp.mean(block.apply(params, x) ** 2)
-
-
-def nnx_transformer(attention):
-    def function(query, key, value, mask=None, **_):
-        return attention(query, key, value, mask=mask)
-
-    layer = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=function, rngs=nnx.Rngs(0))
-    return lambda x: jnp.mean((x + layer(x, mask=MASK)) ** 2)
-
-
 class Attention(eqx.Module):
     layer: eqx.nn.MultiheadAttention
     function: object = eqx.field(static=True)
@@ -619,9 +592,9 @@ def equinox_transformer(attention):
     return lambda x: jnp.mean((x + jax.vmap(model)(x)) ** 2)
 
 
-@pytest.mark.parametrize("transformer", [linen_transformer, nnx_transformer, equinox_transformer])
-def test_the_attention_of_a_transformer(transformer):
-    """By the function that the layer of a framework takes, and nothing else."""
+def test_the_attention_of_a_transformer():
+    """By the function that a layer takes, and nothing else."""
+    transformer = equinox_transformer
     loss = transformer(jls.in_half(kernel_of_attention, jax.nn.dot_product_attention))
     assert_alike(
         jax.value_and_grad(loss)(TOKENS), jax.value_and_grad(transformer(jax.nn.dot_product_attention))(TOKENS)

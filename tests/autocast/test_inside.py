@@ -103,6 +103,16 @@ _strange.def_impl(lambda x: x)
 _strange.def_abstract_eval(lambda aval: aval)
 
 
+def test_what_is_in_no_table_takes_and_gives_float32():
+    def function(w, x):
+        return _strange.bind(x @ w) @ w
+
+    eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+    (eqn,) = (eqn for eqn in eqns if eqn.primitive is _strange)
+    assert [atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars)] == ["float32"] * 2
+    assert product_dtypes(jls.autocast(function), W, X) == ["float16"] * 2
+
+
 def test_what_is_in_no_table_is_told():
     report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jax.lax.stop_gradient(_strange.bind(x)) @ w), W, X)
     assert [each.split(" ")[0] for each in report.not_followed] == ["strange"]

@@ -8,8 +8,6 @@ from jax.extend.core import Literal
 from reading import equations
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.stretches import stretches
-from jax_lossscale._program.inline import inlined
 
 W = jnp.ones((16, 16)) / 16
 X = jnp.ones((4, 16))
@@ -427,20 +425,3 @@ def test_effects_keep_their_order(capfd):
     jax.block_until_ready(loss(W, X))
     jax.effects_barrier()
     assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["first", "second", "third", "fourth"]
-
-
-def test_a_program_in_the_order_of_its_stretches_is_the_program():
-    def function(w, x):
-        y = jnp.tanh(x @ w)
-        z = jnp.sin(x) + 1
-        return jnp.exp(y @ w) * z + jnp.sum(z @ w), y
-
-    program = inlined(jax.make_jaxpr(function)(W, X))
-    is_product = [step.eqn.primitive.name == "dot_general" for step in program.steps]
-    order = stretches(program, [False] * len(is_product), is_product)
-    assert sorted(position for stretch in order for position in stretch.steps) == list(range(len(program.steps)))
-    known = {*program.inputs, *program.constants}
-    for stretch in order:
-        assert known.issuperset(stretch.inputs)
-        known.update(stretch.outputs)
-    assert known.issuperset(name for name in program.outputs if not isinstance(name, Literal))

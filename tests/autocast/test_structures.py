@@ -15,12 +15,11 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 @each_program
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_every_product_is_narrow_forward_and_backward(program, dtype):
+def test_every_product_is_narrow_forward_and_backward(program):
     plain = product_dtypes(program, W, X)
     assert set(plain) == {"float32"}
-    narrow = product_dtypes(jax.value_and_grad(jls.autocast(program, dtype), (0, 1)), W, X)
-    assert set(narrow) == {jnp.dtype(dtype).name}
+    narrow = product_dtypes(jax.value_and_grad(jls.autocast(program), (0, 1)), W, X)
+    assert set(narrow) == {"float16"}
     assert len(narrow) >= len(plain)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reading import PRODUCTS, distance, equations
-from small_programs import PROGRAMS, W, X
+from small_programs import W, X
 
 import jax_lossscale as jls
 from jax_lossscale._autocast.wide_product import wide_product
@@ -45,47 +45,20 @@ def test_the_result_is_float32_and_was_never_rounded():
     np.testing.assert_array_equal(jax.jit(dot)(X16, W16), dot(X16, W16))
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(program, id=program.__name__, marks=() if program in PROGRAMS[::5] else pytest.mark.slow)
-        for program in PROGRAMS
-    ],
-)
-def test_in_every_program_the_backward_products_are_narrow(program):
-    narrow = products(jax.make_jaxpr(jax.value_and_grad(wide(program), (0, 1)))(W, X).jaxpr)
-    assert {dtypes[1:3] for dtypes in narrow} == {("float16", "float16")}
-    assert {dtypes[3] for dtypes in narrow if dtypes[0] == "wide_product"} == {"float32"}
-    assert {dtypes[3] for dtypes in narrow if dtypes[0] != "wide_product"} <= {"float16"}
-    exact = jax.jit(jax.value_and_grad(program, (0, 1)))(W, X)
-    assert distance(exact, jax.jit(jax.value_and_grad(wide(program), (0, 1)))(W, X)) < 4e-3
-    assert distance(exact[1][0], jax.jit(wide(jax.grad(program)))(W, X)) < 4e-3
-
-
 def network(w, x):
     return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w))
 
 
+# The others are modes of `test_any_program`.
 @pytest.mark.parametrize(
     "derivative",
     [
-        jax.grad,
-        jax.jacfwd,
-        jax.jacrev,
         jax.hessian,
-        lambda f: lambda w, x: jax.jvp(lambda w: f(w, x), [w], [jnp.cos(w)]),
-        lambda f: lambda w, x: jax.linearize(lambda w: f(w, x), w)[1](jnp.cos(w)),
         lambda f: jax.grad(lambda w, x: jnp.sum(jnp.square(jax.grad(f)(w, x)))),
-        lambda f: lambda w, x: jax.jvp(lambda w: jax.grad(f)(w, x), [w], [jnp.cos(w)]),
-        lambda f: jax.grad(jax.checkpoint(f)),
-        lambda f: jax.vmap(jax.grad(f), in_axes=(None, 0)),
         lambda f: lambda w, x: jax.vmap(jax.grad(f), in_axes=(0, None))(jnp.stack([w, 2 * w]), x),
         lambda f: lambda w, x: jax.lax.map(lambda x: jax.grad(f)(w, x), x),
     ],
-    ids=[
-        *("grad", "jacfwd", "jacrev", "hessian", "jvp", "linearize", "grad of grad", "jvp of grad", "remat"),
-        *("vmap over rows", "vmap over weights", "map"),
-    ],
+    ids=["hessian", "grad of grad", "vmap over weights", "map"],
 )
 def test_every_derivative(derivative):
     exact = jax.jit(derivative(network))(W, X)

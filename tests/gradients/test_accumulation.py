@@ -347,10 +347,6 @@ def test_under_shard_map_over_some_axes_of_a_mesh():
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
-    "no integer": ({"num_microbatches": 2.5}, (BATCH,), "num_microbatches.*2.5"),
-    "a bool": ({"num_microbatches": True}, (BATCH,), "num_microbatches.*True"),
-    "none": ({"num_microbatches": 0}, (BATCH,), "num_microbatches.*0"),
-    "no loss scale": ({"loss_scale": "other"}, (BATCH,), r"accumulate_gradients\(loss_scale=...\).*'other'"),
     "uneven": ({"num_microbatches": 4}, (BATCH,), "must divide the 6 examples"),
     "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "must divide the 0 examples"),
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
@@ -364,6 +360,11 @@ REFUSED = {
         "have arguments in common",
     ),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch"),
+    "no such argument from the end": (
+        {"argnums": (0, -3)},
+        (BATCH,),
+        r"\(0, -3\)\)` names arguments that were",
+    ),
 }
 
 
@@ -372,18 +373,3 @@ def test_bad_input_is_refused_by_name(options, batch, message):
     options = {"loss_scale": 8.0, "num_microbatches": 2} | options
     with pytest.raises(ValueError, match=message):
         jls.accumulate_gradients(loss_fn, **options)(make_params(), *batch)
-
-
-@pytest.mark.parametrize(
-    ("argnums", "message"),
-    [
-        ({"argnums": 5}, r"argnums=\(5,\)\)` names arguments that were not given: .* 2 positional"),
-        ({"argnums": (0, -3)}, r"argnums=\(0, -3\)\)` names arguments that were not given"),
-        ({"argnums": "x"}, r"argnums=...\)` must be an integer.*'x'"),
-        ({"batch_argnums": 1.0}, r"batch_argnums=...\)` must be an integer.*1.0"),
-    ],
-    ids=str,
-)
-def test_argnums_of_nothing_are_refused_by_name(argnums, message):
-    with pytest.raises(ValueError, match=message):
-        jls.accumulate_gradients(loss_fn, 8.0, 2, **argnums)(make_params(), BATCH)

@@ -133,55 +133,16 @@ def test_a_float16_leaf_loses_what_a_float32_leaf_keeps():
     assert grad(jnp.float32(1.0), 2.0**20, cast_first=True) == 0.0
 
 
-TX = jls.loss_scaled(optax.sgd(0.1), 8)
-HOLDERS = {
-    "loss scale": jls.DynamicLossScale(8),
-    "int": 8,
-    "numpy scalar": np.float64(8),
-    "array": jnp.float32(8),
-    "state": TX.init(X),
-    "chain": optax.chain(TX, optax.scale(0.5)).init(X),
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_what_carries_a_scale(holder):
-    for make in (lambda: pulled_back(jls.scale_gradient, X, X, holder), lambda: jax.jit(pulled_back, static_argnums=0)):
-        result = make()
-        result = result if isinstance(result, jax.Array) else result(jls.scale_gradient, X, X, holder)
-        np.testing.assert_array_equal(result, 8 * X)
-    np.testing.assert_array_equal(pulled_back(jls.unscale_gradient, X, X, holder), X / 8)
-
-
 @BOTH
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [
-        ("other", "'auto' (`AutoLossScale()`)"),
-        (True, "True"),
-        (jnp.ones(2), "a number"),
-        (jls.FixedLossScale(jnp.ones(3)), "shape (3,)"),
-        (optax.sgd(0.1).init(X), "holds no `LossScale`. It should be the state of an optimizer"),
-        ({"w": X}, "holds no `LossScale`. It should be the state of an optimizer"),  # a dict has an `update`, too
-        (TX, "`tx.init(params)`"),
-        ((TX.init(X), TX.init(X)), "holds 2"),
-    ],
-    ids=lambda value: str(value)[:12],
-)
-def test_what_holds_no_scale_is_refused_by_name(function, scale, message):
-    with pytest.raises(ValueError) as info:
-        function(X, scale)
-    assert f"`{function.__name__}(scale=...)`" in str(info.value)
-    assert message in str(info.value)
-
-
-@BOTH
-def test_whatever_get_takes_is_a_scale(function):
+def test_what_carries_a_scale(function):
+    """As in `test_gradients`."""
+    state = jls.loss_scaled(optax.sgd(0.1), 8).init(X)
+    for make in (lambda f: f, lambda f: jax.jit(f, static_argnums=0)):
+        found = make(pulled_back)(function, X, X, (state, optax.EmptyState()))
+        np.testing.assert_array_equal(found, 8 * X if function is jls.scale_gradient else X / 8)
     np.testing.assert_array_equal(pulled_back(function, X, X, None), X)
-    named = pulled_back(function, X, X, "dynamic")
-    np.testing.assert_array_equal(named, pulled_back(function, X, X, jls.DynamicLossScale()))
-    with pytest.raises(ValueError, match="at least 1"):
-        function(X, 0.5)
+    with pytest.raises(ValueError, match=rf"`{function.__name__}\(scale=...\)` holds scales of shape \(3,\)"):
+        function(X, jls.FixedLossScale(jnp.ones(3)))
 
 
 # Within other transformations.

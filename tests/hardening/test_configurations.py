@@ -1,4 +1,4 @@
-"""A run under each of JAX's strict settings, and trees, threads and meshes out of the ordinary.
+"""A run under each of JAX's strict settings, and trees and threads out of the ordinary.
 
 The tests of the core are run under some of them by ``python tests/configurations.py``.
 """
@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
@@ -86,23 +84,6 @@ def test_a_run_under_a_strict_setting_is_the_ordinary_one(setting):
 # Trees out of the ordinary.
 
 
-@pytest.mark.slow
-def test_five_thousand_leaves():
-    """One program, and one bad element among the leaves is seen."""
-    params = {f"leaf{number:04}": jnp.full(3, 0.5) for number in range(5000)}
-    tx = jls.loss_scaled(optax.sgd(0.5), jls.AutoLossScale(8))
-    state, grads = tx.init(params), dict(params)
-    step = jax.jit(tx.update_and_apply)
-    after, state = step(grads, state, params)
-    np.testing.assert_array_equal(after["leaf4999"], 0.5 - 0.5 * 0.5 / 8)
-    assert float(state.largest) == 0.5 / 8
-    grads["leaf4321"] = grads["leaf4321"].at[1].set(jnp.nan)
-    stayed, state = step(grads, state, after)
-    chex.assert_trees_all_equal(stayed, after)
-    report = jls.diagnostics.nonfinite_report(grads)
-    assert [leaf.path for leaf in report.leaves if leaf.nan] == ["['leaf4321']"]
-
-
 @pytest.mark.parametrize("loss_scale", [jls.DynamicLossScale(8), jls.AutoLossScale(8)], ids=["dynamic", "auto"])
 def test_leaves_without_elements(loss_scale):
     """They are finite, they have no largest element, and they come through a step as they are."""
@@ -160,27 +141,3 @@ def test_threads_do_not_disturb_one_another():
         scale /= 2 if 11 in bad else 1  # skipped for a reason of the user's, and an overflow lowers the scale even so
         skipped = len({*bad, 11})
         assert results[number] == (number - 0.5 * (12 - skipped), skipped, scale)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
-def test_every_mesh_gives_the_run_of_one_device(shape, axis_type):
-    names = ("data", "model")[: len(shape)]
-    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
-    tx = jls.loss_scaled(optax.sgd(0.5, momentum=0.5), jls.AutoLossScale(8))
-    kernel = np.arange(64, dtype=np.float32).reshape(8, 8) + 1
-    bad = kernel.copy()
-    bad[5, 3] = np.inf
-
-    def run(place):
-        params = {"kernel": place(kernel, names), "bias": place(kernel[0], ())}
-        state, step = tx.init(params), jax.jit(tx.update_and_apply)
-        for grad in (kernel, bad, kernel):
-            params, state = step({"kernel": place(grad, names), "bias": place(kernel[0], ())}, state, params)
-        return jax.device_get((params, state))
-
-    expected = run(lambda array, _: jnp.asarray(array))
-    with jax.set_mesh(mesh):
-        seen = run(lambda array, axes: jax.device_put(array, NamedSharding(mesh, P(*axes))))
-    chex.assert_trees_all_equal(seen, expected)
-    assert int(expected[1].skipped_steps) == 1

@@ -1,7 +1,7 @@
 """Ten thousand steps of a small float16 training in which, at random, everything goes wrong that can.
 
-At each step the run asserts what must hold, on every kind of loss scale; at the end it must have learned as much as
-runs in float32 without a fault, up to the noise among those.
+A skipped step leaves everything as it was, and at the end the run must have learned as much as runs in float32 without
+a fault, up to the noise among those. What each single step must be is in `test_properties`.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import KINDS, SinkingLossScale, assert_same_bits, dynamic_step
+from runs import KINDS, SinkingLossScale
 
 import jax_lossscale as jls
 
@@ -126,9 +126,6 @@ def make_step(name):
 
         seen = {
             "finite": jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(new_params)]).all(),
-            "grads": is_finite,
-            "value": jnp.isfinite(value),
-            "skip_if": skip_if,
             "stood_still": same((params, state.inner_state), (new_params, new_state.inner_state)),
             **jls.metrics(new_state),
         }
@@ -173,28 +170,6 @@ def losses_without_faults():
     return [final_loss(jax.tree.map(lambda leaf, n=n: leaf[n], params)) for n in range(len(batches))]
 
 
-def assert_counts_and_scales(kind, seen):
-    """The account of the run, kept in plain Python from what was seen of each step."""
-    applied = skipped = in_a_row = 0
-    scale, good_steps, left = float(kind()), 0, getattr(kind, "hysteresis", None)
-    rows = zip(*(seen[name].tolist() for name in ("grads", "value", "skip_if")), strict=True)
-    for step, (grads, value, skip_if) in enumerate(rows):
-        if kind.checks_gradients:
-            is_applied = value and not skip_if and (grads or not kind.skip_nonfinite)
-            reacts = value and (not skip_if or not grads)
-        else:
-            is_applied, reacts = not skip_if, False
-        applied, skipped = applied + is_applied, skipped + (not is_applied)
-        in_a_row = 0 if is_applied else in_a_row + 1
-        counts = tuple(int(seen[name][step]) for name in ("applied_steps", "skipped_steps", "consecutive_skips"))
-        assert counts == (applied, skipped, in_a_row), f"step {step}"
-        if isinstance(kind, jls.DynamicLossScale):
-            if reacts:
-                scale, good_steps, left = dynamic_step(kind, scale, good_steps, left, grads)
-            assert float(seen["loss_scale"][step]) == scale, f"step {step}"
-        assert is_applied or bool(seen["stood_still"][step]), f"step {step}"
-
-
 @functools.cache
 def by_scan(name):
     tx, step = make_step(name)
@@ -210,24 +185,12 @@ def by_scan(name):
 def test_ten_thousand_steps_of_faults(name):
     (params, _), seen = by_scan(name)
     assert seen["finite"].all()
-    assert_counts_and_scales(TRAINED[name], seen)
+    assert (np.diff(seen["skipped_steps"], prepend=0) <= seen["stood_still"]).all()
+    assert (seen["applied_steps"] + seen["skipped_steps"] == np.arange(1, STEPS + 1)).all()
     assert np.isfinite(seen["loss_scale"]).all()
     assert (np.frexp(seen["loss_scale"])[0] == 0.5).all()
     without = losses_without_faults()
     assert abs(final_loss(params) - np.mean(without)) < 6 * np.std(without, ddof=1), without
-
-
-@pytest.mark.slow
-def test_a_loop_of_compiled_steps_is_the_scan():
-    tx, step = make_step("hysteresis")
-    compiled, params, seen = jax.jit(step), initial_params(), []
-    carry = params, tx.init(params)
-    for number in range(STEPS):
-        carry, seen_now = compiled(carry, jax.tree.map(lambda leaf, n=number: leaf[n], inputs(0)))
-        seen.append(seen_now)
-    expected, expected_seen = by_scan("hysteresis")
-    assert_same_bits(jax.tree.map(lambda *rows: np.stack(rows), *jax.device_get(seen)), expected_seen)
-    assert_same_bits(jax.device_get(carry), expected)
 
 
 def test_the_faults_are_what_they_are_called():

@@ -34,11 +34,7 @@ from runs import (
 import jax_lossscale as jls
 
 STEPS = 12
-# The others are in `test_any_run.py`, too.
-FIRST = ("no_op", "dynamic_full", "auto")
-each_kind = pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
-)
+each_kind = pytest.mark.parametrize("name", KINDS)
 quick = functools.partial(settings, deadline=None, derandomize=True)
 runs = given(
     sequence=st.lists(events, min_size=STEPS, max_size=STEPS),

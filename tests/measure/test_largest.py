@@ -100,16 +100,7 @@ def test_as_numpy_sees_it(dtype, data):
         assert (bool(finite[0]), float(magnitude[0])) == oracle([leaf])
 
 
-@every_reading
-@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-126, 2.0**-113, 2.0**-112, 2.0**-111, 0.25, 1.0, 2.0**15, 2.0**127])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_divided_by_a_scale(dtype, scale, read):
-    for value in float(jnp.finfo(dtype).max), 1.0, -3.0, float(jnp.finfo(dtype).smallest_normal):
-        tree = [np.array([0, value], dtype), np.zeros((3, 4), dtype)]
-        assert answer_of(read(tree, scale)) == oracle(tree, scale)
-
-
-POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-126, 128))
+POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # the first are subnormal
 
 
 @functools.cache
@@ -125,7 +116,7 @@ def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
         return jax.lax.map(lambda scale: read(tree, scale), POWERS_OF_TWO)
 
     for size in 3, 2**15 + 9:
-        for value in float(jnp.finfo(dtype).max), 1.5, *BAD:
+        for value in float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).smallest_normal), 1.5, *BAD:
             leaf = np.zeros(size, dtype)
             leaf[-1] = -value
             finite, magnitudes = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
@@ -163,7 +154,7 @@ def test_one_value_anywhere_in_a_large_leaf(dtype, read):
 
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("bad", [None, *BAD])
+@pytest.mark.parametrize("bad", [None, np.nan])
 def test_values_whose_sum_overflows(dtype, bad, read):
     leaf = np.full(SIZE, jnp.finfo(dtype).max, dtype)
     if bad is not None:

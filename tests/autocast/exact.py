@@ -1,0 +1,145 @@
+"""Evaluates a jaxpr on the host, one operation at a time, and says where a number has too many places."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+
+class InexactError(Exception):
+    """A number that needs more places than there are."""
+
+
+def evaluated(closed, inputs, check=lambda within, inputs, outputs: None, within=()):
+    """The outputs of a jaxpr.
+
+    ``check`` is called for each operation, with the equations that it lies in, the outermost first, itself the last,
+    its operands and its results.
+    """
+    given = map(np.asarray, [*closed.consts, *inputs])
+    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], given, strict=True))
+
+    def read(atom):
+        return np.asarray(atom.val).astype(atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+
+    for eqn in closed.jaxpr.eqns:
+        values.update(
+            zip(eqn.outvars, _outputs(eqn, [read(atom) for atom in eqn.invars], check, (*within, eqn)), strict=True)
+        )
+    return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def _outputs(eqn, inputs, check, within):
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return _scan(params, inputs, check, within)
+    if name == "while":
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = inputs[second:]
+        while evaluated(params["cond_jaxpr"], [*inputs[:first], *carry], check, within)[0]:
+            carry = evaluated(params["body_jaxpr"], [*inputs[first:second], *carry], check, within)
+        return carry
+    if name == "cond":
+        branch = int(np.clip(inputs[0], 0, len(params["branches"]) - 1))
+        return evaluated(params["branches"][branch], inputs[1:], check, within)
+    for inside in (params.get("jaxpr"), params.get("call_jaxpr")):  # jit, checkpoint, custom_jvp and custom_vjp
+        if inside is not None:
+            return evaluated(
+                inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ()), inputs, check, within
+            )
+    outputs = _operation(eqn, inputs)
+    check(within, inputs, outputs)
+    return outputs
+
+
+def _scan(params, inputs, check, within):
+    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
+    carry, stacked = inputs[first:second], [None] * params["length"]
+    order = range(params["length"])
+    for n in reversed(order) if params["reverse"] else order:
+        outputs = evaluated(
+            params["jaxpr"], [*inputs[:first], *carry, *(each[n] for each in inputs[second:])], check, within
+        )
+        carry, stacked[n] = outputs[: len(carry)], outputs[len(carry) :]
+    return [*carry, *map(np.stack, zip(*stacked, strict=True))]
+
+
+def _operation(eqn, inputs):
+    on_host = _ON_HOST.get(eqn.primitive.name)
+    if on_host is not None:
+        return [np.asarray(on_host(*inputs, **eqn.params), eqn.outvars[0].aval.dtype)]
+    outputs = eqn.primitive.bind(*inputs, **eqn.params)
+    return [np.asarray(each) for each in (outputs if eqn.primitive.multiple_results else [outputs])]
+
+
+def _product(a, b, dimension_numbers, **_):
+    (of_a, of_b), (batch_a, batch_b) = dimension_numbers
+    axes_a, axes_b = list(range(a.ndim)), list(range(a.ndim, a.ndim + b.ndim))
+    shared = (*batch_a, *of_a)
+    for n, m in zip(shared, (*batch_b, *of_b), strict=True):
+        axes_b[m] = n
+    free = [n for n in axes_a + axes_b if n not in shared]
+    wide = [each.astype(np.result_type(each.dtype, np.float32)) for each in (a, b)]
+    return np.einsum(wide[0], axes_a, wide[1], axes_b, [*batch_a, *free])
+
+
+def _broadcast(x, shape, broadcast_dimensions, **_):
+    sizes = dict(zip(broadcast_dimensions, np.shape(x), strict=True))
+    return np.broadcast_to(np.reshape(x, [sizes.get(n, 1) for n in range(len(shape))]), shape)
+
+
+def _plain(function):
+    return lambda *operands, **_: function(*operands)
+
+
+# The operations that programs are full of. The rest are JAX's own.
+_ON_HOST = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda *parts, dimension: np.concatenate(parts, dimension),
+    "convert_element_type": lambda x, **_: x,
+    "dot_general": _product,
+    "reduce_max": lambda x, axes, **_: np.max(x, axes),
+    "reduce_sum": lambda x, axes, **_: np.sum(x, axes),
+    "reshape": lambda x, new_sizes, **_: np.reshape(x, new_sizes),
+    "rev": lambda x, dimensions: np.flip(x, dimensions),
+    "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
+    "slice": lambda x, start_indices, limit_indices, strides: x[
+        tuple(map(slice, start_indices, limit_indices, strides or [None] * x.ndim))
+    ],
+    "transpose": lambda x, permutation: np.transpose(x, permutation),
+    **{
+        name: _plain(function)
+        for name, function in {
+            **{"add": np.add, "add_any": np.add, "div": np.divide, "eq": np.equal, "exp": np.exp, "gt": np.greater},
+            **{"lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply, "ne": np.not_equal},
+            **{"neg": np.negative, "sub": np.subtract},
+        }.items()
+    },
+}
+_SUMS = {"add_any", "conv_general_dilated", "cumsum", "dot_general", "reduce_sum"}
+
+
+def exact_in(dtype):
+    """A check for `evaluated`: every float32 number is one of ``dtype``, and so is every sum, in whichever order.
+
+    Below the scope "wide" numbers have 20 places, so that float32 has some to spare.
+    """
+    largest_sum = 2 / float(jnp.finfo(dtype).eps)
+
+    @np.errstate(over="ignore")
+    def check(within, inputs, outputs):
+        eqn = within[-1]
+        are_exact = all(
+            (value.astype(dtype).astype(np.float32) == value).all() for value in outputs if value.dtype == np.float32
+        )
+        if are_exact and eqn.primitive.name in _SUMS and outputs[0].dtype == np.float32:
+            are_exact = np.max(_operation(eqn, [abs(value) for value in inputs])[0]) <= largest_sum
+        is_wide = not are_exact and any("wide" in str(each.source_info.name_stack) for each in within)
+        if not are_exact and not (is_wide and all(map(_has_places, outputs))):
+            raise InexactError(eqn.primitive.name)
+
+    return check
+
+
+def _has_places(array):
+    mantissa, _ = np.frexp(array)
+    return bool(np.all(mantissa * 2.0**20 == np.round(mantissa * 2.0**20)))
