@@ -87,19 +87,15 @@ def test_more_numbers_than_can_be_counted_are_refused():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_on_a_mesh_nothing_is_gathered(axis_type):
+def test_on_a_mesh_the_numbers_are_the_same(axis_type):
     if axis_type is AxisType.Explicit:
         skip_before("0.7.1", "`.at[...].add` takes no `out_sharding`")
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     values = random_bits("float32", 4096 - 10).reshape(64, 64)
     with set_mesh(mesh):
         sharded = jax.device_put(values, NamedSharding(mesh, P("data", "model")))
-        compiled = jax.jit(exponent_histogram).lower(sharded).compile()
-        text = compiled.as_text()
-        assert not any(f" {gather}" in text for gather in ("all-gather", "all-to-all", "collective-permute"))
-        assert as_dictionary(compiled(sharded)) == as_dictionary(exponent_histogram(jnp.asarray(values)))
-        assert underflow_fraction(sharded) == underflow_fraction(jnp.asarray(values))
-        assert suggest_loss_scale(sharded) == suggest_loss_scale(jnp.asarray(values))
+        for of_tree in (jax.jit(exponent_histogram), underflow_fraction, suggest_loss_scale):
+            jax.tree.map(np.testing.assert_array_equal, of_tree(sharded), of_tree(jnp.asarray(values)))
         assert nonfinite_report(sharded) == nonfinite_report(jnp.asarray(values))
         assert first_nonfinite([jnp.ones(2), sharded]) == 1
 
@@ -130,7 +126,6 @@ def test_underflow_is_what_a_cast_by_numpy_does(dtype):
 def test_zeros_are_not_lost_and_nothing_is_no_share():
     assert underflow_fraction(jnp.array([0.0, 0.0, 1e-9, 1.0])).zero == 0.5
     assert underflow_fraction(jnp.ones(2**25).at[0].set(1e-9)).zero == np.float32(2.0**-25)
-    assert underflow_fraction({"steps": 3}) == (0, 0, 0)
 
 
 SUGGESTED = {
@@ -170,18 +165,27 @@ def test_the_rescued_share_is_what_the_scale_saves():
     assert suggestion.rescued == lost[0] - lost[1]
 
 
-def test_without_gradients_there_is_nothing_to_suggest():
-    for grads in ({"steps": 3}, jnp.array([NAN, INF])):
-        assert suggest_loss_scale(grads) == (1.0, 0.0, 0.0, 0.0)
+WITHOUT_NUMBERS = {
+    # tree: underflow, suggestion, the first words of both
+    "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
+    "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
+    "all zero": (
+        {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)},
+        (0, 0, 1),
+        (1, 0, 0, 1),
+        ("All gradients are exactly zero.", "No loss scale follows. All gradients are exactly zero."),
+    ),
+}
 
 
-def test_gradients_that_are_all_zero_are_told():
-    lost = {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)}
-    underflow, suggestion = underflow_fraction(lost), suggest_loss_scale(lost)
-    assert underflow == (0.0, 0.0, 1.0)
-    assert suggestion == (1.0, 0.0, 0.0, 1.0)
-    assert str(underflow).startswith("All gradients are exactly zero.")
-    assert str(suggestion).startswith("No loss scale follows. All gradients are exactly zero.")
+@pytest.mark.parametrize(("tree", "underflow", "suggestion", "words"), WITHOUT_NUMBERS.values(), ids=WITHOUT_NUMBERS)
+def test_where_there_are_no_numbers_nothing_is_suggested_and_it_is_told(tree, underflow, suggestion, words):
+    found = underflow_fraction(tree), suggest_loss_scale(tree)
+    assert found == (underflow, suggestion)
+    assert all(str(each).startswith(first) for each, first in zip(found, words, strict=True))
+
+
+def test_the_share_of_zeros_is_told():
     some = jnp.array([0.0, 1e-9, 1.0, INF])
     assert underflow_fraction(some).already_zero == suggest_loss_scale(some).already_zero == np.float32(1 / 3)
     assert "33.333% of all are zero already" in str(underflow_fraction(some))
@@ -246,6 +250,14 @@ def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
 def test_called_eagerly_alike_leaves_share_their_programs(of_tree, compilations):
     of_tree(many_leaves(100))
     assert len(compilations) <= 4 * len(SIZES)
+
+
+@of_trees
+def test_small_leaves_that_are_read_together_are_the_same_numbers(of_tree):
+    leaves = [jnp.asarray(random_bits("float32", 50 + n, seed=n)) for n in range(4)]
+    leaves += [jnp.asarray(random_bits("float16", 50)), jnp.asarray(random_bits("bfloat16", 9))]
+    leaves += [jnp.array([1 + 0j, 1e-9 - 1e-8j]), 0.5, 3]
+    jax.tree.map(np.testing.assert_array_equal, of_tree(leaves), jax.jit(of_tree)(leaves))
 
 
 @of_trees

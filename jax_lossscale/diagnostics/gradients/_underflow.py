@@ -21,8 +21,9 @@ from jax_lossscale.diagnostics.gradients._bits import (
     SINGLE,
     as_float32_bits,
     bits_of,
+    joined,
     layout_of,
-    magnitudes,
+    parts,
 )
 
 _LARGEST_LOG2_SCALE = 127
@@ -120,8 +121,10 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
     dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
     check_flag(per_leaf, "underflow_fraction(per_leaf=...)")
     if per_leaf:
-        return jax.tree.map(lambda leaf: _underflow([_counted(leaf, dtype)]) if _tree.is_inexact(leaf) else None, grads)
-    return _underflow([_counted(leaf, dtype) for leaf in _tree.inexact_leaves(grads)])
+        return jax.tree.map(
+            lambda leaf: _underflow([_counted([leaf], dtype)]) if _tree.is_inexact(leaf) else None, grads
+        )
+    return _underflow([_counted(part, dtype) for part in parts(_tree.inexact_leaves(grads))])
 
 
 def suggest_loss_scale(
@@ -161,14 +164,14 @@ def suggest_loss_scale(
     given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
     if headroom < 1:
         raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1, got {given!r}.")
-    leaves = _tree.inexact_leaves(grads)
-    counts = [_counted(leaf, dtype) for leaf in leaves]
+    in_parts = list(parts(_tree.inexact_leaves(grads)))
+    counts = [_counted(part, dtype) for part in in_parts]
     log2_scale = _log2_suggested(counts, float(jnp.finfo(dtype).max) / headroom)
-    return _suggestion(counts, log2_scale, [_counted(leaf, dtype, log2_scale) for leaf in leaves])
+    return _suggestion(counts, log2_scale, [_counted(part, dtype, log2_scale) for part in in_parts])
 
 
 class _Counts(NamedTuple):
-    """What one reading of a leaf tells: counts, ``uint32[]``, and the largest number, in the `Layout` of the leaf."""
+    """What one reading of some leaves tells: counts, ``uint32[]``, and the largest number, in their `Layout`."""
 
     largest: jax.Array  # that is finite
     numbers: jax.Array  # finite and not zero
@@ -178,9 +181,9 @@ class _Counts(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=1)
-def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
-    """Of a leaf, and of what a cast makes of it with a loss scale of ``2**log2_scale``."""
-    numbers, layout = magnitudes(leaf), layout_of(jnp.result_type(leaf))
+def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
+    """Of some leaves, and of what a cast makes of them with a loss scale of ``2**log2_scale``."""
+    numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
     limits = limits_of(dtype)  # of which the last is a tie, and rounds to the smallest normal number
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
     # A scale of 2**k moves the limits down by k powers of two.
@@ -219,7 +222,7 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Co
 
 
 def _total(counts: list[_Counts]) -> _Counts:
-    """The counts of all leaves; the largest as the bits of a float32."""
+    """The counts of all; the largest as the bits of a float32."""
     largest = [as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
     return _Counts(jnp.stack([jnp.uint32(0), *largest]).max(), *map(_sum, columns))
