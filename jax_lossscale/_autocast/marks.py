@@ -44,7 +44,8 @@ def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
     return [as_dtype(jax.lax.optimization_barrier(as_dtype(cotangent, dtype)), cotangent.dtype)]
 
 
-def _identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
+def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
+    """A primitive whose result is its operand, and whose cotangent is what ``transpose`` makes of it."""
     primitive = Primitive(name)
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda aval, **_: aval)
@@ -54,7 +55,7 @@ def _identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
     return primitive
 
 
-_kept = _identity(KEPT, lambda cotangent, value: [cotangent])
-_rounded = _identity(ROUNDED_COTANGENT, _round)
+_kept = identity(KEPT, lambda cotangent, value: [cotangent])
+_rounded = identity(ROUNDED_COTANGENT, _round)
 # What is kept are numbers, and not their derivatives.
 ad.primitive_jvps[_kept] = lambda primals, tangents: (_kept.bind(*primals), tangents[0])

@@ -22,13 +22,6 @@ from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.inside import inside, with_jaxprs
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
-_WITH_A_RULE = {
-    "custom_jvp_call": custom_rules.custom_jvp_call,
-    "custom_vjp_call": custom_rules.custom_vjp_call,
-    "custom_vmap_call": custom_rules.custom_vmap_call,
-    "linear_call": custom_rules.linear_call,
-    "shard_map": custom_rules.shard_map,
-}
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -136,7 +129,7 @@ class Rewriting:
         """The results of a step in which jaxprs are rewritten."""
         eqn = step.eqn
         bodies = inside(eqn).bodies
-        by_rule = _WITH_A_RULE.get(eqn.primitive.name)
+        by_rule = custom_rules.RULES.get(eqn.primitive.name)
         if by_rule is not None:
             (body,), (inner_plan,) = bodies, inner.plans
 

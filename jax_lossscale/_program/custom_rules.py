@@ -155,6 +155,16 @@ def shard_map(
     return list(function(*inputs))
 
 
+# By primitive, how it is evaluated.
+RULES: dict[str, Callable[[Evaluate, Any, Sequence[Any]], list[Any]]] = {
+    "custom_jvp_call": custom_jvp_call,
+    "custom_vjp_call": custom_vjp_call,
+    "custom_vmap_call": custom_vmap_call,
+    "linear_call": linear_call,
+    "shard_map": shard_map,
+}
+
+
 def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
     """The equation as it stands, as a function of some of its inputs."""
 

@@ -7,26 +7,28 @@ passes through calls, loops and branches is said here, once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
-
-from jax.extend.core import ClosedJaxpr, Literal
+from typing import Any, TypeVar
 
 from jax_lossscale._program.inside import CALLS, CUSTOM_CALLS, REMAT, inside
 from jax_lossscale._program.place import Place, place_of
+from jax_lossscale._program.walk import Walk
 
 FOLLOWED = (*CALLS, *REMAT, *CUSTOM_CALLS)
 
 Known = TypeVar("Known")
 
 
-class Flow(Generic[Known]):
+class Flow(Walk[Known]):
     """Passes what is known through jaxprs, in the order of their equations.
 
     Attributes:
       follows: the names of the primitives whose jaxprs are gone into.
+      within: the equations that the one at hand lies in, the outermost first.
     """
 
     follows: frozenset[str] = frozenset({*FOLLOWED, "scan", "while", "cond"})
+    within: tuple[Any, ...] = ()
+    _place: Place | None = None  # of the last of them
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[Known]) -> Sequence[Known]:
         """What is known of the results of an equation, which is not gone into."""
@@ -47,30 +49,23 @@ class Flow(Generic[Known]):
     def carried_on(self, within: Known, at_end: Known) -> None:
         """Take note of what the loop makes of a carry of which ``within`` was known."""
 
-    def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Known], within: Place | None = None) -> list[Known]:
-        """What is known of the results."""
-        jaxpr = closed.jaxpr
-        consts = [self.constant(value) for value in closed.consts]
-        known: dict[Any, Known] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    def value_of(self, constant: Any, aval: Any) -> Known:
+        return self.constant(constant)
 
-        def read(atom: Any) -> Known:
-            return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self._results(eqn, place_of(eqn, within), list(map(read, eqn.invars)))
-            known.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _results(self, eqn: Any, place: Place, operands: list[Known]) -> Sequence[Known]:
+    def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
+        place = place_of(eqn, self._place)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, place, operands)
         found = inside(eqn)
         starts = {operand: self.carried(operands[operand]) for _, operand in found.carried}
+        outside = self.within, self._place
+        self.within, self._place = (*self.within, eqn), place
         of_bodies = [
-            self.outputs(body.closed, [starts.get(n, operands[n]) for n in body.operands], place)
+            self.outputs(body.closed, [starts.get(n, operands[n]) for n in body.operands])
             for body in found.bodies
             if -1 not in body.results
         ]
+        self.within, self._place = outside
         for result, operand in found.carried:
             self.carried_on(starts[operand], of_bodies[-1][result])
         return [values[0] if len(values) == 1 else self.joined(values) for values in zip(*of_bodies, strict=True)]

@@ -64,15 +64,16 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
         params["branches"] = tuple(jaxprs)
     elif eqn.primitive.name == "while":
         params["cond_jaxpr"], params["body_jaxpr"] = jaxprs
-    elif eqn.primitive.name in REMAT:  # which has no place for constants
-        (closed,) = jaxprs
-        jaxpr, consts = closed.jaxpr, list(closed.consts)
-        params["jaxpr"] = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        if isinstance(params["prevent_cse"], tuple):
-            params["prevent_cse"] = (True,) * len(consts) + params["prevent_cse"]
-        inputs = [*consts, *inputs]
     else:
-        (params["jaxpr"],) = jaxprs
+        (closed,) = jaxprs
+        name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
+        if not isinstance(params[name], ClosedJaxpr):  # which has no place for constants
+            jaxpr, consts = closed.jaxpr, list(closed.consts)
+            closed = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+            if isinstance(params.get("prevent_cse"), tuple):
+                params["prevent_cse"] = (True,) * len(consts) + params["prevent_cse"]
+            inputs = [*consts, *inputs]
+        params[name] = closed
     return bind_here(eqn, inputs, params)
 
 

@@ -56,7 +56,6 @@ class _Taken(Flow[_Leaf | None]):
 
     def __init__(self) -> None:
         self.found: dict[Path, str] = {}
-        self._within: list[Any] = []
 
     def constant(self, value: Any) -> None:
         return None
@@ -67,17 +66,10 @@ class _Taken(Flow[_Leaf | None]):
     def carried(self, start: _Leaf | None) -> None:
         return None
 
-    def _results(self, eqn: Any, place: Place, operands: list[_Leaf | None]) -> Sequence[_Leaf | None]:
-        self._within.append(eqn)
-        try:
-            return super()._results(eqn, place, operands)
-        finally:
-            self._within.pop()
-
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
         if eqn.primitive.name in _MOVES:
             return [operands[0]] * len(eqn.outvars)
         known = [leaf for leaf in operands if leaf is not None]
         if known:
-            self.found[path_of(self._within[:-1], eqn)] = min(known).path
+            self.found[path_of(self.within, eqn)] = min(known).path
         return [None] * len(eqn.outvars)

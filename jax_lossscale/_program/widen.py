@@ -15,29 +15,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, checked_floating_dtype
 from jax_lossscale._program import custom_rules
+from jax_lossscale._program.inside import CALLS, LOOPS, REMAT, inside, with_jaxprs
 from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
     bind,
+    bind_here,
     in_context,
     is_equation_narrow,
     is_narrow,
     is_reference,
-    last_uses,
     narrow_dtypes,
 )
 from jax_lossscale._program.primitives import BITS, OPAQUE
+from jax_lossscale._program.walk import Walk
 
-_CUSTOM_RULES = {
-    "custom_jvp_call": custom_rules.custom_jvp_call,
-    "custom_vjp_call": custom_rules.custom_vjp_call,
-    "shard_map": custom_rules.shard_map,
-}
+_REBOUND = frozenset({*CALLS, *REMAT, *LOOPS, "cond"})
 
 
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
@@ -46,9 +44,9 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     Where ``fun`` casts to float16, bfloat16 or float8, the new function casts to ``dtype``. With float32, it is what
     the network would be if nothing had been cast: a reference, made from the code itself. It follows casts, constants
     and the dtypes that operations are told, through jit, scan, while loops, conditionals, `jax.checkpoint`,
-    `jax.shard_map`, `jax.custom_jvp` and `jax.custom_vjp`. The result may itself be differentiated, vectorized and
-    compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both use the derivatives that ``fun``
-    defines.
+    `jax.shard_map`, `jax.custom_jvp`, `jax.custom_vjp` and `jax.custom_batching.custom_vmap`. The result may itself be
+    differentiated, vectorized and compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both
+    use the derivatives that ``fun`` defines.
 
     Some things stay narrow. `jax.lax.bitcast_convert_type` uses the bits of the narrow number, and its result is cast
     afterwards (float16 random numbers are made in this way). Constants keep only the digits that they had after ``fun``
@@ -111,7 +109,7 @@ def checked_precision(dtype: Any, name: str) -> jnp.dtype:
     return dtype
 
 
-class Evaluator:
+class Evaluator(Walk[Any]):
     """Evaluates jaxprs with ``dtype`` in the place of every narrow float.
 
     Attributes:
@@ -126,49 +124,38 @@ class Evaluator:
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs, each of which may be of its narrow dtype or already wide."""
-        jaxpr = closed.jaxpr
-        values: dict[Any, Any] = {}
-        for variable, value in zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True):
-            values[variable] = self.widened(value, variable.aval)
-        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            outputs = self.equation(eqn, [self.read(atom, values) for atom in eqn.invars])
-            values.update(zip(eqn.outvars, outputs, strict=True))
-            for variable in unneeded:
-                del values[variable]
-        return [self.read(atom, values) for atom in jaxpr.outvars]
+        return self.outputs(closed, list(map(self.value_of, inputs, closed.in_avals)))
 
-    def read(self, atom: Any, values: dict[Any, Any]) -> Any:
-        """The value of a variable or of a literal."""
-        return self.widened(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
-
-    def widened(self, value: Any, aval: Any) -> Any:
-        """``value``, where the jaxpr has a value of the type ``aval``: of ``dtype`` if that is narrow."""
+    def value_of(self, constant: Any, aval: Any) -> Any:
+        """An array, where the jaxpr has one of the type ``aval``: of ``dtype`` if that is narrow."""
         if is_narrow(aval):
-            return as_dtype(value, self.dtype)
+            return as_dtype(constant, self.dtype)
         # float64 out of a product that was told to give float32, for one
         is_float = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
-        return as_dtype(value, aval.dtype) if is_float and hasattr(value, "dtype") else value
+        return as_dtype(constant, aval.dtype) if is_float and hasattr(constant, "dtype") else constant
 
-    def equation(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-        """The outputs of one equation."""
+    def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         if not is_equation_narrow(eqn):
-            return bind(eqn, inputs, eqn.params)
+            return bind(eqn, operands, eqn.params)
         name = eqn.primitive.name
         if name in BITS:
-            return self._as_it_is(eqn, inputs)
+            return self._as_it_is(eqn, operands)
         if name in OPAQUE or any(map(is_reference, [*eqn.invars, *eqn.outvars])):
             self.as_they_are[name] = None
-            return self._as_it_is(eqn, inputs)
-        if name in _CUSTOM_RULES:
-            with in_context(eqn):
-                return self._outputs(eqn, _CUSTOM_RULES[name](self.evaluate, eqn, inputs))
+            return self._as_it_is(eqn, operands)
         if name == "reduce_precision" and self._rounds_to_its_own(eqn):
-            return list(inputs)
-        try:
-            return self._outputs(eqn, bind(eqn, inputs, self._params(eqn)))
-        except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
-            self.as_they_are[name] = None
-            return self._as_it_is(eqn, inputs)
+            return list(operands)
+        with in_context(eqn):
+            if name in custom_rules.RULES:
+                return self._outputs(eqn, custom_rules.RULES[name](self.evaluate, eqn, operands))
+            if name in _REBOUND:
+                jaxprs = [self.translated(body.closed) for body in inside(eqn).bodies]
+                return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
+            try:
+                return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
+            except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
+                self.as_they_are[name] = None
+                return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """The jaxpr in which every narrow type has become ``dtype``."""
@@ -182,7 +169,7 @@ class Evaluator:
         return self._translated[key][1]
 
     def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
-        return [self.widened(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
+        return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         narrow = [
@@ -209,11 +196,8 @@ class Evaluator:
     def _param(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return self.translated(value)
-        if isinstance(value, Jaxpr):
-            closed = self.translated(ClosedJaxpr(value, ()))
-            if closed.consts:
-                raise NotImplementedError("constants in a jaxpr that has no place for them")
-            return closed.jaxpr
+        if isinstance(value, Jaxpr):  # of a reduction or a scatter: how two numbers become one
+            return self.translated(ClosedJaxpr(value, ())).jaxpr
         if isinstance(value, np.dtype):
             return self.dtype if is_narrow(np.empty(0, value)) else value
         if isinstance(value, jax.core.ShapedArray):

@@ -4,8 +4,12 @@ from jax_lossscale._measure import first_nonfinite
 from jax_lossscale._program.widen import in_precision
 from jax_lossscale.diagnostics.gradients._histogram import ExponentHistogram, exponent_histogram
 from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics.gradients._suggestion import LossScaleSuggestion, suggest_loss_scale
-from jax_lossscale.diagnostics.gradients._underflow import Underflow, underflow_fraction
+from jax_lossscale.diagnostics.gradients._underflow import (
+    LossScaleSuggestion,
+    Underflow,
+    suggest_loss_scale,
+    underflow_fraction,
+)
 from jax_lossscale.diagnostics.programs._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
 from jax_lossscale.diagnostics.programs._facts import ProductFacts

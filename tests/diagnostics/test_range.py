@@ -52,33 +52,32 @@ def test_the_histogram_agrees_with_numpy_in_every_dtype(dtype):
         assert histogram.counts.dtype == jnp.uint32
 
 
-def test_the_histogram_of_a_tree_is_the_sum_of_its_leaves():
-    tree = {"a": jnp.array([1.0, 2.0, 0.0]), "b": {"c": jnp.array([1.5, INF], jnp.float16)}, "steps": jnp.arange(3)}
-    whole = exponent_histogram(tree)
-    assert (as_dictionary(whole), whole.zeros, whole.nonfinite) == ({0: 2, 1: 1}, 1, 1)
-    leaves = exponent_histogram(tree, per_leaf=True)
+HISTOGRAMS = {
+    # tree: counts by exponent, zeros, subnormal, not finite
+    "a tree": ({"a": [1.0, 2.0, 0.0], "b": {"c": np.float16([1.5, INF])}, "steps": 3}, {0: 2, 1: 1}, 1, 0, 1),
+    "64 bits and 16": ({"a": np.array([1e-300, 1.0]), "b": np.float16([1.0, 2**-24, INF])}, {-997: 1, 0: 2}, 0, 1, 1),
+    "complex, both parts": (np.complex64([1 + 4j, 0 - 1j]), {0: 2, 2: 1}, 1, 0, 0),
+    "no leaves": ({"steps": 3}, {}, 0, 0, 0),
+    "an empty leaf": (np.zeros((0, 3), np.float32), {}, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize(("tree", "counts", "zeros", "subnormals", "nonfinite"), HISTOGRAMS.values(), ids=HISTOGRAMS)
+def test_the_histogram_of_a_tree_is_the_sum_of_its_leaves(tree, counts, zeros, subnormals, nonfinite):
+    with enable_x64(any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(tree))):
+        found = exponent_histogram(tree)
+        assert (as_dictionary(found), found.zeros, found.subnormals, found.nonfinite) == (
+            counts,
+            zeros,
+            subnormals,
+            nonfinite,
+        )
+
+
+def test_a_histogram_for_each_leaf():
+    leaves = exponent_histogram({"a": jnp.array([1.0, 2.0, 0.0]), "steps": jnp.arange(3)}, per_leaf=True)
     assert as_dictionary(leaves["a"]) == {0: 1, 1: 1}
-    assert as_dictionary(leaves["b"]["c"]) == {0: 1}
     assert leaves["steps"] is None
-
-
-def test_leaves_of_64_bits_and_of_16_share_one_histogram():
-    with enable_x64(True):
-        tiny = {"a": jnp.array([1e-300, 1.0], jnp.float64), "b": jnp.array([1.0, 2**-24, INF], jnp.float16)}
-        histogram = exponent_histogram(tiny)
-        assert as_dictionary(histogram) == {-997: 1, 0: 2}
-        assert (histogram.subnormals, histogram.nonfinite) == (1, 1)
-
-
-def test_both_parts_of_a_complex_number_are_counted():
-    histogram = exponent_histogram(jnp.array([1 + 4j, 0 - 1j], jnp.complex64))
-    assert (as_dictionary(histogram), histogram.zeros) == ({0: 2, 2: 1}, 1)
-
-
-def test_an_empty_tree_has_an_empty_histogram():
-    histogram = exponent_histogram({"steps": 3})
-    assert as_dictionary(histogram) == {}
-    assert as_dictionary(exponent_histogram(jnp.zeros((0, 3)))) == {}
 
 
 def test_more_numbers_than_can_be_counted_are_refused():
@@ -88,19 +87,15 @@ def test_more_numbers_than_can_be_counted_are_refused():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_on_a_mesh_nothing_is_gathered(axis_type):
+def test_on_a_mesh_the_numbers_are_the_same(axis_type):
     if axis_type is AxisType.Explicit:
         skip_before("0.7.1", "`.at[...].add` takes no `out_sharding`")
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     values = random_bits("float32", 4096 - 10).reshape(64, 64)
     with set_mesh(mesh):
         sharded = jax.device_put(values, NamedSharding(mesh, P("data", "model")))
-        compiled = jax.jit(exponent_histogram).lower(sharded).compile()
-        text = compiled.as_text()
-        assert not any(f" {gather}" in text for gather in ("all-gather", "all-to-all", "collective-permute"))
-        assert as_dictionary(compiled(sharded)) == as_dictionary(exponent_histogram(jnp.asarray(values)))
-        assert underflow_fraction(sharded) == underflow_fraction(jnp.asarray(values))
-        assert suggest_loss_scale(sharded) == suggest_loss_scale(jnp.asarray(values))
+        for of_tree in (jax.jit(exponent_histogram), underflow_fraction, suggest_loss_scale):
+            jax.tree.map(np.testing.assert_array_equal, of_tree(sharded), of_tree(jnp.asarray(values)))
         assert nonfinite_report(sharded) == nonfinite_report(jnp.asarray(values))
         assert first_nonfinite([jnp.ones(2), sharded]) == 1
 
@@ -131,7 +126,6 @@ def test_underflow_is_what_a_cast_by_numpy_does(dtype):
 def test_zeros_are_not_lost_and_nothing_is_no_share():
     assert underflow_fraction(jnp.array([0.0, 0.0, 1e-9, 1.0])).zero == 0.5
     assert underflow_fraction(jnp.ones(2**25).at[0].set(1e-9)).zero == np.float32(2.0**-25)
-    assert underflow_fraction({"steps": 3}) == (0, 0, 0)
 
 
 SUGGESTED = {
@@ -171,18 +165,27 @@ def test_the_rescued_share_is_what_the_scale_saves():
     assert suggestion.rescued == lost[0] - lost[1]
 
 
-def test_without_gradients_there_is_nothing_to_suggest():
-    for grads in ({"steps": 3}, jnp.array([NAN, INF])):
-        assert suggest_loss_scale(grads) == (1.0, 0.0, 0.0, 0.0)
+WITHOUT_NUMBERS = {
+    # tree: underflow, suggestion, the first words of both
+    "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
+    "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
+    "all zero": (
+        {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)},
+        (0, 0, 1),
+        (1, 0, 0, 1),
+        ("All gradients are exactly zero.", "No loss scale follows. All gradients are exactly zero."),
+    ),
+}
 
 
-def test_gradients_that_are_all_zero_are_told():
-    lost = {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)}
-    underflow, suggestion = underflow_fraction(lost), suggest_loss_scale(lost)
-    assert underflow == (0.0, 0.0, 1.0)
-    assert suggestion == (1.0, 0.0, 0.0, 1.0)
-    assert str(underflow).startswith("All gradients are exactly zero.")
-    assert str(suggestion).startswith("No loss scale follows. All gradients are exactly zero.")
+@pytest.mark.parametrize(("tree", "underflow", "suggestion", "words"), WITHOUT_NUMBERS.values(), ids=WITHOUT_NUMBERS)
+def test_where_there_are_no_numbers_nothing_is_suggested_and_it_is_told(tree, underflow, suggestion, words):
+    found = underflow_fraction(tree), suggest_loss_scale(tree)
+    assert found == (underflow, suggestion)
+    assert all(str(each).startswith(first) for each, first in zip(found, words, strict=True))
+
+
+def test_the_share_of_zeros_is_told():
     some = jnp.array([0.0, 1e-9, 1.0, INF])
     assert underflow_fraction(some).already_zero == suggest_loss_scale(some).already_zero == np.float32(1 / 3)
     assert "33.333% of all are zero already" in str(underflow_fraction(some))
@@ -254,18 +257,7 @@ def test_small_leaves_that_are_read_together_are_the_same_numbers(of_tree):
     leaves = [jnp.asarray(random_bits("float32", 50 + n, seed=n)) for n in range(4)]
     leaves += [jnp.asarray(random_bits("float16", 50)), jnp.asarray(random_bits("bfloat16", 9))]
     leaves += [jnp.array([1 + 0j, 1e-9 - 1e-8j]), 0.5, 3]
-    for one, other in zip(jax.tree.leaves(of_tree(leaves)), jax.tree.leaves(jax.jit(of_tree)(leaves)), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])
-def test_with_the_usual_rules_of_promotion_the_numbers_are_the_same(of_tree):
-    leaves = [jnp.array([1e-9, 0.5, 0.0]), jnp.array([1e-4, 70000.0], jnp.bfloat16), jnp.ones(2, jnp.float16), 0.5, 3]
-    strict = of_tree(leaves)
-    with jax.numpy_dtype_promotion("standard"):
-        standard = of_tree(leaves)
-    for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(standard), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, of_tree(leaves), jax.jit(of_tree)(leaves))
 
 
 @of_trees

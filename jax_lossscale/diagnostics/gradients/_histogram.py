@@ -105,8 +105,7 @@ def _histogram_of(leaves: list[Any]) -> ExponentHistogram:
 @partial(jax.jit, static_argnums=1)
 def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
     """``uint32``: how many zeros, subnormal numbers, numbers of each exponent of the layout, and what is not finite."""
-    numbers = joined(part)
-    dtype = jnp.result_type(part[0])
+    numbers, dtype = joined(part), jnp.result_type(part[0])
     own = layout_of(dtype)
     smallest_normal = bits_of(float(jnp.finfo(dtype).smallest_normal), own)
     field = (numbers >> own.mantissa_bits).astype(jnp.int32)

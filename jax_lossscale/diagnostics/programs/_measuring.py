@@ -7,47 +7,46 @@ is up to a subclass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.inside import inside
-from jax_lossscale._program.jaxpr import in_context, last_uses
+from jax_lossscale._program.jaxpr import in_context
+from jax_lossscale._program.walk import Walk
 
-Measured = TypeVar("Measured")
+# What is measured, in the order of the program: of each measurement a few numbers, of which larger ones are worse.
+Rows: TypeAlias = list[jax.Array]
 
 
-class MeasuringEvaluator(Generic[Measured]):
-    """Evaluates jaxprs; values are pytrees of arrays, and so is what is measured.
+class MeasuringEvaluator(Walk[Any]):
+    """Evaluates jaxprs; values are pytrees of arrays.
 
     Attributes:
-      rules: by primitive, how an equation is gone into.
+      fields: how many numbers a row has.
+      rows: what has been measured in the program at hand.
+      rules: by primitive, how an equation is gone into: its outputs, and the rows measured there.
     """
 
-    def operation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
-        """The outputs of an equation that is not gone into, and what is measured of it."""
+    fields: int
+
+    def __init__(self) -> None:
+        self.rows: Rows = []
+
+    def value_of(self, constant: Any, aval: Any) -> Any:
+        return constant
+
+    def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """The outputs of an equation that is not gone into; what is measured of it is added to the rows."""
         raise NotImplementedError
 
-    def nothing(self, program: ClosedJaxpr) -> Measured:
-        """What is measured of a program that is not evaluated; anything is worse."""
+    def measured_of(self, eqn: Any) -> list[Any]:
+        """What names the rows that an operation adds."""
         raise NotImplementedError
-
-    def joined(self, parts: Sequence[Measured]) -> Measured:
-        """What is measured of several equations or programs, in their order."""
-        raise NotImplementedError
-
-    def worst(self, one: Measured, other: Measured) -> Measured:
-        """The worst of two iterations, number by number."""
-        maxima: Measured = jax.tree.map(jnp.maximum, one, other)
-        return maxima
-
-    def constant(self, value: Any, aval: Any) -> Any:
-        """The value of a literal, or of a constant of the jaxpr."""
-        return value
 
     def decided(self, value: Any) -> Any:
         """The array by which a loop goes on, or a branch is taken."""
@@ -61,33 +60,44 @@ class MeasuringEvaluator(Generic[Measured]):
         """The values again, of the types of these variables."""
         return values
 
-    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Measured]:
+    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
         """The outputs, and what is measured."""
-        jaxpr = program.jaxpr
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for variable, value in zip(jaxpr.constvars, program.consts, strict=True):
-            values[variable] = self.constant(value, variable.aval)
+        outside, self.rows = self.rows, []
+        outputs = self.outputs(program, inputs)
+        rows, self.rows = self.rows, outside
+        return outputs, rows
 
-        def read(atom: Any) -> Any:
-            return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+    def names(self, program: ClosedJaxpr) -> list[Any]:
+        """What names the rows of a program."""
+        return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
-        parts = []
-        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            outputs, measured = self.equation(eqn, list(map(read, eqn.invars)))
-            values.update(zip(eqn.outvars, outputs, strict=True))
-            parts.append(measured)
-            for variable in unneeded:
-                del values[variable]
-        return list(map(read, jaxpr.outvars)), self.joined(parts)
+    def names_within(self, eqn: Any) -> list[Any]:
+        """What names the rows of an equation, gone into or not."""
+        if eqn.primitive.name not in self.rules:
+            return self.measured_of(eqn)
+        bodies = (body for body in inside(eqn).bodies if -1 not in body.results)
+        return [name for body in bodies for name in self.names(body.closed)]
 
-    def equation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
-        """The outputs of an equation, and what is measured of it."""
-        rule = self.rules.get(eqn.primitive.name)
-        if rule is None:
-            return self.operation(eqn, inputs)
+    def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        if not self.goes_into(eqn):
+            return self.operation(eqn, operands)
+        outputs, rows = self.gone_into(eqn, operands)
+        self.rows += rows
+        return outputs
+
+    def goes_into(self, eqn: Any) -> bool:
+        """Whether the jaxprs in an equation are evaluated here."""
+        return eqn.primitive.name in self.rules
+
+    def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
+        """The outputs of an equation that is, and what is measured inside."""
         with in_context(eqn):
-            outputs, measured = rule(self, eqn, inputs)
-            return outputs, measured
+            outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
+            return outputs, rows
+
+    def nothing(self, program: ClosedJaxpr) -> Rows:
+        """The rows of a program that is not evaluated."""
+        return [jnp.zeros(self.fields)] * len(self.names(program))
 
     def _call(self, eqn: Any, inputs: list[Any]) -> Any:
         (body,) = inside(eqn).bodies
@@ -101,8 +111,8 @@ class MeasuringEvaluator(Generic[Measured]):
         def step(state: Any, elements: Any) -> Any:
             carry, worst = state
             of_step = [*inputs[:fixed], *carry, *self.from_scan(elements, of_xs)]
-            outputs, measured = self.evaluate(body.closed, of_step)
-            return (outputs[: len(carry)], self.worst(worst, measured)), self.to_scan(outputs[len(carry) :])
+            outputs, rows = self.evaluate(body.closed, of_step)
+            return (outputs[: len(carry)], _worst(worst, rows)), self.to_scan(outputs[len(carry) :])
 
         start = inputs[fixed : sliced.start], self.nothing(body.closed)
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -111,9 +121,10 @@ class MeasuringEvaluator(Generic[Measured]):
 
     def _while(self, eqn: Any, inputs: list[Any]) -> Any:
         (condition, body), carried, *_ = inside(eqn)
+        positions = [operand for _, operand in carried]
 
         def of(carry: Sequence[Any], operands: Sequence[int]) -> list[Any]:
-            now = dict(zip((operand for _, operand in carried), carry, strict=True))
+            now = dict(zip(positions, carry, strict=True))
             return [now.get(position, inputs[position]) for position in operands]
 
         def goes_on(state: Any) -> Any:
@@ -121,10 +132,10 @@ class MeasuringEvaluator(Generic[Measured]):
             return self.decided(output)
 
         def step(state: Any) -> Any:
-            outputs, measured = self.evaluate(body.closed, of(state[0], body.operands))
-            return outputs, self.worst(state[1], measured)
+            outputs, rows = self.evaluate(body.closed, of(state[0], body.operands))
+            return outputs, _worst(state[1], rows)
 
-        start = [inputs[operand] for _, operand in carried]
+        start = [inputs[position] for position in positions]
         return lax.while_loop(goes_on, step, (start, self.nothing(body.closed)))
 
     def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
@@ -132,14 +143,15 @@ class MeasuringEvaluator(Generic[Measured]):
 
         def of(number: int) -> Callable[..., Any]:
             def taken(operands: list[Any]) -> Any:
-                outputs, measured = self.evaluate(branches[number], operands)
-                parts = [measured if n == number else self.nothing(branch) for n, branch in enumerate(branches)]
-                return outputs, self.joined(parts)
+                outputs, rows = self.evaluate(branches[number], operands)
+                of_others = map(self.nothing, branches)
+                return outputs, [rows if n == number else other for n, other in enumerate(of_others)]
 
             return taken
 
         index, *operands = inputs
-        return lax.switch(jnp.int32(self.decided(index)), [of(n) for n in range(len(branches))], operands)
+        outputs, of_branches = lax.switch(jnp.int32(self.decided(index)), [*map(of, range(len(branches)))], operands)
+        return outputs, [row for rows in of_branches for row in rows]
 
     rules: ClassVar[dict[str, Callable[..., Any]]] = {
         **dict.fromkeys(FOLLOWED, _call),
@@ -147,3 +159,7 @@ class MeasuringEvaluator(Generic[Measured]):
         "while": _while,
         "cond": _cond,
     }
+
+
+def _worst(worst: Rows, rows: Rows) -> Rows:
+    return list(map(jnp.maximum, worst, rows))

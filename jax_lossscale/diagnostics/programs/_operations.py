@@ -78,35 +78,24 @@ def operations(
     for path, reason in exceptions:
         place = place_within(path[-1], path[:-1])
         reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
-    found: dict[Any, OperationPrecision] = {}
+    found: dict[Any, tuple[int, float, int]] = {}  # number, work, position
     for position, met in enumerate(_walked(program)):
         eqn, place = met.eqn, met.place
         name = _name(eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
             continue
-        work = _work(eqn)
-        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [eqn.outvars[0].aval.dtype]
+        work, result = _work(eqn), eqn.outvars[0].aval.dtype
+        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        is_exception = work > 0 and {widest, eqn.outvars[0].aval.dtype} != {dtype}
-        key = (name, place.layer, place.source)
-        reason = _reason(met, reasons.get(key, {})) if is_exception else ""
-        row = OperationPrecision(
-            operation=name,
-            layer=place.layer,
-            source=place.source,
-            is_backward=place.is_backward,
-            dtype=widest.name,
-            result=eqn.outvars[0].aval.dtype.name,
-            number=1,
-            work=met.times * work,
-            reason=reason,
-            is_product=work > 0,
-            position=position,
-        )
-        kind = dataclasses.replace(row, number=0, work=0.0, position=0)
-        same = found.get(kind)
-        found[kind] = dataclasses.replace(same, number=same.number + 1, work=same.work + row.work) if same else row
-    return list(found.values())
+        is_exception = work > 0 and {widest, result} != {dtype}
+        reason = _reason(met, reasons.get((name, place.layer, place.source), {})) if is_exception else ""
+        kind = (name, place.layer, place.source, place.is_backward, widest.name, result.name), reason, work > 0
+        number, total, first = found.get(kind, (0, 0.0, position))
+        found[kind] = number + 1, total + met.times * work, first
+    return [
+        OperationPrecision(*where, number, work, reason, is_product, position)
+        for (where, reason, is_product), (number, work, position) in found.items()
+    ]
 
 
 def casts(program: Jaxpr) -> int:

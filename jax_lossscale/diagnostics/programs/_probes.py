@@ -8,26 +8,26 @@ float32, under `autocast`, and under each policy.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import ad
 
+from jax_lossscale._autocast.marks import identity
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.jaxpr import Traced, bind, bind_here, jaxprs_of
+from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.parameters import Path, parameters_of_products, path_of
 from jax_lossscale._program.place import Place, place_within
 from jax_lossscale.diagnostics._reduced import reduced
-from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
+from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator, Rows
 
 # What is probed of a product; and of each, its cotangent.
 LEFT, RIGHT, RESULT = range(3)
@@ -42,7 +42,6 @@ class Statistics(NamedTuple):
 
 
 Key: TypeAlias = tuple[int, int]  # site, and role; those of cotangents come after those of values
-Measured: TypeAlias = dict[Key, jax.Array]  # float32[2]: the fields of `Statistics`
 
 
 class ProductSite(NamedTuple):
@@ -89,17 +88,6 @@ class Probes:
         return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
 
 
-def _probe_float(value: Any, site: int, role: int) -> Any:
-    return _probe(value, site, role) if value.dtype == jnp.float32 else value
-
-
-_probe_primitive = Primitive("probe")
-
-
-def _probe(value: Any, site: int, role: int, kind: str = "value") -> Any:
-    return _probe_primitive.bind(value, site=site, role=role, kind=kind)
-
-
 def _differentiate(primals: Any, tangents: Any, *, site: int, role: int, kind: str) -> tuple[Any, Any]:
     ((value,), (tangent,)) = primals, tangents
     if not isinstance(tangent, ad.Zero):
@@ -111,18 +99,19 @@ def _transpose(cotangent: Any, value: Any, *, site: int, role: int, kind: str) -
     return [cotangent if isinstance(cotangent, ad.Zero) else _probe(cotangent, site, role, "cotangent")]
 
 
-_probe_primitive.def_impl(lambda value, **_: value)
-_probe_primitive.def_abstract_eval(lambda aval, **_: aval)
-mlir.register_lowering(_probe_primitive, lambda context, value, **_: [value])
+_probe_primitive = identity("probe", _transpose)
 ad.primitive_jvps[_probe_primitive] = _differentiate
-ad.primitive_transposes[_probe_primitive] = _transpose
-batching.primitive_batchers[_probe_primitive] = lambda values, axes, **params: (
-    _probe_primitive.bind(*values, **params),
-    axes[0],
-)
 
 
-class RoundingEvaluator(MeasuringEvaluator[Measured]):
+def _probe(value: Any, site: int, role: int, kind: str = "value") -> Any:
+    return _probe_primitive.bind(value, site=site, role=role, kind=kind)
+
+
+def _probe_float(value: Any, site: int, role: int) -> Any:
+    return _probe(value, site, role) if value.dtype == jnp.float32 else value
+
+
+class RoundingEvaluator(MeasuringEvaluator):
     """Evaluates jaxprs with probes.
 
     Args:
@@ -133,61 +122,60 @@ class RoundingEvaluator(MeasuringEvaluator[Measured]):
       axes: those of the mesh that it is evaluated on, inside `jax.shard_map`.
     """
 
+    fields = len(Statistics._fields)
+
     def __init__(
         self, dtype: jnp.dtype, strengths: jax.Array, is_smooth: bool = False, axes: frozenset[str] = frozenset()
     ) -> None:
+        super().__init__()
         self._dtype = dtype
         self._strengths = strengths
         self._is_smooth = is_smooth
         self._axes = axes
 
-    def equation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
-        return super().equation(eqn, inputs) if _met_inside(eqn) else self.operation(eqn, inputs)
+    def measured(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], dict[Key, jax.Array]]:
+        """The outputs, and of each probe the worst: ``float32[2]``, the fields of `Statistics`."""
+        outputs, rows = self.evaluate(program, inputs)
+        worst: dict[Key, jax.Array] = {}
+        for key, row in zip(self.names(program), rows, strict=True):
+            worst[key] = jnp.maximum(worst[key], row) if key in worst else row
+        return outputs, worst
 
-    def operation(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Measured]:
-        if eqn.primitive is _probe_primitive:
-            value, measured = self._at_probe(*inputs, **eqn.params)
-            return [value], measured
-        return bind(eqn, inputs, eqn.params), {}
+    def goes_into(self, eqn: Any) -> bool:
+        return super().goes_into(eqn) and bool(self.names_within(eqn))
 
-    def nothing(self, program: ClosedJaxpr) -> Measured:
-        keys = set() if self._is_smooth else _met(program.jaxpr)
-        return {key: vary(jnp.zeros(len(Statistics._fields)), self._axes) for key in sorted(keys)}
+    def measured_of(self, eqn: Any) -> list[Any]:
+        is_met = eqn.primitive is _probe_primitive and eqn.params["kind"] != "tangent"
+        return [_key(**eqn.params)] if is_met else []
 
-    def joined(self, parts: Sequence[Measured]) -> Measured:
-        return functools.reduce(self.worst, parts, {})
+    def nothing(self, program: ClosedJaxpr) -> Rows:
+        return [] if self._is_smooth else [vary(row, self._axes) for row in super().nothing(program)]
 
-    def worst(self, one: Measured, other: Measured) -> Measured:
-        return one | {key: jnp.maximum(one[key], each) if key in one else each for key, each in other.items()}
-
-    def _at_probe(self, value: Any, *, site: int, role: int, kind: str) -> tuple[Any, Measured]:
-        if kind == "tangent":
-            return value, {}
-        strength = self._strengths[0 if role == RESULT and kind == "value" else 1, site]
+    def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        if not self.measured_of(eqn):
+            return bind(eqn, inputs, eqn.params)
+        (value,), site, is_result = inputs, eqn.params["site"], _key(**eqn.params)[1] == RESULT
+        strength = self._strengths[0 if is_result else 1, site]
         error = lax.stop_gradient(value.astype(self._dtype).astype(value.dtype) - value)
         if self._is_smooth:
-            return value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0), {}
-        measured = {_key(site, role, kind): vary(_statistics(value, error), self._axes)}
-        return jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value), measured
+            return [value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0)]
+        self.rows.append(vary(_statistics(value, error), self._axes))
+        return [jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value)]
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
         """What each shard measures is an output that is divided over the mesh."""
         axes = custom_rules.axes_of_shard_map(eqn)
-        inside = RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
-        keys: list[Key] = []
+        of_shards = RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
 
         def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
-            outputs, measured = inside.evaluate(jaxpr, shards)
-            keys[:] = measured
-            return [*outputs, *(each[None] for each in measured.values())]
+            outputs, rows = of_shards.evaluate(jaxpr, shards)
+            return [*outputs, *(row[None] for row in rows)]
 
-        number = 0 if self._is_smooth else len(_met(eqn.params["jaxpr"]))
+        number = 0 if self._is_smooth else len(self.names_within(eqn))
         divided = [jax.sharding.PartitionSpec(tuple(sorted(axes)))] * number
         outputs = custom_rules.shard_map(evaluated, eqn, inputs, more_out_specs=divided)
         count = len(outputs) - number
-        return outputs[:count], {
-            key: vary(jnp.max(each, axis=0), self._axes) for key, each in zip(keys, outputs[count:], strict=True)
-        }
+        return outputs[:count], [vary(jnp.max(row, axis=0), self._axes) for row in outputs[count:]]
 
     rules: ClassVar[dict[str, Callable[..., Any]]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
 
@@ -201,17 +189,3 @@ def _statistics(value: jax.Array, error: jax.Array) -> jax.Array:
 
 def _key(site: int, role: int, kind: str) -> Key:
     return site, role + NUMBER_OF_ROLES * (kind == "cotangent")
-
-
-def _met(jaxpr: Jaxpr) -> set[Key]:
-    """What probes there are in a jaxpr."""
-    found: set[Key] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is _probe_primitive and eqn.params["kind"] != "tangent":
-            found.add(_key(**eqn.params))
-        found |= _met_inside(eqn)
-    return found
-
-
-def _met_inside(eqn: Any) -> set[Key]:
-    return set[Key]().union(*(_met(jaxpr) for each in eqn.params.values() for jaxpr in jaxprs_of(each)))

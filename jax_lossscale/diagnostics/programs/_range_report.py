@@ -104,7 +104,7 @@ def range_report(
     ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
     value, grads = traced.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
-    inputs = map(evaluator.constant, [jnp.float32(given), *traced.inputs[1:]], traced.jaxpr.in_avals)
+    inputs = map(evaluator.value_of, [jnp.float32(given), *traced.inputs[1:]], traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
     of_value, of_grads = value[0] if has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))

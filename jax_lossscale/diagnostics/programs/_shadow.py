@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow, is_reference
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics._reduced import reduced
-from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator
-from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured, number_of_sites
+from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
 _ROUNDING = 2.0**-20
@@ -50,7 +49,7 @@ class Pair(NamedTuple):
     statistics: Any
 
 
-class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
+class ShadowEvaluator(MeasuringEvaluator):
     """Evaluates jaxprs in their own dtypes and, by an `Evaluator`, in float32; gives a row for each site, too.
 
     ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order in which a
@@ -58,16 +57,19 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     alike; no number is kept longer than it is needed.
     """
 
+    fields = len(Statistics._fields)
+
     def __init__(self, dtype: jnp.dtype, tell: Callable[[int], None] = lambda rows: None) -> None:
+        super().__init__()
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
         self._tell = tell  # called with a number of rows that are done
         self._limits = limits_of(dtype)
         self._unit = float(jnp.finfo(dtype).eps) / 2  # in the last place, half of it
         self._is_compiled = False
 
-    def constant(self, value: Any, aval: Any) -> Pair:
+    def value_of(self, constant: Any, aval: Any) -> Pair:
         """A value of which nothing is wrong yet."""
-        return self._pair(value, self.evaluator.widened(value, aval), aval)
+        return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
 
     def decided(self, value: Pair) -> Any:
         return value.wide
@@ -78,28 +80,21 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
     def from_scan(self, values: list[Pair], atoms: Sequence[Any]) -> list[Pair]:
         return [self._pair(value.narrow, value.wide, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
-    def nothing(self, program: ClosedJaxpr) -> list[jax.Array]:
-        return [jnp.zeros(len(Statistics._fields))] * number_of_sites(program)
+    def measured_of(self, eqn: Any) -> list[Any]:
+        return [variable for variable in eqn.outvars if is_measured(eqn, variable)]
 
-    def joined(self, parts: Sequence[list[jax.Array]]) -> list[jax.Array]:
-        return [row for rows in parts for row in rows]
-
-    def equation(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], list[jax.Array]]:
-        name = eqn.primitive.name
-        evaluated: Callable[..., Any] = partial(super().equation, eqn)
-        if self._is_compiled or name in FOLLOWED:  # which tell of their rows themselves
-            return evaluated(inputs)
-        if name in self.rules:  # a loop or a branch, compiled such that every operation rounds
-            evaluated = jax.jit(evaluated, compiler_options={"xla_allow_excess_precision": False})
-        self._is_compiled = name in self.rules
-        try:
-            outputs, rows = evaluated(inputs)
-        finally:
-            self._is_compiled = False
+    def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], Rows]:
+        if self._is_compiled or eqn.primitive.name in FOLLOWED:
+            return super().gone_into(eqn, inputs)
+        # A loop or a branch, compiled such that every operation rounds.
+        compiled = jax.jit(partial(super().gone_into, eqn), compiler_options={"xla_allow_excess_precision": False})
+        self._is_compiled = True
+        outputs, rows = compiled(inputs)
+        self._is_compiled = False
         self._tell(len(rows))
         return outputs, rows
 
-    def operation(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], list[jax.Array]]:
+    def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
         narrow = bind(eqn, [value.narrow for value in inputs], eqn.params)
         is_shared = not is_equation_narrow(eqn) and all(value.narrow is value.wide for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
@@ -111,13 +106,16 @@ class ShadowEvaluator(MeasuringEvaluator[list[jax.Array]]):
             for one, other, variable in zip(narrow, wide, eqn.outvars, strict=True)
         ]
         known = [value.statistics for value in inputs if value.statistics is not None]
-        of_operands = jnp.stack(known or [jnp.zeros(len(Statistics._fields))])
+        of_operands = jnp.stack(known or [jnp.zeros(self.fields)])
         rows = [
             _row(value.statistics, of_operands, self._unit, eqn.primitive.name in SUMS)
             for variable, value in zip(eqn.outvars, outputs, strict=True)
             if is_measured(eqn, variable)
         ]
-        return outputs, rows
+        if not self._is_compiled:
+            self._tell(len(rows))
+        self.rows += rows
+        return outputs
 
     def _pair(self, narrow: Any, wide: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow, is_reference
@@ -147,10 +146,3 @@ def _operation(name: str, operands: Sequence[Value]) -> str:
     if name == "convert_element_type" and operands[0].operation in _REDUCTIONS:
         return operands[0].operation
     return name
-
-
-def number_of_sites(program: ClosedJaxpr) -> int:
-    """How many results are measured in a program and inside it."""
-    graph = Graph()
-    graph.outputs(program, [Value()] * len(program.jaxpr.invars))
-    return len(graph.sites)

@@ -227,7 +227,7 @@ class Program:
         return found
 
     def _outputs(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        return RoundingEvaluator(self.dtype, strengths).evaluate(self._traced.jaxpr, [scale, *inputs])
+        return RoundingEvaluator(self.dtype, strengths).measured(self._traced.jaxpr, [scale, *inputs])
 
     def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
         evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)

@@ -1,0 +1,44 @@
+"""The way through a program: each equation once, in order, with a value for everything that it takes and gives.
+
+A value is what a subclass makes of it: an array, several, or something that is known before the program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jax_lossscale._program.jaxpr import last_uses
+
+Value = TypeVar("Value")
+
+
+class Walk(Generic[Value]):
+    """Goes through jaxprs. No value is held longer than it is needed."""
+
+    def value_of(self, constant: Any, aval: Any) -> Value:
+        """The value of a literal, or of a constant of the jaxpr, which is of the type ``aval`` there."""
+        raise NotImplementedError
+
+    def equation(self, eqn: Any, operands: list[Value]) -> Sequence[Value]:
+        """The values of the results of an equation."""
+        raise NotImplementedError
+
+    def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """The values of the results of a jaxpr."""
+        jaxpr = closed.jaxpr
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+            values[variable] = self.value_of(constant, variable.aval)
+
+        def read(atom: Any) -> Value:
+            return self.value_of(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+
+        for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
+            results = self.equation(eqn, list(map(read, eqn.invars)))
+            values.update(zip(eqn.outvars, results, strict=True))
+            for variable in unneeded:
+                del values[variable]
+        return list(map(read, jaxpr.outvars))
