@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import power_of_two, tell
-from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._cause import find_cause
+from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_inputs, names_of_leaves
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._evidence import Evidence
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
+from jax_lossscale.diagnostics.programs._facts import facts_of
+from jax_lossscale.diagnostics.programs._finding import Evidence, find_cause
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale
@@ -119,14 +119,14 @@ def compare_gradients(
         ranges=functools.cache(lambda scale: report(loss_scale=scale)),
     )
     finding = find_cause(evidence)
-    at = errors.scales.index(finding.judged_at) if finding.judged_at is not None else 0
+    at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=finding.verdict,
+        verdict=_words.verdict(evidence, finding),
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,
-        suffering=finding.suffering,
+        suffering=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
         dtype=dtype.name,
         loss_scales=tuple(errors.scales),
         working_scales=tuple(errors.scales[n] for n in errors.working()),

@@ -37,9 +37,16 @@ def noted_error_of_loss(dtype: jnp.dtype) -> float:
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
 
+def relative_error(value: Any, exact: Any) -> float:
+    """How far one number is from another, relative to that; NaN if one is not finite."""
+    error = abs(float(value) - float(exact))
+    return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0
+
+
 class GradientErrors(NamedTuple):
     """Of each leaf, and of all together, the errors at each of the scales; value and reference."""
 
+    dtype: jnp.dtype
     leaves: list[LeafGradientError]
     total: LeafGradientError
     scales: Sequence[float]
@@ -51,13 +58,28 @@ class GradientErrors(NamedTuple):
     @property
     def error_of_loss(self) -> float:
         """How far the loss is from that of the reference, relative to it; NaN if it is not finite."""
-        error = abs(self.value - self.reference_value)
-        return error / abs(self.reference_value) if error and self.reference_value else math.inf if error else 0.0
+        return relative_error(self.value, self.reference_value)
 
     @property
     def is_loss_wrong(self) -> bool:
         """Whether the loss, too, is far from that of the reference."""
         return not self.error_of_loss <= LARGE_ERROR
+
+    @property
+    def is_loss_noted(self) -> bool:
+        """Whether it is far enough to be told."""
+        return self.error_of_loss > noted_error_of_loss(self.dtype)
+
+    @property
+    def is_loss_too_small(self) -> bool:
+        """Whether the loss is below the range of its own dtype."""
+        info = jnp.finfo(self.loss_dtype)
+        return info.bits < 32 and 0 < abs(self.reference_value) < float(info.smallest_normal)
+
+    @property
+    def true_leaves(self) -> list[LeafGradientError]:
+        """The leaves with a true gradient."""
+        return [leaf for leaf in self.leaves if leaf.norm > 0 and not leaf.is_rounding]
 
     def finite(self) -> list[int]:
         """The scales at which all gradients are finite, by their positions."""
@@ -65,11 +87,7 @@ class GradientErrors(NamedTuple):
 
     def suffering_at(self, n: int) -> list[LeafGradientError]:
         """The leaves that are wrong at a scale, the largest gradients first; not those without a true gradient."""
-        wrong = [
-            leaf
-            for leaf in self.leaves
-            if leaf.norm > 0 and not leaf.is_rounding and leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF
-        ]
+        wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
     def working(self) -> list[int]:
@@ -140,6 +158,7 @@ def errors_by_scale(
     value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
     leaves = reports_of_leaves(exact, measured, rounding)
     return GradientErrors(
+        dtype,
         leaves,
         report_of_all(leaves),
         scales,

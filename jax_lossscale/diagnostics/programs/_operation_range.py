@@ -6,13 +6,10 @@ import dataclasses
 from typing import ClassVar
 
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics._words import MANY_ZEROS
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 
 _MOST_ROWS = 16
-# So many of an operation's results may become zero before it is told: a few always do.
-MANY_ZEROS = 0.5
-# An error that an operation multiplies by less has come in a loop, from iteration to iteration.
-ACCUMULATED = 2
 
 
 @dataclasses.dataclass(frozen=True)

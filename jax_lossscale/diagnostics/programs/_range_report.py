@@ -15,18 +15,18 @@ from jax_lossscale._check import check_flag, check_function, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._blame import blame
+from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_inputs, names_of_leaves
+from jax_lossscale.diagnostics.programs._blame import blame, fault_of
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._cures import cure_of
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of, names_of_inputs, names_of_leaves
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
+from jax_lossscale.diagnostics.programs._sites import Graph, Parameter, Site, Value
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
@@ -101,7 +101,10 @@ def range_report(
     names = names_of_inputs(traced, of_arguments)
     facts = facts_of(traced, dtype, names, planners)
     graph = Graph()
-    ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
+    entering = {name: Parameter(-1, name, is_bare=True) for name in of_gradients}
+    ends = graph.outputs(traced.jaxpr, [Value(parameter=entering.get(name)) for name in names])
     value, grads = traced.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
     inputs = map(evaluator.constant, [jnp.float32(given), *traced.inputs[1:]], traced.jaxpr.in_avals)
@@ -112,10 +115,8 @@ def range_report(
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    positions = [argnums] if isinstance(argnums, int) else argnums
-    of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
     gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
-    parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
+    parameters = parameters_of_sites(graph, gradients)
     sites = told_apart(list(graph.sites.values()), parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
@@ -124,10 +125,10 @@ def range_report(
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
-    lost = tuple(str(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
+    lost = tuple(_words.lost_constant(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
     as_they_are = tuple(evaluator.evaluator.as_they_are)
     faults = faults_of(of_arguments, chosen, kwargs, dtype)
-    of_args = faults.nonfinite if has_nan else faults.nan
+    of_args = tuple(map(_words.nonfinite_argument, faults.nonfinite if has_nan else faults.nan))
     return RangeReport(tuple(operations), dtype.name, given, as_they_are, lost, facts, of_args)
 
 
@@ -174,6 +175,7 @@ def _operation_range(
     site: Site, of: Statistics, facts: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
     info = jnp.finfo(facts.dtype)
+    fault = fault_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast)
     log2_above = log2_below = 0
     if of.overflow:
         log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
@@ -193,7 +195,7 @@ def _operation_range(
         subnormal=of.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast),
+        cure=_words.cure(fault, site.derivative_of or site.operation),
         error=of.error,
         error_in=of.error_in,
         amplification=of.amplification,
