@@ -53,8 +53,7 @@ def product_counts(facts: ProductFacts) -> str:
 # By where the float32 of a product's input comes from.
 _ORIGINS = {
     "met": "its input is float32 since {dtype} met float32 {name} at {there}",
-    "cast": "its input is cast to float32 at {there}",
-    "product": "its input is the float32 result of the product at {there}",
+    "cast": "its input becomes float32 at {there}",
     "argument": "its input is float32 from the beginning ({name})",
 }
 
@@ -159,7 +158,7 @@ def _begins(operation: OperationRange, dtype: str) -> str:
     """Where it begins, with the cure."""
     of = operation
     name = f"the derivative of `{of.derivative_of}`" if of.derivative_of else f"`{of.operation}`"
-    it = f"{name}{f' in {of.layer}' if of.layer else ''} ({of.source or 'no line of yours'})"
+    it = f"{name}{f' in {of.layer}' if of.layer else ''} ({of.source or 'no line of your code'})"
     if math.isnan(of.largest):
         what = f"{it} gives NaN"
     elif of.overflow:

@@ -7,7 +7,7 @@ import pytest
 from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import explain, nonfinite_report
+from jax_lossscale.diagnostics import _words, explain, nonfinite_report
 from jax_lossscale.diagnostics.runs._explain import findings_of
 
 NAN_GRADS, INF_GRADS, NAN_LOSS = ([1.0, NAN], 1.0, False), ([INF, 1.0], 1.0, False), ([1.0, 1.0], NAN, False)
@@ -207,6 +207,15 @@ def test_every_cause_is_found(kind, table, record):
         params, state = after(tx, **CAUSES[cause])
         (_, numbers), *_ = list(findings_of(state, params))[2:]
         assert (found_in(state, params), numbers.get("why")) == FOUND[cell], cause
+
+
+def test_every_line_is_whole_sentences_in_plain_words():
+    for key, said in _words.RUN.items():
+        for line in said.splitlines():
+            assert line[0].isupper() or line.startswith("{"), key
+            assert line[-1] in ".:", key
+    all_said = " ".join([*_words.RUN.values(), *_words.FAULTS.values(), *_words.REASONS.values()])
+    assert not [word for word in ("verdict", "facts", "the others", "so does", "trial") if word in all_said]
 
 
 def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_it():

@@ -73,7 +73,7 @@ def in_the_checkout(monkeypatch):
             "`c_attn` ({product}); its input is float32 since float16 met float32 `params['ln_1']['scale']` at `ln_1` "
             "({norm})",
         ),
-        (cast, "{product}; its input is cast to float32 at {cast}"),
+        (cast, "{product}; its input becomes float32 at {cast}"),
         (
             met_in_a_product,
             "{product}; its input is float32 since float16 met float32 `params['c_attn']['kernel']` at {product}",
@@ -83,7 +83,7 @@ def in_the_checkout(monkeypatch):
             in_a_loop,
             "{product}; its input is float32 since float16 met float32 `params['ln_1']['scale']` at {product}",
         ),
-        (in_a_jitted_branch, "{product}; its input is cast to float32 at {cast}"),
+        (in_a_jitted_branch, "{product}; its input becomes float32 at {cast}"),
     ],
 )
 def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):

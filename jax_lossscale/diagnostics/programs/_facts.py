@@ -11,7 +11,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import PRODUCTS, is_product
+from jax_lossscale._program.primitives import is_product
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision, operations
 
@@ -70,16 +70,15 @@ def facts_of_operations(found: Sequence[OperationPrecision], dtype: str, is_auto
     number, of_narrow = (sum(each.number for each in some) for some in (products, narrow))
     work, narrow_work = (sum(each.work for each in some) for some in (products, narrow))
     wide.sort(key=lambda each: (each.is_backward, each.position))
-    first = "".join(f"{_where(each) or 'no line of yours'}; {each.reason}" for each in wide[:1])
+    first = "".join(f"{_where(each) or 'no line of your code'}; {each.reason}" for each in wide[:1])
     return ProductFacts(dtype, number, of_narrow, first, narrow_work / work if work else 1.0, is_autocast)
 
 
 class _Origin(NamedTuple):
     """Where a float32 value comes from.
 
-    ``kind``: "argument", which was float32 at the beginning, as was a constant, which has no name; "cast" and
-    "product", which gave float32 from narrow numbers; "met", where narrow numbers were promoted since ``name`` was
-    float32.
+    ``kind``: "argument", which was float32 at the beginning, as was a constant, which has no name; "cast", which gave
+    float32 from narrow numbers; "met", where narrow numbers were promoted since ``name`` was float32.
     """
 
     kind: str
@@ -109,7 +108,7 @@ class _Origins(Flow[_Origin | None]):
         if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.wide.append((place, why))
         if takes_narrow and not origins:
-            why = _Origin("product" if eqn.primitive.name in PRODUCTS else "cast", place=place)
+            why = _Origin("cast", place=place)
         return [why if _is_wide_float(variable.aval) else None for variable in eqn.outvars]
 
 
@@ -126,8 +125,8 @@ def _why(origins: Sequence[_Origin | None], place: Place, *, takes_narrow: bool)
 def _from_narrow(origin: _Origin | None) -> int:
     """An order, in which what comes from narrow numbers is first, and an argument before a constant."""
     if origin is None:
-        return 5
-    return ("met", "cast", "product", "argument").index(origin.kind) + (origin.kind == "argument" and not origin.name)
+        return 4
+    return ("met", "cast", "argument").index(origin.kind) + (origin.kind == "argument" and not origin.name)
 
 
 def _is_wide_float(aval: Any) -> bool:
