@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jax_lossscale.diagnostics.programs._constants import LostConstant
     from jax_lossscale.diagnostics.programs._facts import ProductFacts
     from jax_lossscale.diagnostics.programs._finding import Evidence, Finding
-    from jax_lossscale.diagnostics.programs._operation_range import OperationRange
+    from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 
 # An error that an operation multiplies by less has come in a loop, from iteration to iteration.
 ACCUMULATED = 2
@@ -154,6 +154,25 @@ def cure(fault: str, operation: str) -> str:
     return FAULTS[fault].replace("{}", operation) if fault else ""
 
 
+def in_range(report: RangeReport) -> str:
+    """How many operations of a range report leave the range."""
+    if not report:
+        return nothing_narrow(report.facts)
+    over = [operation for operation in report.bad if operation.overflow]
+    zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in report.bad)
+    if report.arguments and not over and not zero:
+        return "What is computed from it is not finite in float32 either, so nothing else can be told."
+    rounded = len(report.bad) - len(over) - zero
+    also = f" In {rounded}, rounding changes the result." if rounded else ""
+    operations = f"{sum(operation.dtype == report.dtype for operation in report)} {report.dtype} operations"
+    at = f"at a loss scale of {power_of_two(report.loss_scale)}"
+    if not over and not zero:
+        return f"All {operations} stay in range {at}.{also}"
+    harmless = sum(not operation.changes_result for operation in over)
+    without_harm = f" ({harmless} without changing the result)" if harmless else ""
+    return f"{len(over)} of {operations} overflow{without_harm} {at}, and more than half becomes zero in {zero}.{also}"
+
+
 def _begins(operation: OperationRange, dtype: str) -> str:
     """Where it begins, with the cure."""
     of = operation
@@ -211,7 +230,7 @@ _ADVICE = {
 
 def verdict(evidence: Evidence, finding: Finding) -> str:
     """What `compare_gradients` found."""
-    facts, errors, dtype = evidence.facts, evidence.errors, evidence.dtype
+    facts, errors, dtype = evidence.question.facts, evidence.errors, evidence.question.dtype
     if finding.cause == "nothing narrow":
         others = [other.name for other in evidence.dtypes_met]
         return no_product_narrow(facts) if dtype in evidence.dtypes_met else nothing_narrow(facts, others)
@@ -239,7 +258,7 @@ def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
         "what": f"the gradients of {whose} are" if leaves else "the loss is",
         "whose": whose,
         "most": f", most of all those of {whose}" if leaves else "",
-        "dtype": evidence.dtype.name,
+        "dtype": evidence.errors.dtype.name,
         "loss_dtype": errors.loss_dtype.name,
         "value": f"{errors.value:.4g}",
         "reference": f"{errors.reference_value:.4g}",
@@ -256,12 +275,13 @@ def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
     is_right = finding.cause == "forward overflow" and not errors.is_loss_wrong
     said = [_VERDICTS[finding.cause + " of gradients" * is_right].format(**numbers)]
     said += [_too_small(evidence)] if finding.cause == "underflow" and errors.is_loss_too_small else []
-    said += [_begins(finding.place, evidence.dtype.name)] if finding.place else []
+    said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
     said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
     if finding.cause == "reference not finite":
-        said += map(nonfinite_argument, evidence.arguments.nonfinite)
+        arguments = list(map(nonfinite_argument, evidence.question.faults.nonfinite))
+        said = [*arguments, f"So i{said[0][1:]}"] if evidence.question.faults.nan else [*said, *arguments]
     if finding.cause == "forward overflow":
-        said += [large_argument(leaf, evidence.dtype.name) for leaf in evidence.arguments.too_large]
+        said += [large_argument(leaf, evidence.errors.dtype.name) for leaf in evidence.question.faults.too_large]
     return said
 
 
@@ -270,7 +290,7 @@ def _too_small(evidence: Evidence) -> str:
 
 
 def _trains(evidence: Evidence, finding: Finding) -> list[str]:
-    errors, facts, start = evidence.errors, evidence.facts, finding.loss_scale or 1.0
+    errors, facts, start = evidence.errors, evidence.question.facts, finding.loss_scale or 1.0
     it = "It will train"
     if facts.narrow_products < facts.products:
         it += f", with {facts.narrow_products} of {facts.products} products in {facts.dtype}"
@@ -294,7 +314,7 @@ def _trains(evidence: Evidence, finding: Finding) -> list[str]:
     elif errors.is_loss_noted:
         error = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
         said.append(f"But the loss is {errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({error:+.0%}).")
-        said += [_begins(finding.place, evidence.dtype.name)] if finding.place else []
+        said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
     worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[finding.at] > WORTH_SAYING]
     if worse:
         most = max(leaf.relative_error[finding.at] for leaf in worse)
@@ -359,7 +379,8 @@ RUN = {
     "loss or skip_if": f"If it was the loss: {_LOSS}",
     "not recorded": "Where it was, only `record_bad_steps=True` keeps.",
     "an overflow": "That is how the scale finds what the gradients bear: there is nothing to do.",
-    "perhaps an overflow": "If it was an overflow, it goes away when the scale falls, and there is nothing to do.",
+    "perhaps an overflow": "If that came of an overflow, it goes away when the scale falls, and there is nothing "
+    "to do.",
     "no lower": "The scale cannot go lower.",
     "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
     "a NaN stays": "An overflow goes away when the scale falls, and this NaN does not. Is it there in float32? "
@@ -396,7 +417,8 @@ RUN = {
     "all zero": f"All gradients of the last step were exactly zero. Are they in float32? {_COMPARE}\n"
     "If they are, as behind a mask or where nothing is rewarded, there is nothing that float16 could lose.\n"
     "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
-    "right or wrong": f"Whether the gradients are those of float32, the state does not tell: {_COMPARE}",
+    "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
+    "`compare_gradients(loss_fn, params, batch)` does.",
     # The parameters.
     "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
     f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",

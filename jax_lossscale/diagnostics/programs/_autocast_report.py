@@ -37,8 +37,8 @@ _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "w
 class AutocastReport(Report[OperationPrecision]):
     """An `OperationPrecision` for every operation on floats, the products first, and of these those that are wide.
 
-    Printed, or shown in a notebook, it is the facts, and a table of the products. Iterating over it gives the
-    operations.
+    Printed, or shown in a notebook, it says how many products are in the dtype, and where the first is that is not. A
+    table of the products follows. Iterating over it gives the operations.
 
     Attributes:
       operations: the operations of value and gradient.

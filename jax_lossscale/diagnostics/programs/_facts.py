@@ -1,4 +1,4 @@
-"""How many products are narrow, and why the first is not that is wide: what each report on precision begins with."""
+"""How many products are narrow, and where the first is that is wide: what each report on precision begins with."""
 
 from __future__ import annotations
 

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jax_lossscale.diagnostics.programs._arguments import ArgumentFaults
 from jax_lossscale.diagnostics.programs._constants import LostConstant
-from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradients_by_scale import LARGE_ERROR, GradientErrors
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
+from jax_lossscale.diagnostics.programs._question import Question
 
 # A leaf starves where so many of its numbers are zero.
 _MANY_LOST = 0.25
@@ -23,20 +22,16 @@ class Evidence(NamedTuple):
     """What is known of a function.
 
     Attributes:
-      facts: which of its products are narrow.
+      question: the function, its products and its arguments.
       errors: those of its gradients at each scale.
-      arguments: what is wrong with its arguments.
-      dtype: the narrow dtype.
       dtypes_met: the narrow dtypes that it computes in.
       ranges: a function of a scale that gives the operations out of range. It is asked only if something is wrong,
         since that takes a compilation.
       lost: the constants of which zero or infinity was left, in the reference, too.
     """
 
-    facts: ProductFacts
+    question: Question
     errors: GradientErrors
-    arguments: ArgumentFaults
-    dtype: jnp.dtype
     dtypes_met: Sequence[jnp.dtype]
     ranges: Callable[[float], RangeReport]
     lost: Sequence[LostConstant]
@@ -67,11 +62,11 @@ class Finding(NamedTuple):
 def find_cause(evidence: Evidence) -> Finding:
     """The first of the causes that the evidence shows, the most fundamental first."""
     errors = evidence.errors
-    if evidence.dtype not in evidence.dtypes_met:
+    if evidence.question.dtype not in evidence.dtypes_met:
         return Finding("nothing narrow")
     bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
     if bad or not math.isfinite(errors.reference_value):
-        is_explained = evidence.arguments.nan or evidence.lost
+        is_explained = evidence.question.faults.nan or evidence.lost
         made = [] if is_explained else [o for o in evidence.ranges(errors.scales[0]).bad if math.isnan(o.largest)]
         return Finding("reference not finite", 0, bad, _first(made), advice="" if made or is_explained else "index")
     if not math.isfinite(errors.value):
@@ -83,7 +78,7 @@ def find_cause(evidence: Evidence) -> Finding:
     best = errors.best()
     if best not in errors.working():
         return _does_not_train(evidence, best)
-    if evidence.facts.products and not evidence.facts.narrow_products:
+    if evidence.question.facts.products and not evidence.question.facts.narrow_products:
         return Finding("nothing narrow")
     return _trains(evidence)
 
@@ -97,7 +92,7 @@ def _trains(evidence: Evidence) -> Finding:
         cause, starving = "backward overflow", []
     elif bare is not None and (errors.total.relative_error[bare] > LARGE_ERROR or starving):
         cause = "underflow"
-    elif bare is not None and jnp.finfo(evidence.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
+    elif bare is not None and jnp.finfo(evidence.question.dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
         start = 1.0
     is_noted = errors.is_loss_noted and not errors.is_loss_too_small
     place = _first(evidence.ranges(start).begin_forward()) if is_noted else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.programs._question import Question
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 NUDGE = 2.0**-22
@@ -116,30 +117,21 @@ class GradientErrors(NamedTuple):
 
 
 def errors_by_scale(
-    narrow: Traced,
-    wide: Traced | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    dtype: jnp.dtype,
+    question: Question,
+    wide: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = lambda scales: scales,
 ) -> GradientErrors | None:
-    """The errors of a `gradient_program`; ``None`` if it has no gradients.
+    """The errors of the gradients; ``None`` if there are none.
 
     Args:
-      narrow: the program.
-      wide: that of the reference, without a scale; by default it is made from ``narrow``.
-      args: the arguments of both.
-      kwargs: likewise.
-      argnums: what is differentiated.
-      has_aux: whether there is an auxiliary result.
-      dtype: the narrow dtype.
+      question: what is asked about.
+      wide: the program of the reference, without a scale; by default it is made from that of the function.
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    moved = nudged(args, argnums, keep_dtypes=wide is not None)
+    narrow, has_aux, dtype = question.program, question.has_aux, question.dtype
+    moved = nudged(question.args, question.argnums, keep_dtypes=wide is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
     if wide is None:
         wide, moved = narrow, [np.float32(1), *moved]
@@ -151,7 +143,7 @@ def errors_by_scale(
     reference_value, exact = value_and_leaves(wide.result(computed(*inputs)), has_aux)
     if not exact:
         return None
-    of_moved = computed(*wide.inputs_from(moved, kwargs))
+    of_moved = computed(*wide.inputs_from(moved, question.kwargs))
     rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
     scales = scales or _useful_scales(exact, dtype)
