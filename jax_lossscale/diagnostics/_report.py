@@ -86,7 +86,5 @@ def percent(share: float) -> str:
 
 def listed(paths: Sequence[str]) -> str:
     """The first three paths, and how many more there are, as a part of a sentence."""
-    shown = [path or "the only leaf" for path in paths[:3]]
-    if len(paths) > 3:
-        shown.append(f"{len(paths) - 3} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

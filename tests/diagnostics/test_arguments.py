@@ -1,5 +1,7 @@
 """Every question about a function looks at its arguments first, and at its loss: not all faults are float16's."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -83,7 +85,7 @@ def test_a_loss_that_only_float16_makes_large_is_accused():
 
     verdict = compare_gradients(fun, PARAMS, X).verdict
     assert "learning rate" not in verdict
-    assert "exceeds float16's largest number" in verdict
+    assert ", and float16 ends at 65504." in verdict
 
 
 # No number that is none is printed as a share.
@@ -156,3 +158,48 @@ def test_a_sum_by_hand_has_a_sentence_and_a_place():
         assert place in report.verdict
     (worst,) = range_report(summed_by_hand, *args).bad
     assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
+
+
+# What is refused, at once, naming argument, value and cure.
+
+REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
+REPORTS["range_report"] = range_report
+FLOATING = "must be a real floating dtype, got int32"
+NUMBERS = "must be positive finite numbers, got"
+REFUSED = [
+    ("autocast_report", {"policy": "wide"}, "policy=...)` must be"),
+    ("autocast_report", {"has_aux": 1}, "has_aux=...)` must be"),
+    ("autocast_report", {"argnums": "w"}, "argnums=...)` must be"),
+    ("compare_gradients", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
+    ("compare_gradients", {"loss_scales": []}, f"loss_scales=...)` {NUMBERS} []"),
+    ("compare_gradients", {"loss_scales": [0.0, 1.0]}, f"loss_scales=...)` {NUMBERS} [0.0, 1.0]"),
+    ("compare_gradients", {"loss_scales": [INF]}, f"loss_scales=...)` {NUMBERS} [inf]"),
+    ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),  # none of float32's
+    (
+        "compare_gradients",
+        {"argnums": 1, "fun": lambda w, x: jnp.sum(w["kernel"])},
+        "argnums=1)` selects no floating or complex argument",
+    ),
+    ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
+    ("find_precision", {"tolerance": 0}, "tolerance=...)` must be a number between 0 and 1, got 0"),
+    ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
+    ("find_precision", {"progress": 1}, "progress=...)` must be"),
+    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
+    ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
+    ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
+    ("range_report", {"loss_scale": "dynamc"}, "loss_scale=...)` must be a number"),
+]
+
+
+@pytest.mark.parametrize(("report", "options", "words"), REFUSED)
+def test_what_is_refused(report, options, words):
+    fun, batch = options.get("fun", loss_fn), {} if "fun" in options else X
+    options = {name: value for name, value in options.items() if name != "fun"}
+    with pytest.raises(ValueError, match=re.escape(f"`{report}({words}")):
+        REPORTS[report](fun, PARAMS, batch, **options)
+
+
+@pytest.mark.parametrize("report", sorted({*REPORTS} - {"autocast_report"}))
+def test_inside_jit_it_is_refused(report):
+    with pytest.raises(ValueError, match=rf"`{report}.*outside of `jax\.jit`"):
+        jax.jit(lambda params: REPORTS[report](loss_fn, params, X) and params)(PARAMS)

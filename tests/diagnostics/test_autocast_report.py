@@ -29,25 +29,17 @@ def plain(w, x):
     return jnp.mean(jnp.tanh(x @ w) @ w)
 
 
-def test_the_first_sentence_is_the_fact():
-    report = autocast_report(plain, W, X)
-    assert str(report).splitlines()[0] == "Matrix products and convolutions: 5 of 5 in float16."
-    assert str(report.facts) == "Matrix products and convolutions: 5 of 5 in float16."
-    assert report.narrow_share == 1
-    in_bfloat16 = autocast_report(plain, W, X, dtype=jnp.bfloat16)
-    assert str(in_bfloat16.facts) == "Matrix products and convolutions: 5 of 5 in bfloat16."
-
-
 def test_a_program_without_layers_gets_none_of_this_library():
     assert {operation.layer for operation in autocast_report(plain, W, X).operations} == {""}
 
 
-def test_then_where_the_first_is_that_is_not_narrow_and_why():
-    report = autocast_report(network, W, X)
-    assert str(report.facts).startswith(
-        "Matrix products and convolutions: 2 of 5 in float16, 40% of their work. The first that is not: `head` ("
-    )
-    assert f"test_autocast_report.py:{HEAD}); marked with the precision" in str(report.facts)
+def test_first_it_says_how_many_products_are_narrow_and_where_the_first_is_that_is_not():
+    counts = "Matrix products and convolutions: {} of 5 in {}"
+    assert str(autocast_report(plain, W, X)).splitlines()[0] == counts.format(5, "float16") + "."
+    assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).facts) == counts.format(5, "bfloat16") + "."
+    facts = str(autocast_report(network, W, X).facts)
+    assert facts.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
+    assert f"test_autocast_report.py:{HEAD}); marked with the precision" in facts
 
 
 def test_printed_it_is_a_table_of_the_products():
@@ -59,9 +51,6 @@ def test_printed_it_is_a_table_of_the_products():
         ("dot_general", "encoder", "forward", "float16", "1"),
         ("dot_general", "encoder", "backward", "float16", "1"),
     ]
-    html = autocast_report(network, W, X)._repr_html_()
-    assert html.count("<tr>") == 5
-    assert "<td>head</td>" in html
 
 
 def test_long_tables_are_cut():
@@ -233,19 +222,3 @@ def test_a_function_without_products():
     assert report.products == ()
     assert "dot_general" not in str(report)
     assert report._repr_html_()
-
-
-REFUSED = [
-    (lambda: autocast_report(3, W), ["autocast_report(fun=...)", "3"]),
-    (lambda: autocast_report(plain, W, X, dtype=jnp.int8), ["autocast_report(dtype=...)", "int8"]),
-    (lambda: autocast_report(plain, W, X, policy="wide"), ["autocast_report(policy=...)", "'wide'"]),
-    (lambda: autocast_report(plain, W, X, argnums="w"), ["autocast_report(argnums=...)", "'w'"]),
-    (lambda: autocast_report(plain, W, X, has_aux=1), ["autocast_report(has_aux=...)", "1"]),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_what_is_refused_and_how(call, words):
-    with pytest.raises(ValueError) as caught:
-        call()
-    assert all(word in str(caught.value) for word in words)

@@ -30,8 +30,8 @@ KNOWN = {
     "matmul_too_large": ("forward overflow", False, "`dot_general` in logits (tests/diagnostics/workloads.py:"),
     "mask_of_minus_a_billion": ("forward overflow", False, "`convert_element_type` in attention"),
     "mean_over_a_million": ("forward overflow", False, "`reduce_sum` in mean"),
-    "rounded_away": ("forward rounding", False, "No loss scale brings it back."),
-    "layer_norm": ("backward overflow", False, "the derivative of `rsqrt` in norm"),
+    "rounded_away": ("forward rounding", False, "No loss scale helps, since the error is made in the forward pass."),
+    "layer_norm": ("backward overflow", False, "The derivative of `rsqrt` in norm"),
     "sum_for_a_mean": ("backward overflow", True, "It will train; start from 2^-10, which is below 1"),
 }
 
@@ -268,31 +268,6 @@ def test_what_is_not_followed_is_listed():
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.as_they_are == ("pure_callback",)
     assert "Not followed, and narrow in the reference, too: pure_callback." in repr(report)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dtype": jnp.int32}, r"compare_gradients\(dtype=...\)` must be a real floating dtype, got int32"),
-        ({"loss_scales": []}, r"loss_scales=...\)` must be positive finite numbers, got \[\]"),
-        ({"loss_scales": [0.0, 1.0]}, "must be positive finite numbers"),
-        ({"loss_scales": [math.inf]}, "must be positive finite numbers"),
-        ({"loss_scales": [1e39]}, "must be positive finite numbers"),  # float32 has no such number
-    ],
-)
-def test_bad_input(options, words):
-    with pytest.raises(ValueError, match=words):
-        compare_gradients(polynomial, jnp.ones(2), jnp.ones(2), **options)
-
-
-def test_there_must_be_something_to_differentiate():
-    with pytest.raises(ValueError, match="selects no floating or complex argument"):
-        compare_gradients(lambda nothing, x: polynomial(x, x), {}, jnp.ones(2))
-
-
-def test_it_is_not_for_the_inside_of_jit():
-    with pytest.raises(ValueError, match=r"outside of `jax\.jit`"):
-        jax.jit(lambda w: compare_gradients(polynomial, w, jnp.ones(2)))(jnp.ones(2))
 
 
 # Print and notebook.

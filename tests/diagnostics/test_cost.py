@@ -26,10 +26,11 @@ def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch)
     def counted_report(*args, **options):
         with monkeypatch.context() as within:
             within.setattr(jax, "jit", jit)
-            return asked.append(args) or range_report(*args, **options)
+            return asked.append(args) or ranges_at(*args, **options)
 
     monkeypatch.setattr(jax, "jit", counted)
-    monkeypatch.setattr(_compare_gradients, "range_report", counted_report)
+    ranges_at = _compare_gradients.ranges_at
+    monkeypatch.setattr(_compare_gradients, "ranges_at", counted_report)
     compare_gradients(fun, *args, loss_scales=[2.0**4])
     assert (len(runs), len(set(runs))) == (3, 2)  # float32 twice, the second time with parameters that are nudged
     assert len(asked) == reports  # which computes each operation twice

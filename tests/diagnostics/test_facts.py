@@ -70,17 +70,20 @@ def in_the_checkout(monkeypatch):
     [
         (
             met,
-            "`c_attn` ({product}); its input is float32 since `ln_1` ({norm}), where float16 met float32 "
-            "`params['ln_1']['scale']`",
+            "`c_attn` ({product}); its input is float32 since float16 met float32 `params['ln_1']['scale']` at `ln_1` "
+            "({norm})",
         ),
-        (cast, "{product}; its input is float32 since {cast}, where it is cast"),
-        (met_in_a_product, "{product}; it is where float16 met float32 `params['c_attn']['kernel']`"),
+        (cast, "{product}; its input becomes float32 at {cast}"),
+        (
+            met_in_a_product,
+            "{product}; its input is float32 since float16 met float32 `params['c_attn']['kernel']` at {product}",
+        ),
         (never_cast, "{product}; its input is float32 from the beginning (`x`)"),
         (
             in_a_loop,
-            "{product}; it is where float16 met float32 `params['ln_1']['scale']`",
+            "{product}; its input is float32 since float16 met float32 `params['ln_1']['scale']` at {product}",
         ),
-        (in_a_jitted_branch, "{product}; its input is float32 since {cast}, where it is cast"),
+        (in_a_jitted_branch, "{product}; its input becomes float32 at {cast}"),
     ],
 )
 def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
@@ -100,13 +103,13 @@ def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
 
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
     assert (report.facts.products, report.facts.narrow_products) == (4, 2)
-    assert report.verdict == "It will train, of which 2 of 4 products are in float16; start from 2^0."
+    assert report.verdict == "It will train, with 2 of 4 products in float16, without a loss scale."
 
 
 def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
     report = compare_gradients(*workloads.healthy(), loss_scales=[1.0])
     assert repr(report).splitlines()[0] == "Matrix products and convolutions: 5 of 5 in float16."
-    assert report.verdict == "It will train; start from 2^0."
+    assert report.verdict == "It will train, without a loss scale."
 
 
 def test_arguments_without_names():

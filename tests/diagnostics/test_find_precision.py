@@ -298,24 +298,3 @@ def test_what_no_policy_cures_is_said(monkeypatch):
     assert {dtype for _, dtype in wide} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
-        ({"tolerance": 0}, "tolerance=...)` must be a number between 0 and 1, got 0"),
-        ({"tolerance": "small"}, "tolerance=...)` must be"),
-        ({"progress": 1}, "progress=...)` must be"),
-        ({"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
-        ({"argnums": "0"}, "argnums=...)`"),
-    ],
-)
-def test_bad_input(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        find_precision(energies, WEIGHTS, X, **options)
-
-
-def test_inside_jit_it_is_refused():
-    with pytest.raises(ValueError, match="find_precision"):
-        jax.jit(lambda w: find_precision(energies, w, X) and w)(WEIGHTS)

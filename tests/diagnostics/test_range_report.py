@@ -29,7 +29,7 @@ def in_the_checkout(monkeypatch):
 
 # What each workload is known to suffer from: the operation, whose derivative, the layer, and words of the cure.
 KNOWN = {
-    "square_too_large": ("integer_pow", "", "energy", False, "power in float32"),
+    "square_too_large": ("integer_pow", "", "energy", False, "Compute it in float32."),
     "matmul_too_large": ("dot_general", "", "logits", False, "Make the operands smaller"),
     "layer_norm": ("div", "rsqrt", "norm", False, "The derivative of `rsqrt`"),
     "mask_of_minus_a_billion": ("convert_element_type", "", "attention", False, "If it is a mask"),
@@ -40,7 +40,7 @@ KNOWN = {
         "",
         "params['side']['layer0']['bias']",
         True,
-        "a scale of its own for this branch",
+        "give this branch a scale of its own",
     ),
     "tiny_loss": ("convert_element_type", "", "", True, "A larger loss scale"),
 }
@@ -223,14 +223,6 @@ def test_it_looks_into(flow):
     assert over[0].largest == expected
 
 
-def test_a_loop_is_told_by_its_worst_iteration():
-    of = measured(lambda x: grows(x.astype(jnp.float16), 3).astype(jnp.float32), jnp.full((), 4.0))
-    assert of["mul"].overflow == 1
-    fine = measured(lambda x: grows(x.astype(jnp.float16), 2).astype(jnp.float32), jnp.full((), 4.0))
-    assert fine["mul"].overflow == 0
-    assert fine["mul"].largest == 256
-
-
 def in_a_scan(x, factors):
     return lax.scan(lambda carry, factor: (carry, carry * factor), x, factors)[1][0]
 
@@ -266,48 +258,6 @@ def test_what_it_computes_is_what_in_precision_does():
     largest = {o.shape: o.largest for o in reported("healthy") if o.is_backward and o.operation == "dot_general"}
     for kernel in (grads["layer0"]["kernel"], grads["layer1"]["kernel"]):
         assert largest[kernel.shape[::-1]] == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=1e-6)
-
-
-# Layers of the frameworks.
-
-
-def test_layers_of_linen():
-    from flax import linen as nn
-
-    model = nn.Sequential([nn.Dense(4, dtype=jnp.float16), nn.relu, nn.Dense(4, dtype=jnp.float16)])
-    x = jnp.full((2, 4), 3000.0)
-    params = {
-        "params": {
-            f"layers_{n}": {"kernel": jnp.full((4, 4), scale), "bias": jnp.zeros(4)}
-            for n, scale in ((0, 1.0), (2, 6.0))
-        }
-    }
-
-    def fun(params):
-        return jnp.mean(model.apply(params, x).astype(jnp.float32))
-
-    worst = range_report(fun, params, loss_scale=1.0)[0]
-    assert (worst.operation, worst.layer) == ("dot_general", "Sequential/layers_2")
-    assert worst.source.startswith("tests/diagnostics/test_range_report.py:")  # not a line of flax
-
-
-def test_layers_of_nnx():
-    from flax import nnx
-
-    class Head(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(4, 4, dtype=jnp.float16, kernel_init=nnx.initializers.ones, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    graph, params = nnx.split(Head(nnx.Rngs(0)))
-
-    def fun(params):
-        return jnp.mean(nnx.merge(graph, params)(jnp.full((2, 4), 30000.0)).astype(jnp.float32))
-
-    worst = range_report(fun, params, loss_scale=1.0)[0]
-    assert (worst.operation, worst.layer) == ("dot_general", "Head/Linear")
 
 
 # Arguments, and what cannot be done.
@@ -347,24 +297,6 @@ def test_what_is_not_followed_is_listed():
     assert repr(report).endswith("Not followed: pure_callback.")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dtype": jnp.int32}, r"range_report\(dtype=...\)` must be a real floating dtype, got int32"),
-        ({"loss_scale": 0.0}, r"range_report\(loss_scale=...\)` must be positive and finite, got 0.0"),
-        ({"loss_scale": "dynamc"}, r"range_report\(loss_scale=...\)` must be a number .*; got 'dynamc'"),
-    ],
-)
-def test_bad_input(options, words):
-    with pytest.raises(ValueError, match=words):
-        range_report(lambda x: x**2, jnp.float32(1), **options)
-
-
-def test_it_is_not_for_the_inside_of_jit():
-    with pytest.raises(ValueError, match=r"outside of `jax\.jit`"):
-        jax.jit(lambda x: range_report(lambda x: x**2, x))(jnp.float32(1))
-
-
 # Print and notebook.
 
 
@@ -382,17 +314,11 @@ def test_the_report_prints_as_a_table_with_cures_below():
     assert first.split()[-6:] == ["3.2e+07", "2^9", "3.1%", "0.035%", "inf", "[1]"]
     assert second.startswith("mul (derivative of rsqrt)")
     assert len(notes) == 1
-    assert notes[0].startswith("[1] The derivative of `rsqrt` is computed in the forward pass and not scaled")
-
-
-def test_many_rows_are_cut_in_print_only():
-    report = reported("tiny_loss")
-    assert len(report.bad) > 10
-    assert len(list(report)) == len(report) > len(report.bad)
+    assert notes[0].startswith("[1] The derivative of `rsqrt` is computed in the forward pass, so no loss scale helps.")
 
 
 def test_in_a_notebook_it_is_a_table():
     text = reported("square_too_large")._repr_html_()
     assert "<td>integer_pow</td><td>energy</td>" in text
-    assert "[1] Take the power in float32." in text
+    assert "[1] Compute it in float32." in text
     assert "<table>" not in reported("healthy", 2.0**12)._repr_html_()

@@ -9,6 +9,7 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain
+from jax_lossscale.diagnostics.runs._explain import findings_of
 
 X = draw(16, 8, seed=1)
 Y = jnp.tanh(X @ draw(8, 4, seed=2, scale=0.3))
@@ -64,116 +65,66 @@ def unscaled(fun, state):
 
 NEVER = 10**6
 DYNAMIC = jls.DynamicLossScale(2.0**10, 10)
+OFTEN = jls.DynamicLossScale(2.0**20, 20)
+LOST = "bad step ago | scale is back | often"
 TRAININGS = {
-    # loss, loss scale, steps, every so many-th is empty, options: what is said, and what is not
-    "sound": (regression, "auto", 50, NEVER, {}, ["50 were applied and 0 skipped"], ["skipped:", "look", "Look"]),
+    # loss, loss scale, steps, every so many-th is empty, options: what is found
+    "sound": (regression, "auto", 50, NEVER, {}, "largest | right or wrong"),
     "a scale that began too high": (
         regression,
         jls.DynamicLossScale(2.0**40),
         120,
         NEVER,
         {},
-        ["The last bad step was", "The scale has been lower since, and no step was bad, as after an overflow."],
-        ["that batch", "of all steps", "floor", "nothing to do"],
+        "bad step ago | scale was lower | right or wrong",
     ),
     "overflows now and then": (
         regression,
-        jls.DynamicLossScale(2.0**20, 20),
+        OFTEN,
         410,
         NEVER,
         {},
-        ["% of all steps were skipped.\nIf these are overflows, a longer `increment_period` makes them rarer."],
-        ["that batch", "not the scale's"],
+        "bad step ago | scale was lower | often | rarer | right or wrong",
     ),
-    "overflows now and then, not recorded": (
+    "the same, not recorded": (
         regression,
-        jls.DynamicLossScale(2.0**20, 20),
+        OFTEN,
         410,
         NEVER,
         {"record": False},
-        ["% of all steps were skipped.\nWhich leaf it was, whether NaN or infinity, and at which scale"],
-        ["that batch", "not the scale's"],
+        "often | have it kept | rarer | right or wrong",
     ),
-    "the norm of a zero vector now and then": (
-        norms,
-        DYNAMIC,
-        190,
-        15,
-        {},
-        ["The scale is as high again", "so it was that batch, and not the scale.", "the norm of a zero vector"],
-        ["as after an overflow", "increment_period"],
-    ),
-    "the same, under the default": (
-        norms,
-        "auto",
-        2010,
-        20,
-        {},
-        ["not the scale", "the norm of a zero vector", "5% of all steps were skipped."],
-        ["that is normal", "increment_period"],
-    ),
+    "the norm of a zero vector now and then": (norms, DYNAMIC, 190, 15, {}, f"{LOST} | right or wrong"),
+    "the same, under the default": (norms, "auto", 2010, 20, {}, f"{LOST} | largest | room | right or wrong"),
     "the same, down at the floor": (
         norms,
         jls.DynamicLossScale(),
         410,
         20,
         {"record": False},
-        ["The scale is at its floor.", "gradients below 3e-08 are zero there", "`record_bad_steps=True` keeps"],
-        ["nothing to do"],
+        "at the floor | have it kept | often | have it kept | rarer | right or wrong",
     ),
-    "a loss that is masked out": (
-        masked,
-        "auto",
-        50,
-        2,
-        {},
-        ["All gradients of the last step were exactly zero.", "as behind a mask", "they were never scaled"],
-        [],
-    ),
-    "a loss that is not finite": (
-        in_float16,
-        "auto",
-        5,
-        NEVER,
-        {},
-        [
-            "its loss was not finite.\nNo loss scale touches the loss",
-            "Is the loss finite in float32? `compare_gradients",
-            "\nIf it is, the forward pass",
-            "\nIf it is not, float16 is not to blame",
-        ],
-        ["nothing to do"],
-    ),
-    "a run that is frozen": (
-        linear,
-        "auto",
-        60,
-        NEVER,
-        {"learning_rate": 1e5},
-        ["The last 59 steps were skipped", "A parameter is as large as", "in ['kernel']", "smaller learning rate"],
-        [],
-    ),
-    "a tiny loss": (tiny, "auto", 300, NEVER, {}, ["The loss scale is 2^5"], ["scaled_grad", "below what"]),
+    "a loss that is masked out": (masked, "auto", 50, 2, {}, "all zero"),
+    "a loss that is not finite": (in_float16, "auto", 5, NEVER, {}, "skipped in a row | loss"),
+    "a run that is frozen": (linear, "auto", 60, NEVER, {"learning_rate": 1e5}, "skipped in a row | loss | large"),
+    "a tiny loss": (tiny, "auto", 300, NEVER, {}, "largest | right or wrong"),
     "a tiny loss that is not scaled": (
         regression,
         "auto",
         5000,
         NEVER,
         {"grad": unscaled, "learning_rate": 1e-6},
-        ["most likely they are not scaled, and `jax.grad` stands where `jls.scaled_grad`"],
-        [],
+        "largest | not scaled",
     ),
 }
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "loss_scale", "steps", "every", "options", "said", "unsaid"), TRAININGS.values(), ids=TRAININGS
+    ("loss_fn", "loss_scale", "steps", "every", "options", "found"), TRAININGS.values(), ids=TRAININGS
 )
-def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, said, unsaid):
+def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, found):
     params, state = trained(loss_fn, loss_scale, steps, every, **options)
-    text = explain(state, params)
-    assert not [phrase for phrase in said if phrase not in text], text
-    assert not [phrase for phrase in unsaid if phrase in text], text
+    assert " | ".join(key for key, _ in list(findings_of(state, params))[2:]) == found
 
 
 def test_no_workload_that_trains_is_accused():

@@ -15,9 +15,10 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of_operations, names_of_leaves
+from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_leaves
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of_operations
 from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._operations import (
     OperationPrecision,
@@ -36,8 +37,8 @@ _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "w
 class AutocastReport(Report[OperationPrecision]):
     """An `OperationPrecision` for every operation on floats, the products first, and of these those that are wide.
 
-    Printed, or shown in a notebook, it is the facts, and a table of the products. Iterating over it gives the
-    operations.
+    Printed, or shown in a notebook, it says how many products are in the dtype, and where the first is that is not. A
+    table of the products follows. Iterating over it gives the operations.
 
     Attributes:
       operations: the operations of value and gradient.
@@ -171,6 +172,7 @@ def autocast_report(
     program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
     found = operations(program, dtype, planner.exceptions)
     found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
+    faults = faults_of(names_of_leaves(fun, chosen, kwargs), chosen, kwargs, dtype)
     return AutocastReport(
         operations=tuple(found),
         dtype=dtype.name,
@@ -178,7 +180,7 @@ def autocast_report(
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
-        arguments=faults_of(names_of_leaves(fun, chosen, kwargs), chosen, kwargs, dtype).nan,
+        arguments=tuple(map(_words.nonfinite_argument, faults.nan)),
         not_in_half=tuple(not_in_half(Traced(of_leaves, chosen, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 

@@ -14,16 +14,15 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import power_of_two, tell
-from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._cause import find_cause
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._evidence import Evidence
-from jax_lossscale.diagnostics.programs._facts import facts_of, names_of_inputs, names_of_leaves
+from jax_lossscale.diagnostics.programs._finding import Evidence, find_cause
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
+from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale
-from jax_lossscale.diagnostics.programs._range_report import range_report
+from jax_lossscale.diagnostics.programs._question import asked
+from jax_lossscale.diagnostics.programs._range_report import ranges_at
 
 
 def compare_gradients(
@@ -93,40 +92,31 @@ def compare_gradients(
         check_function(progress, "compare_gradients(progress=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     given = None if loss_scales is None else _checked_scales(loss_scales)
-    check_function(fun, "compare_gradients(fun=...)")
-    of_leaves, chosen = with_gradients(fun, args, argnums, "compare_gradients(argnums=...)")
-    narrow, planners = gradient_program("compare_gradients", of_leaves, 1.0, chosen, kwargs, argnums, has_aux)
+    question = asked("compare_gradients", fun, args, kwargs, argnums, has_aux, dtype)
     wide = None
     if reference is not None:
         of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
-        wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), chosen, kwargs)
+        wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), question.args, kwargs)
     shown = progress if callable(progress) else _told if progress else iter
-    errors = errors_by_scale(narrow, wide, chosen, kwargs, argnums, has_aux, dtype, given, shown)
+    errors = errors_by_scale(question, wide, given, shown)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
-    names = names_of_leaves(fun, chosen, kwargs)
-    facts = facts_of(narrow, dtype, names_of_inputs(narrow, names), planners)
-    report = functools.partial(
-        range_report, fun, *args, argnums=argnums, has_aux=has_aux, dtype=dtype, progress=progress is True, **kwargs
-    )
     evidence = Evidence(
-        facts=facts,
+        question=question,
         errors=errors,
-        arguments=faults_of(names, chosen, kwargs, dtype),
-        dtype=dtype,
-        dtypes_met=narrow_dtypes(narrow.jaxpr.jaxpr),
-        lost=lost_constants(narrow) if reference is None else (),
-        ranges=functools.cache(lambda scale: report(loss_scale=scale)),
+        dtypes_met=narrow_dtypes(question.program.jaxpr.jaxpr),
+        lost=lost_constants(question.program) if reference is None else (),
+        ranges=functools.cache(lambda scale: ranges_at(question, scale, progress is True)),
     )
     finding = find_cause(evidence)
-    at = errors.scales.index(finding.judged_at) if finding.judged_at is not None else 0
+    at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=finding.verdict,
+        verdict=_words.verdict(evidence, finding),
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,
-        suffering=finding.suffering,
+        suffering=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
         dtype=dtype.name,
         loss_scales=tuple(errors.scales),
         working_scales=tuple(errors.scales[n] for n in errors.working()),
@@ -135,7 +125,7 @@ def compare_gradients(
         value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
-        facts=facts,
+        facts=question.facts,
     )
 
 

@@ -33,11 +33,6 @@ class LostConstant(NamedTuple):
     value: float
     is_epsilon: bool = False
 
-    def __str__(self) -> str:
-        layer = f" in {self.place.layer}" if self.place.layer else ""
-        name = "epsilon" if self.is_epsilon else "constant"
-        return f"the {name} in `{self.operation}`{layer} ({self.place.source}) is {self.value:g} in 16 bits"
-
 
 def lost_constants(traced: Traced) -> list[LostConstant]:
     """Those of the forward pass, epsilons first, in the order of the program."""

@@ -1,21 +1,18 @@
-"""The facts that a report on precision begins with: which products are narrow, and what makes the first other wide."""
+"""How many products are narrow, and where the first is that is wide: what each report on precision begins with."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import PRODUCTS, is_product
-from jax_lossscale.diagnostics._report import percent
+from jax_lossscale._program.primitives import is_product
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision, operations
 
 
@@ -39,24 +36,12 @@ class ProductFacts(NamedTuple):
     is_autocast: bool = False
 
     def __str__(self) -> str:
-        if not self.products:
-            return "Matrix products and convolutions: none."
-        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}"
-        if not self.first_wide:
-            return f"{counts}."
-        work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
-        return f"{counts}{work}. The first that is not: {self.first_wide}."
+        return _words.product_counts(self)
 
     @property
     def nothing_narrow(self) -> str:
         """What to say where nothing is computed in the dtype."""
-        if not self.is_autocast:
-            return (
-                f"`fun` computes nothing in {self.dtype}. Cast parameters and inputs in it, with `jls.cast_floating`."
-            )
-        if not self.products:
-            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
-        return f"`autocast` leaves all {self.products} matrix products and convolutions as they are: {self.first_wide}."
+        return _words.nothing_narrow(self)
 
 
 def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()) -> ProductFacts:
@@ -68,7 +53,14 @@ def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: S
     origins = _Origins(dtype)
     origins.outputs(traced.jaxpr, [_Origin("argument", name) for name in names])
     wide = sorted(origins.wide, key=lambda found: found[0].is_backward)
-    return facts._replace(first_wide=_described(*wide[0], dtype.name)) if wide else facts
+    if not wide:
+        return facts
+    place, why = wide[0]
+    where = _where(place)
+    if why is None:
+        return facts._replace(first_wide=where)
+    there = _where(why.place) if why.place else ""
+    return facts._replace(first_wide=_words.wide_product(where, dtype.name, why.kind, why.name, there))
 
 
 def facts_of_operations(found: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
@@ -78,33 +70,15 @@ def facts_of_operations(found: Sequence[OperationPrecision], dtype: str, is_auto
     number, of_narrow = (sum(each.number for each in some) for some in (products, narrow))
     work, narrow_work = (sum(each.work for each in some) for some in (products, narrow))
     wide.sort(key=lambda each: (each.is_backward, each.position))
-    first = "".join(f"{_where(each) or 'no line of yours'}; {each.reason}" for each in wide[:1])
+    first = "".join(f"{_where(each) or 'no line of your code'}; {each.reason}" for each in wide[:1])
     return ProductFacts(dtype, number, of_narrow, first, narrow_work / work if work else 1.0, is_autocast)
-
-
-def names_of_leaves(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[str]]:
-    """Of each argument, and then of each keyword, the leaves as ``fun`` names them, with their paths."""
-    try:
-        names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
-    except (TypeError, ValueError):  # it has no signature
-        names = []
-    names += [f"args[{number}]" for number in range(len(names), len(args))]
-    named = [*zip(names, args, strict=True), *sorted(kwargs.items())]
-    with_paths = [(name, jax.tree_util.tree_leaves_with_path(argument)) for name, argument in named]
-    return [[name + jax.tree_util.keystr(path) for path, _ in leaves] for name, leaves in with_paths]
-
-
-def names_of_inputs(traced: Traced, of_leaves: Sequence[Sequence[str]]) -> list[str]:
-    """Of the inputs of a `gradient_program`, which the loss scale comes first of."""
-    names = ["the loss scale", *itertools.chain(*of_leaves)]
-    return [names[position] for position in traced.positions]
 
 
 class _Origin(NamedTuple):
     """Where a float32 value comes from.
 
-    ``kind``: "argument" or "constant", which were float32 at the beginning; "cast" and "product", which gave float32
-    from narrow numbers; "met", where narrow numbers were promoted since ``name`` was float32.
+    ``kind``: "argument", which was float32 at the beginning, as was a constant, which has no name; "cast", which gave
+    float32 from narrow numbers; "met", where narrow numbers were promoted since ``name`` was float32.
     """
 
     kind: str
@@ -122,7 +96,7 @@ class _Origins(Flow[_Origin | None]):
         self.wide: list[tuple[Place, _Origin | None]] = []
 
     def constant(self, value: Any) -> _Origin | None:
-        return _Origin("constant")
+        return _Origin("argument")
 
     def joined(self, values: Sequence[_Origin | None]) -> _Origin | None:
         return min(values, key=_from_narrow)
@@ -134,7 +108,7 @@ class _Origins(Flow[_Origin | None]):
         if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.wide.append((place, why))
         if takes_narrow and not origins:
-            why = _Origin("product" if eqn.primitive.name in PRODUCTS else "cast", place=place)
+            why = _Origin("cast", place=place)
         return [why if _is_wide_float(variable.aval) else None for variable in eqn.outvars]
 
 
@@ -142,35 +116,22 @@ def _why(origins: Sequence[_Origin | None], place: Place, *, takes_narrow: bool)
     """Why a result is float32 whose operands are."""
     known = [origin for origin in origins if origin is not None]
     casts = [each.place.column for each in known if each.kind == "cast" and each.place]
-    others = [each for each in known if each.kind in ("argument", "constant")]
+    others = [each for each in known if each.kind == "argument"]
     if others and (takes_narrow or (place.column and place.column in casts)):
         return _Origin("met", others[0].name, place)
     return min(known, key=_from_narrow, default=None)
 
 
 def _from_narrow(origin: _Origin | None) -> int:
-    order = ("met", "cast", "product", "argument", "constant")
-    return order.index(origin.kind) if origin else len(order)
+    """An order, in which what comes from narrow numbers is first, and an argument before a constant."""
+    if origin is None:
+        return 4
+    return ("met", "cast", "argument").index(origin.kind) + (origin.kind == "argument" and not origin.name)
 
 
 def _is_wide_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
 
 
-def _described(place: Place, why: _Origin | None, dtype: str) -> str:
-    where = _where(place)
-    if why is None:
-        return where
-    origin = where if why.place is None else _where(why.place)
-    since = "" if origin == where else f"its input is float32 since {origin}, "
-    name = f"float32 `{why.name}`" if why.name else "a float32 constant"
-    if not origin:  # a cast of `autocast`
-        return f"{where}; its input is computed in float32"
-    there = {"met": f"where {dtype} met {name}", "cast": "where it is cast", "product": "whose result is float32"}
-    if why.kind in there:
-        return f"{where}; {since or 'it is '}{there[why.kind]}"
-    return f"{where}; its input is float32 from the beginning ({name.removeprefix('float32 ')})"
-
-
 def _where(place: Place | OperationPrecision) -> str:
-    return f"`{place.layer}` ({place.source})" if place.layer else place.source
+    return _words.place(place.layer, place.source)

@@ -16,11 +16,11 @@ from jax_lossscale._check import check_flag, check_function, checked_dtype, is_n
 from jax_lossscale._limits import limits_of
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import percent, power_of_two, tell
-from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._facts import names_of_leaves
+from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
-from jax_lossscale.diagnostics.programs._precision_rules import deviation, reasons_of, rules_for
+from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
 
@@ -109,8 +109,11 @@ def find_precision(
     all_chosen = [chosen, *others]
     program = Program(of_leaves, all_chosen, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
     if not program.is_exact_finite():
-        why = " ".join(faults_of(names_of_leaves(fun, args, kwargs), args, kwargs, dtype).nonfinite)
-        why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
+        faults = faults_of(names_of_leaves(fun, args, kwargs), args, kwargs, dtype)
+        why = (
+            " ".join(map(_words.nonfinite_argument, faults.nonfinite))
+            or "`jls.diagnostics.compare_gradients` tells where it begins."
+        )
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
             f"with. {why} The policy has no rules."
@@ -121,13 +124,13 @@ def find_precision(
     best = search.run()
     while True:
         error, where = program.verified(_policy(program, best, [""] * len(best.levels)))
-        search.tell(f"under `autocast`, {where} is {deviation(error)}")
+        search.tell(f"under `autocast`, {where} is {_words.off(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
         best = search.wider(best)
     if error > tolerance:
         warn_user(
-            f"`find_precision`: with every product in float32, {where} is {deviation(error)}, more than the "
+            f"`find_precision`: with every product in float32, {where} is {_words.off(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
     narrow = int(program.numbers[best.levels < WIDE].sum())
@@ -171,7 +174,7 @@ class _Search:
         wide, half = (int(numbers[trial.levels == level].sum()) for level in (WIDE, WIDE_RESULT))
         self.tell(
             f"{wide} of {numbers.sum()} products wide, {half} with a wide result, loss scale "
-            f"{power_of_two(trial.scale)}: {trial.where} is {deviation(trial.error)}"
+            f"{power_of_two(trial.scale)}: {trial.where} is {_words.off(trial.error)}"
         )
         return trial
 

@@ -1,4 +1,4 @@
-"""What `compare_gradients` finds: a verdict, and the errors of the gradients leaf by leaf and scale by scale."""
+"""What `compare_gradients` gives: what it found, and the errors of the gradients by leaf and scale."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class LeafGradientError:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GradientComparison(Report[LeafGradientError]):
-    """Gradients in float16 compared with those in float32: a verdict, and the numbers behind it.
+    """Gradients in float16 compared with those in float32: whether it will train, and the numbers that show it.
 
-    Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the first other
-    is not), the verdict, and a table of the leaves, the worst first. Iterating over it gives a `LeafGradientError` for
-    each leaf.
+    Printed, or shown in a notebook, it says how many products are in half precision, where the first is that is not,
+    and whether the function will train. A table of the leaves follows, the worst first. Iterating over it gives a
+    `LeafGradientError` for each leaf.
 
     Attributes:
       verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.

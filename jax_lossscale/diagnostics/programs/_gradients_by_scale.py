@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.programs._question import Question
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 NUDGE = 2.0**-22
@@ -37,9 +38,16 @@ def noted_error_of_loss(dtype: jnp.dtype) -> float:
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
 
+def relative_error(value: Any, exact: Any) -> float:
+    """How far one number is from another, relative to that; NaN if one is not finite."""
+    error = abs(float(value) - float(exact))
+    return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0
+
+
 class GradientErrors(NamedTuple):
     """Of each leaf, and of all together, the errors at each of the scales; value and reference."""
 
+    dtype: jnp.dtype
     leaves: list[LeafGradientError]
     total: LeafGradientError
     scales: Sequence[float]
@@ -51,13 +59,28 @@ class GradientErrors(NamedTuple):
     @property
     def error_of_loss(self) -> float:
         """How far the loss is from that of the reference, relative to it; NaN if it is not finite."""
-        error = abs(self.value - self.reference_value)
-        return error / abs(self.reference_value) if error and self.reference_value else math.inf if error else 0.0
+        return relative_error(self.value, self.reference_value)
 
     @property
     def is_loss_wrong(self) -> bool:
         """Whether the loss, too, is far from that of the reference."""
         return not self.error_of_loss <= LARGE_ERROR
+
+    @property
+    def is_loss_noted(self) -> bool:
+        """Whether it is far enough to be told."""
+        return self.error_of_loss > noted_error_of_loss(self.dtype)
+
+    @property
+    def is_loss_too_small(self) -> bool:
+        """Whether the loss is below the range of its own dtype."""
+        info = jnp.finfo(self.loss_dtype)
+        return info.bits < 32 and 0 < abs(self.reference_value) < float(info.smallest_normal)
+
+    @property
+    def true_leaves(self) -> list[LeafGradientError]:
+        """The leaves with a true gradient."""
+        return [leaf for leaf in self.leaves if leaf.norm > 0 and not leaf.is_rounding]
 
     def finite(self) -> list[int]:
         """The scales at which all gradients are finite, by their positions."""
@@ -65,11 +88,7 @@ class GradientErrors(NamedTuple):
 
     def suffering_at(self, n: int) -> list[LeafGradientError]:
         """The leaves that are wrong at a scale, the largest gradients first; not those without a true gradient."""
-        wrong = [
-            leaf
-            for leaf in self.leaves
-            if leaf.norm > 0 and not leaf.is_rounding and leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF
-        ]
+        wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
     def working(self) -> list[int]:
@@ -98,30 +117,21 @@ class GradientErrors(NamedTuple):
 
 
 def errors_by_scale(
-    narrow: Traced,
-    wide: Traced | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    dtype: jnp.dtype,
+    question: Question,
+    wide: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = lambda scales: scales,
 ) -> GradientErrors | None:
-    """The errors of a `gradient_program`; ``None`` if it has no gradients.
+    """The errors of the gradients; ``None`` if there are none.
 
     Args:
-      narrow: the program.
-      wide: that of the reference, without a scale; by default it is made from ``narrow``.
-      args: the arguments of both.
-      kwargs: likewise.
-      argnums: what is differentiated.
-      has_aux: whether there is an auxiliary result.
-      dtype: the narrow dtype.
+      question: what is asked about.
+      wide: the program of the reference, without a scale; by default it is made from that of the function.
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    moved = nudged(args, argnums, keep_dtypes=wide is not None)
+    narrow, has_aux, dtype = question.program, question.has_aux, question.dtype
+    moved = nudged(question.args, question.argnums, keep_dtypes=wide is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
     if wide is None:
         wide, moved = narrow, [np.float32(1), *moved]
@@ -133,13 +143,14 @@ def errors_by_scale(
     reference_value, exact = value_and_leaves(wide.result(computed(*inputs)), has_aux)
     if not exact:
         return None
-    of_moved = computed(*wide.inputs_from(moved, kwargs))
+    of_moved = computed(*wide.inputs_from(moved, question.kwargs))
     rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
     scales = scales or _useful_scales(exact, dtype)
     value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
     leaves = reports_of_leaves(exact, measured, rounding)
     return GradientErrors(
+        dtype,
         leaves,
         report_of_all(leaves),
         scales,

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics import _words
+from jax_lossscale.diagnostics._report import Report, percent
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 
 _MOST_ROWS = 16
-# So many of an operation's results may become zero before it is told: a few always do.
-MANY_ZEROS = 0.5
-# An error that an operation multiplies by less has come in a loop, from iteration to iteration.
-ACCUMULATED = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +69,8 @@ class RangeReport(Report[OperationRange]):
     Those that are wrong and change the result come first. Of these, those of the forward pass, on which the backward
     pass depends; within each, those that overflow, in the order of the program, since what overflows first is the cause
     of what follows; then those where an error begins, the largest first, and those of which the most becomes zero.
-    Printed, or shown in a notebook, it is the facts (how many products are in half precision, and why the first other
-    is not), and a table of these operations with what helps. Iterating over it gives the operations.
+    Printed, or shown in a notebook, it says how many products are in half precision, and where the first is that is
+    not. A table of these operations follows, with what helps. Iterating over it gives the operations.
 
     Attributes:
       operations: the operations.
@@ -121,25 +118,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(each for each in finite if each.zero + each.subnormal > 0)
 
     def _summary(self) -> str:
-        return "\n".join([str(self.facts), *self.arguments, self._in_range()])
-
-    def _in_range(self) -> str:
-        if not self:
-            return self.facts.nothing_narrow
-        at = f"at a loss scale of {power_of_two(self.loss_scale)}"
-        narrow = [operation for operation in self if operation.dtype == self.dtype]
-        over = [operation for operation in self.bad if operation.overflow]
-        zero = [operation for operation in self.bad if not operation.overflow and operation.zero > MANY_ZEROS]
-        others = len(self.bad) - len(over) - len(zero)
-        also = f" In {others}, rounding changes the result." if others else ""
-        if self.arguments and not over and not zero:
-            return "What is made of it is not finite either, in float32 as in any dtype, so nothing else can be told."
-        if not over and not zero:
-            return f"All {len(narrow)} {self.dtype} operations stay in range {at}.{also}"
-        harmless = sum(not operation.changes_result for operation in over)
-        without_harm = f" ({harmless} without changing the result)" if harmless else ""
-        counts = f"{len(over)} of {len(narrow)} {self.dtype} operations overflow{without_harm} {at}"
-        return f"{counts}, and more than half becomes zero in {len(zero)}.{also}"
+        return "\n".join([str(self.facts), *self.arguments, _words.in_range(self)])
 
     def _rows(self) -> list[list[str]]:
         if not self.bad:
@@ -148,7 +127,7 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
     def _notes(self) -> list[str]:
-        notes = [f"{each[0].upper()}{each[1:]}, in float32, too." for each in self.lost_constants]
+        notes = [f"{each}, in float32, too." for each in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
         notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
@@ -160,21 +139,8 @@ class RangeReport(Report[OperationRange]):
         return list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
 
 
-_HEADINGS = [
-    "operation",
-    "layer",
-    "line",
-    "pass",
-    "shape",
-    "largest",
-    "off by",
-    "overflow",
-    "zero",
-    "subnormal",
-    "error in",
-    "error",
-    "cure",
-]
+_HEADINGS = ["operation", "layer", "line", "pass", "shape", "largest", "off by"]
+_HEADINGS += ["overflow", "zero", "subnormal", "error in", "error", "cure"]
 
 
 def _cells(of: OperationRange) -> list[str]:

@@ -4,75 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jax.extend.core import ClosedJaxpr
-
-from jax_lossscale._program.flow import Flow
-from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import MOVES, REPEATING_MOVES
-from jax_lossscale.diagnostics.programs._sites import Graph, Site, is_measured
-
-_MOVES = MOVES | REPEATING_MOVES | {"convert_element_type"}
+from jax_lossscale.diagnostics.programs._sites import Graph, Site
 
 
-def parameters_of_sites(
-    program: ClosedJaxpr, inputs: Sequence[str], graph: Graph, gradients: Mapping[str, Collection[int]]
-) -> list[str]:
+def parameters_of_sites(graph: Graph, gradients: Mapping[str, Collection[int]]) -> list[str]:
     """For each site of the graph the parameter that entered last before it, "" if none has.
 
     In the backward pass, where none enters, it is that of the operation which is differentiated; and of what only one
     gradient is made of, the parameter that this is the gradient of.
 
     Args:
-      program: the program of value and gradients.
-      inputs: the names of its inputs.
-      graph: its operations.
+      graph: the operations of the program of value and gradients.
       gradients: by name of a parameter, the nodes that its gradient is.
     """
-    flow = _Entered()
-    flow.outputs(program, [_Parameter(-1, name, is_bare=True) if name in gradients else None for name in inputs])
     only = _part_of_one(graph, gradients)
     names = []
-    for time, ((node, site), entered) in enumerate(zip(graph.sites.items(), flow.found, strict=True)):
+    for time, (node, site) in enumerate(graph.sites.items()):
+        entered = site.parameter
         is_entering = entered is not None and entered.time == time
         of_gradient = only.get(node) if site.place.is_backward and not is_entering else ""
         names.append(of_gradient or (entered.name if entered else ""))
     return names
-
-
-class _Parameter(NamedTuple):
-    """The one that entered a value last; ``is_bare``: the value is that parameter, moved or cast.
-
-    ``time``: how many results had been measured when it entered.
-    """
-
-    time: int
-    name: str
-    is_bare: bool = False
-    is_backward: bool = False
-
-
-class _Entered(Flow[_Parameter | None]):
-    """Of each value the parameter that entered it last; ``found``: that of each result that is measured."""
-
-    def __init__(self) -> None:
-        self.found: list[_Parameter | None] = []
-
-    def constant(self, value: Any) -> None:
-        return None
-
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Parameter | None]) -> list[_Parameter | None]:
-        known = [operand for operand in operands if operand is not None]
-        bare = [operand for operand in known if operand.is_bare]
-        if bare and eqn.primitive.name not in _MOVES:
-            found: _Parameter | None = _Parameter(len(self.found), bare[-1].name)
-        else:  # a cotangent has been through later layers than what it meets of the forward pass
-            found = max(known, key=lambda each: (not each.is_backward, each.time), default=None)
-        if found and place.is_backward and not found.is_bare:
-            found = found._replace(is_backward=True)
-        self.found += [found for variable in eqn.outvars if is_measured(eqn, variable)]
-        return [found] * len(eqn.outvars)
 
 
 def _part_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:

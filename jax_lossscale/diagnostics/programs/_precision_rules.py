@@ -5,13 +5,15 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics._report import percent, power_of_two
+from jax_lossscale.diagnostics import _words
+from jax_lossscale.diagnostics._report import power_of_two
 from jax_lossscale.diagnostics.programs._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, ProductSite, Statistics
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, Program, Trial
 
@@ -54,13 +56,6 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
     return [names | operation for names in found if names]
 
 
-def deviation(error: float) -> str:
-    """How far something is from float32's, as a part of a sentence."""
-    if not math.isfinite(error):
-        return "not finite"
-    return f"off by {percent(error)}" if error < 1 else "wrong altogether"
-
-
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
     """For each product that is not narrow, what would be wrong if it were; until so many gradients are spent."""
     measured: dict[float, np.ndarray] = {}
@@ -71,48 +66,35 @@ def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
         scale = program.best_scale(levels)
         if scale not in measured and program.spent < most:
             measured[scale] = program.measured_at(scale)
+        kind, numbers = "", dict[str, Any]()
         if scale in measured:
-            reasons[site] = _out_of_range(measured[scale], site, levels, scale, program.dtype)
-        if not reasons[site] and program.spent < most:
+            kind, numbers = _out_of_range(measured[scale], site, levels, program.dtype)
+        if not kind and program.spent < most:
             without = program.trial(levels)
-            reasons[site] = f"narrow, {without.where} is {deviation(without.error)}"
-        reasons[site] = reasons[site] or "what is made of it is sensitive to rounding"
+            kind, numbers = "error", {"where": without.where, "off": _words.off(without.error)}
+        named = {"dtype": program.dtype.name, "scale": power_of_two(scale)}
+        reasons[site] = _words.REASONS[kind or "unknown"].format(**named, **numbers)
     return reasons
 
 
-def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, scale: float, dtype: jnp.dtype) -> str:
+def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, dtype: jnp.dtype) -> tuple[str, dict[str, Any]]:
     """What leaves the range of a dtype if a product is narrow, at the best loss scale that there is then."""
-    limits, name = limits_of(dtype), dtype.name
+    overflow = limits_of(dtype).overflow
     largest, error = Statistics(*np.moveaxis(measured, -1, 0))
-    too_small = 2 * float(jnp.finfo(dtype).eps)  # in range, rounding makes errors of an eighth of that
-    for role, what in ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result")):
-        if largest[site, role] >= limits.overflow:
-            return f"{what} reaches {largest[site, role]:.2g}"
-    for role, what in ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result")):
-        if error[site, role] > too_small:
-            return f"{what} is at most {largest[site, role]:.2g}, much of it too small for {name}"
-    cotangents = slice(NUMBER_OF_ROLES, None)
-    if error[site, cotangents].max() > too_small:
-        role = NUMBER_OF_ROLES + int(error[site, cotangents].argmax())
-        fitting = limits.overflow / max(largest[site, cotangents].max(), 1e-30)
-        log2 = math.floor(math.log2(fitting)) - 1
-        if log2 < 1:
-            return (
-                f"its gradients reach {largest[site, cotangents].max():.2g} at a loss scale of {power_of_two(scale)}; "
-                f"at another place, with the same names, they are too small for {name}; to have it narrow, give the "
-                "part of the loss that they come from a scale of its own: `jls.scale_gradient(part, 2.0**n)`, "
-                "`jls.unscale_gradient(parameters_and_inputs, 2.0**n)`"
-            )
-        return (
-            f"its gradients are at most {largest[site, role]:.2g}, too small for {name}, at a loss scale of "
-            f"{power_of_two(scale)}, above which others overflow; to have it narrow, give its part a scale of its own: "
-            f"`jls.scale_gradient(result, 2.0**{log2})`, `jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
-        )
-    starving = (error[:, cotangents].max(axis=1) > too_small) & (levels < WIDE)
-    if starving.any() and largest[site, cotangents].max() == largest[levels < WIDE, cotangents].max():
-        return (
-            f"its gradients reach {largest[site, cotangents].max():.2g} at a loss scale of {power_of_two(scale)}, at "
-            f"which those of other parts are too small for {name}; to have it narrow, give those a scale of their own, "
-            "with `jls.scale_gradient` and `jls.unscale_gradient`"
-        )
-    return ""
+    is_too_small = error > 2 * float(jnp.finfo(dtype).eps)  # in range, rounding makes errors of an eighth of that
+    for kind, is_out in (("overflow", largest[site] >= overflow), ("underflow", is_too_small[site])):
+        for role, what in ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result")):
+            if is_out[role]:
+                return kind, {"what": what, "largest": largest[site, role]}
+    gradients = slice(NUMBER_OF_ROLES, None)
+    top = largest[site, gradients].max()
+    if is_too_small[site, gradients].any():
+        log2 = math.floor(math.log2(overflow / max(top, 1e-30))) - 1
+        role = NUMBER_OF_ROLES + int(error[site, gradients].argmax())
+        if log2 >= 1:
+            return "small gradients", {"largest": largest[site, role], "log2": log2}
+        return "large gradients", {"largest": top}  # and small ones at another place, with the same names
+    starving = is_too_small[:, gradients].any(axis=1) & (levels < WIDE)
+    if starving.any() and top == largest[levels < WIDE, gradients].max():
+        return "large gradients", {"largest": top}
+    return "", {}

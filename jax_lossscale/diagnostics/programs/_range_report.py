@@ -11,22 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_flag, check_function, is_number
+from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics.programs._arguments import faults_of
-from jax_lossscale.diagnostics.programs._blame import blame
+from jax_lossscale.diagnostics.programs._blame import blame, fault_of
 from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._cures import cure_of
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of, names_of_inputs, names_of_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program, with_gradients
+from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
+from jax_lossscale.diagnostics.programs._question import Question, asked
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics.programs._sites import Graph, Site, Value
+from jax_lossscale.diagnostics.programs._sites import Graph, Parameter, Site, Value
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
@@ -91,44 +90,46 @@ def range_report(
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     given = None if loss_scale is None else _scale_of(loss_scale)
     check_flag(progress, "range_report(progress=...)")
-    check_function(fun, "range_report(fun=...)")
-    of_leaves, chosen = with_gradients(fun, args, argnums, "range_report(argnums=...)")
-    traced, planners = gradient_program("range_report", of_leaves, given or 1.0, chosen, kwargs, argnums, has_aux)
+    question = asked("range_report", fun, args, kwargs, argnums, has_aux, dtype)
     if given is None:
-        errors = errors_by_scale(traced, None, chosen, kwargs, argnums, has_aux, dtype)
+        errors = errors_by_scale(question)
         given = errors.start() if errors else 1.0
-    of_arguments = names_of_leaves(fun, chosen, kwargs)
-    names = names_of_inputs(traced, of_arguments)
-    facts = facts_of(traced, dtype, names, planners)
+    return ranges_at(question, given, progress)
+
+
+def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
+    """The report at a scale."""
+    traced, dtype, argnums = question.program, question.dtype, question.argnums
     graph = Graph()
-    ends = graph.outputs(traced.jaxpr, [Value()] * len(names))
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    of_gradients = [name for position in positions for name in question.names[position % len(question.args)]]
+    entering = {name: Parameter(-1, name, is_bare=True) for name in of_gradients}
+    ends = graph.outputs(traced.jaxpr, [Value(parameter=entering.get(name)) for name in question.inputs])
     value, grads = traced.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
-    inputs = map(evaluator.value_of, [jnp.float32(given), *traced.inputs[1:]], traced.jaxpr.in_avals)
+    inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
-    of_value, of_grads = value[0] if has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
+    of_value, of_grads = value[0] if question.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
     results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    positions = [argnums] if isinstance(argnums, int) else argnums
-    of_gradients = [name for position in positions for name in of_arguments[position % len(args)]]
     gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
-    parameters = parameters_of_sites(traced.jaxpr, names, graph, gradients)
+    parameters = parameters_of_sites(graph, gradients)
     sites = told_apart(list(graph.sites.values()), parameters)
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, facts, node in harmful, node in origins)
+        operation = _operation_range(site, of, question.facts, node in harmful, node in origins)
         if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
-    lost = tuple(str(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
+    lost = tuple(_words.lost_constant(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
     as_they_are = tuple(evaluator.evaluator.as_they_are)
-    faults = faults_of(of_arguments, chosen, kwargs, dtype)
-    of_args = faults.nonfinite if has_nan else faults.nan
-    return RangeReport(tuple(operations), dtype.name, given, as_they_are, lost, facts, of_args)
+    faults = question.faults.nonfinite if has_nan else question.faults.nan
+    of_args = tuple(map(_words.nonfinite_argument, faults))
+    return RangeReport(tuple(operations), dtype.name, loss_scale, as_they_are, lost, question.facts, of_args)
 
 
 def _told(total: int) -> Callable[[int], None]:
@@ -174,6 +175,7 @@ def _operation_range(
     site: Site, of: Statistics, facts: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
     info = jnp.finfo(facts.dtype)
+    fault = fault_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast)
     log2_above = log2_below = 0
     if of.overflow:
         log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
@@ -193,7 +195,7 @@ def _operation_range(
         subnormal=of.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast),
+        cure=_words.cure(fault, site.derivative_of or site.operation),
         error=of.error,
         error_in=of.error_in,
         amplification=of.amplification,

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow, is_reference
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import ALL_MOVES, CHOICES
+from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, MOVES, REPEATING_MOVES
 
+# These move a parameter, which is the same parameter after them.
+_MOVES_OF_ONE = MOVES | REPEATING_MOVES | {"convert_element_type"}
 # These only move or choose among numbers that were measured where they were made, or turn their signs.
 _MOVES = ALL_MOVES | CHOICES | {"abs", "neg", "top_k"}
 _REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum", "dot_general", "conv_general_dilated")
@@ -22,6 +24,22 @@ _STEEP = ("rsqrt", "sqrt", "cbrt", "log", "log1p", "div", "pow", "integer_pow", 
 _OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
 
 
+class Parameter(NamedTuple):
+    """The one that entered a value last.
+
+    Attributes:
+      time: how many results had been measured when it entered.
+      name: its name.
+      is_bare: whether the value is that parameter, moved or cast.
+      is_backward: whether the value is of the backward pass.
+    """
+
+    time: int
+    name: str
+    is_bare: bool = False
+    is_backward: bool = False
+
+
 class Site(NamedTuple):
     """A result that is measured, as far as the jaxpr knows it.
 
@@ -30,12 +48,14 @@ class Site(NamedTuple):
       place: where.
       aval: its type.
       derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
+      parameter: the parameter that entered it last.
     """
 
     operation: str
     place: Place
     aval: Any
     derivative_of: str
+    parameter: Parameter | None
 
 
 class Value(NamedTuple):
@@ -46,12 +66,14 @@ class Value(NamedTuple):
       operation: what made it, other than a move.
       column: where that stands.
       steep: the operation whose derivative it is.
+      parameter: the parameter that entered it last.
     """
 
     nodes: frozenset[int] = frozenset()
     operation: str = ""
     column: str = ""
     steep: str = ""
+    parameter: Parameter | None = None
 
 
 class Graph(Flow[Value]):
@@ -76,7 +98,7 @@ class Graph(Flow[Value]):
         return values[0]._replace(nodes=frozenset[int]().union(*(value.nodes for value in values)))
 
     def carried(self, start: Value) -> Value:
-        return Value(frozenset({self._node(start.nodes)}))
+        return Value(frozenset({self._node(start.nodes)}), parameter=start.parameter)
 
     def carried_on(self, within: Value, at_end: Value) -> None:
         (node,) = within.nodes
@@ -89,20 +111,30 @@ class Graph(Flow[Value]):
         self._place_casts(nodes, place)
         if name == "div":
             self._divisions.add(place.column)
+        parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
         steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
                 operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
                 node = self._node(nodes)
-                self.sites[node] = Site(operation, place, variable.aval, steep)
-                results.append(Value(frozenset({node}), name, place.column, steep))
+                self.sites[node] = Site(operation, place, variable.aval, steep, parameter)
+                results.append(Value(frozenset({node}), name, place.column, steep, parameter))
             else:
                 is_move = name in _MOVES or name == "convert_element_type"
                 made = operands[-1] if name == "select_n" else operands[0] if operands and is_move else None
-                of = (made.operation, made.column, made.steep) if made else (name, place.column, steep)
-                results.append(Value(nodes, *of))
+                known = made or Value(operation=name, column=place.column, steep=steep)
+                results.append(known._replace(nodes=nodes, parameter=parameter))
         return results
+
+    def _entered(self, eqn: Any, place: Place, known: Sequence[Parameter]) -> Parameter | None:
+        """The parameter that entered the results last; ``known``: those of the operands."""
+        bare = [parameter for parameter in known if parameter.is_bare]
+        if bare and eqn.primitive.name not in _MOVES_OF_ONE:
+            found: Parameter | None = Parameter(len(self.sites), bare[-1].name)
+        else:  # a cotangent has been through later layers than what it meets of the forward pass
+            found = max(known, key=lambda each: (not each.is_backward, each.time), default=None)
+        return found._replace(is_backward=True) if found and place.is_backward and not found.is_bare else found
 
     def _place_casts(self, operands: frozenset[int], place: Place) -> None:
         """Give what `autocast` adds, which no line of the user's has made, the place of what it is made for."""

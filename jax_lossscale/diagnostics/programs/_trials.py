@@ -17,7 +17,7 @@ from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
-from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, value_and_leaves
+from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 
 # What becomes of the products of a site.
@@ -179,7 +179,7 @@ class Program:
             found, self.exact, self._rounding, self._weights, strict=True
         ):
             reports = reports_of_leaves(exact, [measure(leaves, exact, scale)], rounding)
-            errors = [_relative(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
+            errors = [relative_error(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
             names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
             of_all = report_of_all(reports).relative_error[0]
             judged = zip([*errors, of_all], [*names, "the whole gradient"], weights, strict=True)
@@ -193,8 +193,8 @@ class Program:
         what goes into a ReLU.
         """
         value, rounded, exact = values
-        total, of_value = report_of_all(leaves), _relative(value, exact)
-        weights = [self._counts(_relative(rounded, exact), of_value) * (of_value <= self._tolerance / 2)]
+        total, of_value = report_of_all(leaves), relative_error(value, exact)
+        weights = [self._counts(relative_error(rounded, exact), of_value) * (of_value <= self._tolerance / 2)]
         for leaf in leaves:
             is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
             share = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
@@ -246,8 +246,3 @@ def _direction(of: Any, exact: Any) -> Any:
         error = exact
     norm, size = np.linalg.norm(error), np.linalg.norm(exact)
     return np.conj(error) / (norm * size) if norm > 0 and size > 0 else np.zeros_like(exact)
-
-
-def _relative(value: Any, exact: Any) -> float:
-    error = abs(float(value) - float(exact))
-    return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0

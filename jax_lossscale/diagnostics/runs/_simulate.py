@@ -105,42 +105,40 @@ def simulate(
     dtype = checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
         raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
-    if grads_finite is not None:
-        if inside is not None:
-            raise ValueError("`simulate(inside=...)` goes with `largest`, not with `grads_finite`: leave it out.")
-        if loss_scale.needs_largest:
+    if largest is not None:
+        seen = _checked_trace(largest, "largest")
+        overflowing = seen if inside is None else _checked_trace(inside, "inside")
+        if overflowing.shape != seen.shape:
             raise ValueError(
-                f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
-                "gradient. Give `largest`."
+                f"`simulate(inside=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}."
             )
-        flags = _checked_trace(grads_finite, "grads_finite")
-        if flags.dtype != jnp.bool_ and flags.size > 0:  # nothing is an array of floats
-            raise ValueError(f"`simulate(grads_finite=...)` must be booleans, got {flags.dtype}.")
-        # Zero is finite at every scale, and infinity at none.
-        seen = overflowing = jnp.where(flags.astype(jnp.bool_), jnp.float32(0), jnp.inf)
         return _replay(loss_scale, seen, overflowing, dtype)
-    seen = _checked_magnitudes(largest, "largest")
-    overflowing = seen if inside is None else _checked_magnitudes(inside, "inside")
-    if overflowing.shape != seen.shape:
-        raise ValueError(f"`simulate(inside=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}.")
-    return _replay(loss_scale, seen, overflowing, dtype)
+    if inside is not None:
+        raise ValueError("`simulate(inside=...)` goes with `largest`, not with `grads_finite`: leave it out.")
+    if loss_scale.needs_largest:
+        raise ValueError(
+            f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
+            "gradient. Give `largest`."
+        )
+    # Zero is finite at every scale, and infinity at none.
+    seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
+    return _replay(loss_scale, seen, seen, dtype)
 
 
-def _checked_trace(given: Any, name: str) -> jax.Array:
+def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
+    """Flags, or magnitudes in float32 or wider: ``[steps]``."""
     try:
         trace = jnp.asarray(given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`simulate({name}=...)` must be an array, one entry a step, got {given!r}.") from error
     if trace.ndim != 1:
         raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
-    return trace
-
-
-def _checked_magnitudes(given: Any, name: str) -> jax.Array:
-    """``[steps]``, in float32 or wider."""
-    trace = _checked_trace(given, name)
+    if of_flags:
+        if trace.dtype != jnp.bool_ and trace.size > 0:  # nothing is an array of floats
+            raise ValueError(f"`simulate({name}=...)` must be booleans, got {trace.dtype}.")
+        return trace.astype(jnp.bool_)
     if jnp.issubdtype(trace.dtype, jnp.integer):
-        return trace.astype(jnp.float32)
+        trace = trace.astype(jnp.float32)
     if not jnp.issubdtype(trace.dtype, jnp.floating):
         raise ValueError(f"`simulate({name}=...)` must be real numbers, got {trace.dtype}.")
     if not isinstance(trace, jax.core.Tracer) and bool(jnp.any(trace < 0)):
