@@ -167,6 +167,7 @@ ROWS = {
         "scale_gradient": ({"tree": PARAMS}, {"tree": ANY_TREE, "scale": SCALE}),
         "unscale_gradient": ({"tree": PARAMS}, {"tree": ANY_TREE, "scale": SCALE}),
         "scaled_grad": _GRADIENT,
+        "scaled_inside": ({"fun": loss, "loss_scale": 8}, {"fun": FUNCTION, "loss_scale": SCALE}),
         "value_and_scaled_grad": _GRADIENT,
         "select_tree": (
             {"pred": True, "on_true": PARAMS, "on_false": PARAMS},
