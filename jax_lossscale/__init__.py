@@ -7,6 +7,7 @@ from jax_lossscale._gradients import (
     accumulate_gradients,
     scale_gradient,
     scaled_grad,
+    scaled_inside,
     unscale_gradient,
     value_and_scaled_grad,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "raise_if_stuck",
     "scale_gradient",
     "scaled_grad",
+    "scaled_inside",
     "select_tree",
     "serialize",
     "unscale_gradient",

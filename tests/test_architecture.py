@@ -154,7 +154,8 @@ print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state))
 
 CONTRACT = {
     "LossScale FixedLossScale NoOpLossScale DynamicLossScale AutoLossScale get serialize loss_scale_for",
-    "value_and_scaled_grad scaled_grad scale_gradient unscale_gradient accumulate_gradients AccumulatedGradients",
+    "value_and_scaled_grad scaled_grad scale_gradient unscale_gradient scaled_inside",
+    "accumulate_gradients AccumulatedGradients",
     "loss_scaled LossScaledState LossScaledTransformation BadStep get_loss_scale metrics raise_if_stuck",
     "autocast in_half keep_float32 PrecisionPolicy PrecisionRule",
     "all_finite select_tree cast_floating",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import chex
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
+from jax_lossscale._check import check_function
 from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
@@ -111,6 +112,62 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     if isinstance(loss_scale, NoOpLossScale):
         return tree
     return _map_adjoint(_unscale_cotangent, tree, _constant(loss_scale, "unscale_gradient(scale=...)"))
+
+
+def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
+    """Return a function with the values and the true gradients of ``fun``, whose backward pass runs at a loss scale.
+
+    ::
+
+        forward:   y = fun(x)
+        backward:  cotangent(x) = fun's backward pass(loss_scale * cotangent(y)) / loss_scale
+
+    Give this function to a library that takes the gradient itself and has no place for a loss scale: inside, small
+    float16 gradients survive; what the library gets is true. Every array among the arguments, keyword arguments
+    included, goes through `unscale_gradient`, so the gradients with respect to all of them are true. Gradients with
+    respect to what ``fun`` closes over are scaled: pass such values as arguments. Forward-mode derivatives (`jax.jvp`)
+    are those of ``fun``, without a scale. Derivatives of derivatives are as in `scale_gradient`.
+
+    Args:
+      fun: a pure function, mostly ``jls.autocast(loss_fn)``. It takes float32 arrays, and anything else.
+      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale. It does not move.
+
+    Returns:
+      A function that is called as ``fun`` is, and returns what ``fun`` returns.
+
+    Raises:
+      ValueError: if ``fun`` is no function; if ``loss_scale`` is no loss scale and holds none, or more than one.
+
+    Warns:
+      UserWarning: as `scale_gradient`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> @jls.autocast
+      ... def loss_fn(w, x):
+      ...     return 1e-8 * jnp.mean((x @ w) ** 2)
+      >>> w, x = jnp.ones(2), jnp.ones((4, 2))
+      >>> jax.grad(loss_fn)(w, x)
+      Array([0., 0.], dtype=float32)
+      >>> jnp.allclose(jax.grad(jls.scaled_inside(loss_fn, 2.0**20))(w, x), 4e-8, rtol=1e-3)
+      Array(True, dtype=bool)
+    """
+    check_function(fun, "scaled_inside(fun=...)")
+    loss_scale = as_loss_scale(loss_scale, "scaled_inside(loss_scale=...)")
+    if isinstance(loss_scale, NoOpLossScale):
+        return fun
+    scale = _constant(loss_scale, "scaled_inside(loss_scale=...)")
+
+    @wraps(fun)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        def unscaled(leaf: Any) -> Any:  # Python's numbers have no gradients, and may be settings
+            return _map_adjoint(_unscale_cotangent, leaf, scale) if isinstance(leaf, jax.Array) else leaf
+
+        args, kwargs = jax.tree.map(unscaled, (args, kwargs))
+        return scale_gradient(fun(*args, **kwargs), loss_scale)
+
+    return scaled
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:

@@ -142,6 +142,101 @@ def test_only_what_wrt_names_is_updated():
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True))
 
 
+class Deep(nnx.Module):
+    """With all that a forward pass may change: statistics, the counts of random streams, what it adds."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.dense, self.norm = nnx.Linear(2, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.dropout, self.adapter = nnx.Dropout(0.5, rngs=rngs), nnx.LoRA(4, 1, 1, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.dropout(self.norm(self.dense(x)))
+        self.hidden = nnx.Intermediate(hidden)
+        return self.adapter(hidden)
+
+
+def deep_loss(model, x, power=2):
+    output = model(x)
+    return jnp.mean(output**power) + jnp.mean(output - 1), {"output": output}
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "adapter"])
+def test_the_optimizers_gradient_is_flaxs_own_times_the_scale(wrt):
+    model, expected_model, x = Deep(), Deep(), jnp.ones((3, 2))
+    opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1), 2.0**10), wrt=wrt)
+    flaxs_own = nnx.value_and_grad(deep_loss, argnums=nnx.DiffState(0, wrt), has_aux=True)
+    (expected, expected_aux), expected_grads = flaxs_own(expected_model, x, power=4)
+    (loss, aux), grads = opt.value_and_scaled_grad(deep_loss, has_aux=True)(model, x, power=4)
+    assert_same_bits((loss, aux), (expected, expected_aux))
+    assert_same_bits(jax.tree.map(lambda leaf: leaf / 2.0**10, pure(grads)), pure(expected_grads))
+    assert_same_bits(pure(model), pure(expected_model))
+    opt.update(model, grads, value=loss)
+    assert opt.opt_state.applied_steps[...] == 1
+
+
+SKIPPED = {  # what makes a step a skipped one
+    "none is": (XS[0], {}, False),
+    "the batch": (XS[3], {}, True),
+    "the user": (XS[0], {"skip_if": jnp.array(True)}, True),
+    "a verdict from elsewhere": (XS[0], {"grads_finite": jnp.array(False)}, True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(("x", "told", "is_skipped"), SKIPPED.values(), ids=SKIPPED)
+def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, told, is_skipped, compiled):
+    def one_step(model, opt, x, told):
+        before = nnx.clone(model)
+        (loss, _), grads = opt.value_and_scaled_grad(jls.autocast(deep_loss), has_aux=True)(model, x)
+        opt.update(model, grads, value=loss, before=before, **told)
+
+    model = Deep()
+    opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1), LOSS_SCALE), wrt=nnx.Param)
+    run = nnx.jit(one_step) if compiled else one_step
+    run(model, opt, jnp.stack([XS[1], XS[2]]).astype(jnp.float32), {})  # after which nothing is zero
+    start, start_of_inner = copied_leaves(pure(model)), copied_leaves(pure(opt)["opt_state"]["inner_state"])
+    changed = copied_leaves(nnx.clone(model))
+    deep_loss(changed, jnp.stack([x, x]).astype(jnp.float32))
+    run(model, opt, jnp.stack([x, x]).astype(jnp.float32), told)
+    assert opt.opt_state.skipped_steps[...] == is_skipped
+    if is_skipped:
+        assert_same_bits(pure(model), start)
+        assert_same_bits(pure(opt)["opt_state"]["inner_state"], start_of_inner)
+    else:
+        assert model.dropout.rngs.count[...] == start["dropout"]["rngs"]["count"] + 1
+        np.testing.assert_allclose(model.norm.mean[...], changed.norm.mean[...], rtol=1e-2)
+        assert (model.norm.mean[...] != start["norm"]["mean"]).all()
+
+
+def test_what_the_forward_pass_adds_stays_and_without_before_nothing_is_undone():
+    for is_told in True, False:
+        model = Deep()
+        opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+        before = nnx.clone(model)
+        _, grads = opt.value_and_scaled_grad(deep_loss, has_aux=True)(model, jnp.ones((3, 2)))
+        opt.update(model, grads, skip_if=jnp.array(True), **({"before": before} if is_told else {}))
+        assert (int(model.dropout.rngs.count[...]), model.hidden[...].shape) == (0 if is_told else 1, (3, 4))
+
+
+BEFORE = {
+    "itself": (lambda model: model, "got the model itself"),
+    "its state": (nnx.state, "got <class .*State"),
+    "a flag": (lambda _: True, "got <class 'bool'>"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "words"), BEFORE.values(), ids=BEFORE)
+def test_a_copy_that_is_none_is_refused_before_anything_is_changed(wrong, words):
+    model = Line()
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=rf"update\(before=\.\.\.\).*nnx\.clone\(model\).*{words}"):
+        opt.update(model, nnx.grad(loss_fn)(model, XS[0]), before=wrong(model))
+    assert opt.step[...] == 0
+    with pytest.raises(ValueError, match=r"Optimizer\.value_and_scaled_grad\(fun=\.\.\.\)"):
+        opt.value_and_scaled_grad(3.0)
+
+
 def test_an_optimizer_without_a_loss_scale_is_refused():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         Optimizer(Line(), optax.sgd(0.1), wrt=nnx.Param)

@@ -154,6 +154,8 @@ jls.raise_if_stuck(STATE, patience=0)
     `raise_if_stuck(patience=...)` must be at least 1, and fit int32, got 0. It counts skipped steps in a row.
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
+jls.scaled_inside(3, 8)
+    `scaled_inside(fun=...)` must be a function, got 3.
 jls.scaled_grad(square, True)
     `scaled_grad(loss_scale=...)` must be ACCEPTED; got True.
 jls.unscale_gradient(PARAMS, "8")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 from flax import nnx
 
+from jax_lossscale._check import check_function
+from jax_lossscale._gradients.scaled import with_scaled_gradient
+from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._optax import LossScaledTransformation
+from jax_lossscale._tree import select_tree
 
 
 def checked(tx: Any, name: str) -> LossScaledTransformation:
@@ -42,10 +47,11 @@ class Optimizer(nnx.Optimizer):
       >>> from jax_lossscale.interop.flax import Optimizer
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.5)), wrt=nnx.Param)
-      >>> def loss_fn(model):
-      ...     return jls.scale_gradient(jnp.mean(model(jnp.ones((1, 2))) ** 2), opt.opt_state)
-      >>> loss, grads = nnx.value_and_grad(loss_fn)(model)
-      >>> opt.update(model, grads, value=loss)
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x) ** 2)
+      >>> before = nnx.clone(model)
+      >>> loss, grads = opt.value_and_scaled_grad(jls.autocast(loss_fn))(model, jnp.ones((1, 2)))
+      >>> opt.update(model, grads, value=loss, before=before)
       >>> int(opt.opt_state.applied_steps[...])
       1
     """
@@ -53,25 +59,73 @@ class Optimizer(nnx.Optimizer):
     def __init__(self, model: Any, tx: Any, *, wrt: Any, **options: Any) -> None:
         super().__init__(model, checked(tx, "Optimizer(tx=...)"), wrt=wrt, **options)
 
-    def update(self, model: Any, grads: chex.ArrayTree, /, **told: Any) -> None:
+    def value_and_scaled_grad(
+        self, fun: Callable[..., Any], *, has_aux: bool = False
+    ) -> Callable[..., tuple[Any, chex.ArrayTree]]:
+        """Like ``nnx.value_and_grad`` with respect to ``wrt``, with the gradients multiplied by this optimizer's scale.
+
+        Args:
+          fun: a scalar-valued function of the model, and of any other arguments.
+          has_aux: whether ``fun`` returns a pair ``(value, aux)``.
+
+        Returns:
+          A function of the arguments of ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux),
+          scaled_grads)`` with ``has_aux``. The value is the true loss. What ``fun`` changes in the model is changed.
+
+        Raises:
+          ValueError: if ``fun`` is no function.
+
+        Warns:
+          UserWarning: as `value_and_scaled_grad`.
+        """
+        check_function(fun, "Optimizer.value_and_scaled_grad(fun=...)")
+        loss_scale = as_loss_scale(self.opt_state, "Optimizer.opt_state")
+        seeded = with_scaled_gradient(fun, loss_scale, has_aux)
+        return nnx.value_and_grad(seeded, argnums=nnx.DiffState(0, self.wrt), has_aux=has_aux, **self._options)
+
+    def update(self, model: Any, grads: chex.ArrayTree, /, *, before: Any = None, **told: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.
 
-        ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts the applied ones. Whatever else the
-        forward pass has changed in the model (batch statistics, random counts) is not set back.
+        ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts the applied ones.
 
         Args:
           model: the model.
-          grads: the gradients of the scaled loss, as ``nnx.grad`` gives them.
+          grads: the gradients of the scaled loss, as `value_and_scaled_grad` of this optimizer gives them.
+          before: the model as it was before the forward pass, ``nnx.clone(model)``. If the step is skipped, batch
+            statistics, random counts and whatever else the forward pass has changed are set back to it. Without it,
+            they stay changed.
           **told: all that ``update`` of `loss_scaled` takes by name: ``value``, the true loss, ``skip_if``,
             ``grads_finite``, and what the chain takes.
+
+        Raises:
+          ValueError: if ``before`` is the model itself, or another kind of model.
         """
-        # Flax 0.12.0 has no graph mode to choose.
-        options = {"graph": self.graph} if hasattr(self, "graph") else {}
-        params, grads = (_arrays(nnx.state(tree, self.wrt, **options)) for tree in (model, grads))
+        if before is not None and (before is model or type(before) is not type(model)):
+            what = "the model itself" if before is model else repr(type(before))
+            raise ValueError(
+                "`Optimizer.update(before=...)` must be a copy of the model from before the forward pass, "
+                f"`before = nnx.clone(model)`, got {what}."
+            )
+        params, grads = (_arrays(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
         params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(told))
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(opt_state, **options))
+        nnx.update(self.opt_state, nnx.state(opt_state, **self._options))
         self.step[...] += 1
+        if before is not None:
+            old, new = (self._all_else(tree) for tree in (before, model))
+            kept = {path: leaf for path, leaf in new.items() if path in old}  # the forward pass may add variables
+            old = {path: old[path] for path in kept}
+            kept = select_tree(opt_state.consecutive_skips == 0, kept, old)
+            nnx.update(model, nnx.from_flat_state(list(kept.items())))
+
+    def _all_else(self, model: Any) -> dict[Any, Any]:
+        """By path, the arrays of a model that this optimizer does not train."""
+        return dict(nnx.to_flat_state(_arrays(nnx.state(model, nnx.Not(self.wrt), **self._options))))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Flax's graph mode, of which 0.12.0 knows nothing."""
+        return {"graph": self.graph} if hasattr(self, "graph") else {}
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:

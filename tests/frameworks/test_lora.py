@@ -1,0 +1,141 @@
+"""LoRA: a frozen base stored in 16 bits, float32 adapters, and an optimizer that knows the adapters only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_lossscale as jls
+
+WIDTH, RANK, NUM_STEPS = 16, 2, 150
+STORED = pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+HALF = pytest.mark.parametrize("half", ["float16", "bfloat16"])
+
+
+def make_problem():
+    """A pretrained network, and data of one whose first layer differs by a matrix of low rank."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    base = {
+        "first": jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5,
+        "second": jax.random.normal(keys[1], (WIDTH, 1)) / WIDTH**0.5,
+    }
+    change = jax.random.normal(keys[2], (WIDTH, RANK)) @ jax.random.normal(keys[3], (RANK, WIDTH)) / WIDTH
+    x = jax.random.normal(keys[4], (128, WIDTH))
+    batch = {"x": x, "y": jnp.tanh(x @ (base["first"] + change)) @ base["second"]}
+    return base, batch, keys[5]
+
+
+BASE, BATCH, KEY = make_problem()
+
+
+def adapters_for(base):
+    def adapter(key, kernel):
+        inputs, outputs = kernel.shape
+        return {"down": jax.random.normal(key, (inputs, RANK)) / inputs**0.5, "up": jnp.zeros((RANK, outputs))}
+
+    return {name: adapter(jax.random.fold_in(KEY, len(name)), kernel) for name, kernel in base.items()}
+
+
+def adapted(kernel, adapter, x):
+    return x @ kernel + (x @ adapter["down"]) @ adapter["up"]
+
+
+def loss_fn(adapters, base, batch):
+    base = jls.cast_floating(base, jnp.float32)
+    hidden = jnp.tanh(adapted(base["first"], adapters["first"], batch["x"]))
+    return jnp.mean((adapted(base["second"], adapters["second"], hidden) - batch["y"]) ** 2)
+
+
+def train(base, half):
+    tx = jls.loss_scaled(optax.adam(1e-2), jls.loss_scale_for(half))
+    adapters = adapters_for(base)
+    opt_state = tx.init(adapters)
+
+    @jax.jit
+    def train_step(carry, _):
+        adapters, opt_state = carry
+        loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn, half), opt_state)(adapters, base, BATCH)
+        adapters, opt_state = tx.update_and_apply(grads, opt_state, adapters, value=loss)
+        return (adapters, opt_state), loss
+
+    (adapters, opt_state), losses = jax.lax.scan(train_step, (adapters, opt_state), None, NUM_STEPS)
+    return adapters, opt_state, losses
+
+
+@STORED
+@HALF
+def test_it_learns_in_float32_adapters_and_no_state_is_of_the_base(stored, half):
+    base = jls.cast_floating(BASE, stored)
+    adapters, opt_state, losses = train(base, half)
+    assert losses[-1] < 0.02 * losses[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {jnp.dtype("float32")}
+    assert opt_state.applied_steps > NUM_STEPS - 10
+    arrays = [leaf for leaf in jax.tree.leaves(opt_state.inner_state) if leaf.ndim > 0]
+    moments = 2 * jax.tree.leaves(jax.tree.map(jnp.shape, adapters), is_leaf=lambda node: isinstance(node, tuple))
+    assert sorted(leaf.shape for leaf in arrays) == sorted(moments)
+
+
+@STORED
+@HALF
+def test_every_product_is_narrow_those_of_the_base_too(stored, half):
+    base = jls.cast_floating(BASE, stored)
+    report = jls.diagnostics.autocast_report(loss_fn, adapters_for(base), base, BATCH, dtype=half)
+    assert report.facts.dtype == half
+    assert report.facts.narrow_products == report.facts.products == 14
+
+
+def test_a_base_that_is_not_widened_is_multiplied_as_it_is():
+    """Why the loss widens it: JAX multiplies float32 by float16 without a cast, which is no product of float32."""
+    base = jls.cast_floating(BASE, jnp.float16)
+
+    def layer(adapter, kernel, x):
+        return jnp.sum(adapted(kernel, adapter, x))
+
+    adapter = adapters_for(BASE)["first"]
+    report = jls.diagnostics.autocast_report(layer, adapter, base["first"], BATCH["x"])
+    assert report.facts.narrow_products < report.facts.products
+    assert "not float32 in the source" in report.facts.first_wide
+
+
+def test_a_base_stored_in_float16_gives_the_gradients_of_the_float32_one_to_the_bit():
+    """`autocast` would have rounded the float32 base to the same 16 bits."""
+    adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapters_for(BASE))
+    grads = jax.jit(jls.value_and_scaled_grad(jls.autocast(loss_fn), 2.0**10))
+    expected = grads(adapters, BASE, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, grads(adapters, jls.cast_floating(BASE, jnp.float16), BATCH), expected)
+
+
+@STORED
+def test_it_is_as_short_in_nnx(stored):
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_lossscale.interop.flax import Optimizer
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            options = {"lora_rank": RANK, "param_dtype": stored, "lora_param_dtype": jnp.float32, "rngs": rngs}
+            self.first, self.second = nnx.LoRALinear(WIDTH, WIDTH, **options), nnx.LoRALinear(WIDTH, 1, **options)
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    def nnx_loss(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    @nnx.jit
+    def train_step(model, opt, batch):
+        loss, grads = opt.value_and_scaled_grad(jls.autocast(nnx_loss))(model, batch)
+        opt.update(model, grads, value=loss)
+        return loss
+
+    model = Network(nnx.Rngs(0))
+    kernel = model.first.kernel[...]
+    opt = Optimizer(model, jls.loss_scaled(optax.adam(1e-2)), wrt=nnx.LoRAParam)
+    losses = [train_step(model, opt, BATCH) for _ in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert kernel.dtype == stored
+    np.testing.assert_array_equal(model.first.kernel[...], kernel)
+    moments = nnx.to_pure_dict(nnx.state(opt.opt_state.inner_state))
+    assert {leaf.size for leaf in jax.tree.leaves(moments) if leaf.ndim} == {WIDTH * RANK, RANK}
+    report = jls.diagnostics.autocast_report(nnx_loss, model, BATCH)
+    assert report.facts.narrow_products == report.facts.products > 0
