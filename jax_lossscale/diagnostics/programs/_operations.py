@@ -78,7 +78,7 @@ def operations(
     for path, reason in exceptions:
         place = place_within(path[-1], path[:-1])
         reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
-    found: dict[Any, tuple[int, float, int]] = {}  # number, work, position
+    found: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
     for position, met in enumerate(_walked(program)):
         eqn, place = met.eqn, met.place
         name = _name(eqn)
@@ -89,12 +89,13 @@ def operations(
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         is_exception = work > 0 and {widest, result} != {dtype}
         reason = _reason(met, reasons.get((name, place.layer, place.source), {})) if is_exception else ""
-        kind = (name, place.layer, place.source, place.is_backward, widest.name, result.name), reason, work > 0
+        where = name, place.layer, place.source, place.is_backward
+        kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
         number, total, first = found.get(kind, (0, 0.0, position))
         found[kind] = number + 1, total + met.times * work, first
     return [
-        OperationPrecision(*where, number, work, reason, is_product, position)
-        for (where, reason, is_product), (number, work, position) in found.items()
+        dataclasses.replace(kind, number=number, work=work, position=position)
+        for kind, (number, work, position) in found.items()
     ]
 
 
