@@ -127,6 +127,16 @@ def test_the_reference_lists_every_public_name_once():
     assert sorted(listed_in_the_reference()) == sorted(public_names())
 
 
+def test_the_overview_of_the_reference_names_what_a_user_calls():
+    overview = (API / "index.md").read_text()
+    functions = {
+        name.removeprefix("jax_lossscale.")
+        for name in public_names()
+        if ".interop." not in name and not name.rpartition(".")[2][0].isupper()
+    }
+    assert {name for name in functions if f"`jls.{name}`" not in overview} == set()
+
+
 def docstrings():
     """Each docstring of the package, and where it stands."""
     for path in sorted(Path(jls.__file__).parent.rglob("*.py")):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
+MOST_WORDS = 1_500
 
 
 def blocks(language):
@@ -32,6 +34,23 @@ def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
         assert block.startswith("python3 -m venv .venv && . .venv/bin/activate\n")
     assert main_job.splitlines()[-1].startswith("python -m jax_lossscale")
     assert tests.splitlines()[-1].startswith("python -m pytest")
+
+
+def test_it_is_short_enough_to_be_read_and_its_first_screen_leads_on():
+    assert len(README.split()) <= MOST_WORDS
+    first_screen = README.partition("```python")[0]
+    assert "(docs/migrating.md)" in first_screen
+    for page in (ROOT / "docs" / "frameworks").glob("[!i]*.md"):
+        assert f"(docs/frameworks/{page.name})" in first_screen
+    contents = re.findall(r"\]\(#([\w-]+)\)", README)
+    headings = re.findall(r"^## (.+)$", README, re.MULTILINE)
+    assert contents == [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_its_table_is_part_of_the_table_to_choose_by():
+    rows = re.findall(r"^\| float16 \| ([^|]*) \|", README, re.MULTILINE)
+    assert rows
+    assert set(rows) <= set(re.findall(r"^\| float16 \| ([^|]*) \|", CHOOSING, re.MULTILINE))
 
 
 def test_links_and_pictures_exist():
