@@ -3,6 +3,7 @@
 `golden/README.md` says where the records come from. None of the packages is needed.
 """
 
+import inspect
 import json
 import re
 from itertools import pairwise
@@ -123,3 +124,21 @@ def test_deepspeed_grows_late_after_an_overflow_only():
                 intervals[last].add(since - window)
                 last, since = "growth", 0
     assert intervals == {"overflow": {1}, "growth": {0}}
+
+
+def test_the_table_of_names_says_the_same_of_megatron():
+    rows = PAGE[PAGE.index("| jax_lossscale | TensorFlow 1 |") :].partition("\n\n")[0].splitlines()
+    column = [cell.strip() for cell in rows[0].split("|")].index("Megatron-LM")
+    record = RECORDS["megatron_dynamic_grad_scaler"][0]
+    known = record["config"] | megatron_state(record, 30)
+    cells = [[cell.strip().partition(" = ")[0].strip("`") for cell in row.split("|")] for row in rows]
+    arguments = {cell[1]: known[cell[column]] for cell in cells if cell[column] in known}
+    assert set(arguments) | {"max_loss_scale", "hysteresis_refill"} == {
+        name for name in inspect.signature(jls.DynamicLossScale).parameters if name[0] != "_"
+    }
+    assert jls.DynamicLossScale(**arguments) == megatron_at(record, 30)
+
+
+def test_the_records_are_there():
+    assert len(RECORDS["deepspeed_loss_scalers"]) == 20
+    assert len(CALLS) == 2
