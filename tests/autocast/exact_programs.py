@@ -127,6 +127,12 @@ def in_cond_the_other_branch(body, w, x):
     return jax.lax.cond(w[0, 0] > 0, lambda w, x: x @ w, body, w, x)
 
 
+def in_cond_beside_a_far_branch(body, w, x):
+    is_near = w[0, 0] > 0
+    x = jax.lax.cond(is_near, body, wide(lambda w, x: x + 70_000), w, x)
+    return wide(lambda x: jnp.where(is_near, x, x - 70_000))(x)
+
+
 def in_switch(body, w, x):
     return jax.lax.switch(jnp.argmax(x[0]) % 3, [body, lambda w, x: x, lambda w, x: body(w, x[::-1])], w, x)
 
@@ -169,8 +175,8 @@ STRUCTURES = {
     function.__name__: function
     for function in (
         *(in_jit, in_remat, in_remat_that_keeps_products, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
-        *(in_cond_the_other_branch, in_switch, in_vmap, in_custom_jvp, in_custom_vjp, twice, beside, in_gradient),
-        in_layer,
+        *(in_cond_the_other_branch, in_cond_beside_a_far_branch, in_switch, in_vmap, in_custom_jvp, in_custom_vjp),
+        *(twice, beside, in_gradient, in_layer),
     )
 }
 
