@@ -28,7 +28,7 @@ MEASURES = {
     "haiku_graph_network": ["relative error"],
     "numpyro_vae": ["held-out bound"],
     "pinn": ["relative error"],
-    "reinforcement_learning": ["reward", "mismatch of log-probabilities"],
+    "rl_float16": ["reward", "mismatch of log-probabilities"],
     "sharded_training": ["mean squared error"],
 }
 

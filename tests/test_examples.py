@@ -140,7 +140,7 @@ REACHED = {
     "numpyro_vae": ("held-out bound", -20.0, -15.0),
     "pinn": ("relative error", 0.0, 0.01),
     "equinox_gan": ("distance of drawn and true digits", 0.0, 0.4),
-    "reinforcement_learning": ("reward", 0.9, 1.0),
+    "rl_float16": ("reward", 0.9, 1.0),
     "sharded_training": ("mean squared error", 0.0, 0.02),
 }
 
@@ -162,3 +162,13 @@ def test_the_classifier_goes_on_to_the_bit_after_it_was_killed(tmp_path):
     resumed = run_command(*program, "--checkpoints", tmp_path)
     assert re.match(r"resumed at step: [23]0\n", resumed)
     assert resumed.partition("\n")[2] == never_killed
+
+
+@pytest.mark.slow
+def test_bfloat16_makes_two_policies_of_one_and_float16_nearly_does_not(capsys):
+    mismatch = {}
+    for dtype in DTYPES:
+        run_here("rl_float16", "--steps", 3, "--dtype", dtype)
+        mismatch[dtype] = numbers(capsys.readouterr().out)["mismatch of log-probabilities"]
+    assert 4 < mismatch["bfloat16"] / mismatch["float16"] < 16  # three bits: 8
+    assert mismatch["float16"] > 100 * mismatch["float32"]
