@@ -67,7 +67,7 @@ jls.DynamicLossScale(max_loss_scale=4)
 jls.DynamicLossScale(current_loss_scale=np.array([1j]))
     `DynamicLossScale(current_loss_scale=...)` must be real, got complex128.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
-    `DynamicLossScale(num_good_steps=...)` must be a count that fits int32, got np.int64(-1).
+    `DynamicLossScale(num_good_steps=...)` must be at least 0, and fit int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
     `jnp.any`.
@@ -116,9 +116,6 @@ jls.cast_floating(PARAMS, None)
     `cast_floating(dtype=...)` got None, which is no dtype.
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
-jls.get({"class_name": "Popen", "config": {}})
-    Could not make a loss scale of the class_name 'Popen': known are AutoLossScale, DynamicLossScale,
-    FixedLossScale, NoOpLossScale.
 jls.get_loss_scale(STATE, path="nope")
     `get_loss_scale(opt_state=...)` holds 0 of `LossScale` below the path 'nope'. There are: .loss_scale. Pass the
     part of the state that holds the one you mean, or to `get_loss_scale` its path.
