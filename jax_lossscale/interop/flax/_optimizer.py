@@ -50,7 +50,8 @@ class Optimizer(nnx.Optimizer):
       >>> def loss_fn(model, x):
       ...     return jnp.mean(model(x) ** 2)
       >>> before = nnx.clone(model)
-      >>> loss, grads = opt.value_and_scaled_grad(jls.autocast(loss_fn))(model, jnp.ones((1, 2)))
+      >>> value_and_grad = opt.value_and_scaled_grad(jls.autocast(loss_fn))
+      >>> loss, grads = value_and_grad(model, jnp.ones((1, 2)))
       >>> opt.update(model, grads, value=loss, before=before)
       >>> int(opt.opt_state.applied_steps[...])
       1
