@@ -116,9 +116,6 @@ jls.cast_floating(PARAMS, None)
     `cast_floating(dtype=...)` got None, which is no dtype.
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
-jls.get({"class_name": "Popen", "config": {}})
-    Could not make a loss scale of the class_name 'Popen': known are AutoLossScale, DynamicLossScale,
-    FixedLossScale, NoOpLossScale.
 jls.get_loss_scale(STATE, path="nope")
     `get_loss_scale(opt_state=...)` holds 0 of `LossScale` below the path 'nope'. There are: .loss_scale. Pass the
     part of the state that holds the one you mean, or to `get_loss_scale` its path.
