@@ -150,7 +150,8 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
       >>> w, x = jnp.ones(2), jnp.ones((4, 2))
       >>> jax.grad(loss_fn)(w, x)
       Array([0., 0.], dtype=float32)
-      >>> jnp.allclose(jax.grad(jls.scaled_inside(loss_fn, 2.0**20))(w, x), 4e-8, rtol=1e-3)
+      >>> grads = jax.grad(jls.scaled_inside(loss_fn, 2.0**20))(w, x)
+      >>> jnp.allclose(grads, 4e-8, rtol=1e-3)
       Array(True, dtype=bool)
     """
     check_function(fun, "scaled_inside(fun=...)")

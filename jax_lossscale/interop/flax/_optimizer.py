@@ -49,9 +49,8 @@ class Optimizer(nnx.Optimizer):
       >>> opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.5)), wrt=nnx.Param)
       >>> def loss_fn(model, x):
       ...     return jnp.mean(model(x) ** 2)
-      >>> before = nnx.clone(model)
-      >>> value_and_grad = opt.value_and_scaled_grad(jls.autocast(loss_fn))
-      >>> loss, grads = value_and_grad(model, jnp.ones((1, 2)))
+      >>> before, x = nnx.clone(model), jnp.ones((1, 2))
+      >>> loss, grads = opt.value_and_scaled_grad(jls.autocast(loss_fn))(model, x)
       >>> opt.update(model, grads, value=loss, before=before)
       >>> int(opt.opt_state.applied_steps[...])
       1
