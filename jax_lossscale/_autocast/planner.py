@@ -100,8 +100,7 @@ class Planner:
             narrow |= {
                 name
                 for name, variable, is_narrow in zip(step.outputs, step.eqn.outvars, results, strict=True)
-                if is_float32(variable.aval)
-                and ((is_narrow and not variable.aval.weak_type) or name in into_products)
+                if is_float32(variable.aval) and ((is_narrow and not variable.aval.weak_type) or name in into_products)
             }
         is_narrow = any(d.is_narrow for d in decisions) or any(p.is_narrow for i in inner.values() for p in i.plans)
         order = (
