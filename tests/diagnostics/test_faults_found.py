@@ -119,7 +119,7 @@ EMPTY_ROW = X.at[3].set(0.0)
 HOLE = X.at[5, 2].set(jnp.nan)
 FOUND = {
     # what is asked; what the answer names
-    "NaN in the data": (lambda: verdict(square_error, PARAMS, HOLE), ["`batch` holds 1 NaN, at [5, 2].", "In float32"]),
+    "NaN in the data": (lambda: verdict(square_error, PARAMS, HOLE), ["`batch` holds 1 NaN, at [5, 2].", "in float32"]),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],
         ["so it was that batch, and not the scale", "look in that batch for NaN"],
