@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jax_lossscale._autocast.marks import kept
 from jax_lossscale._autocast.plan import Decision, Kind
+from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._program.inline import Name, Program, Step, names
 from jax_lossscale._program.jaxpr import bind_here
 
@@ -65,7 +66,7 @@ def by_result(
     """
     maker = {name: step for step in program.steps for name in step.outputs}
     products = [step for step, decision in zip(program.steps, decisions, strict=True) if decision.is_narrow_product]
-    rounded = {name for step in products for name in names(step.inputs)} - narrow
+    rounded = {n for step in products for n in names(step.inputs) if is_float32(program.types[n])} - narrow
     for position, (step, decision) in enumerate(zip(program.steps, decisions, strict=True)):
         if decision.kind is Kind.CHOICE and rounded.issuperset(step.outputs) and _is_relu(step.eqn):
             yield position, step, _RELU
@@ -87,7 +88,11 @@ def _is_relu(eqn: Any) -> bool:
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
-    return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
+    try:
+        with eqn.ctx.manager:
+            return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
+    except (NameError, TypeError):  # Its operand varies over axes of a mesh, which are known in `shard_map` only.
+        return False
 
 
 def _axes_summed_up(exponentials: Any, below: Step | None, maker: dict[Any, Step]) -> tuple[int, ...] | None:

@@ -125,3 +125,16 @@ def test_a_constraint_inside_stays():
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     narrow = jax.jit(jax.grad(jls.autocast(constrained)))(W, x)
     assert distance(jax.grad(constrained)(W, X), narrow) < 4e-3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_skip_connection_in_shard_map_is_rewritten_from_outside(check_vma):
+    def loss_fn(w, x):
+        for _ in range(2):
+            x = jax.nn.relu(x + jnp.tanh(x @ w))
+        return jax.lax.pmean(jnp.mean(x @ w), "data")
+
+    sharded = jax.shard_map(loss_fn, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    narrow = jax.value_and_grad(jls.autocast(sharded))
+    assert set(product_dtypes(narrow, W, X)) == {"float16"}
+    assert distance(jax.value_and_grad(sharded)(W, X), jax.jit(narrow)(W, X)) < 4e-3

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
-from reading import equations
+from reading import distance, equations
 
 import jax_lossscale as jls
 
@@ -126,6 +126,14 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
     assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
     expected = jax.grad(loss)(weights, X)
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_relu_of_integers_is_no_operand():
+    def rows(sizes, w):
+        return jax.lax.ragged_dot(jnp.ones((4, 16)), w, jax.nn.relu(sizes))
+
+    sizes, w = jnp.array([3, -1, 1]), jax.random.normal(jax.random.key(0), (3, 16, 16))
+    assert distance(jls.autocast(rows)(sizes, w), rows(sizes, w)) < 1e-3
 
 
 def test_the_operations_of_a_scan_by_halves_are_not_done_again():
