@@ -1,4 +1,4 @@
-"""Computing in half precision: a function written for float32, rewritten so that its products are narrow."""
+"""A function written for float32 is rewritten here, so that its products are computed in half precision."""
 
 from jax_lossscale._autocast.in_half import in_half
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, keep_float32

@@ -1,4 +1,4 @@
-"""Functions that are differentiated by their result, as it is rounded for a product: nothing else is kept for them.
+"""Some functions are differentiated by their result, as it is rounded for a product: nothing else is kept.
 
 A softmax that goes into products needs neither its logits nor its exponentials in the backward pass, and a relu does
 not need what it was taken of. A cut of the program cannot find this, since it knows no "either, or". A sigmoid or tanh
@@ -21,13 +21,13 @@ from jax_lossscale._program.jaxpr import bind_here
 
 
 class ByResult(NamedTuple):
-    """A function, and its derivative: of its result and a tangent."""
+    """A function, and its derivative as a function of its result and a tangent."""
 
     function: Callable[[Any], Any]
     derivative: Callable[[Any, Any], Any]
 
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """The result for ``x``, and what it is rounded to, by which both are differentiated."""
+        """Return the result for ``x``, and what it is rounded to. Both are differentiated by the latter."""
 
         @jax.custom_jvp
         def function(x: Any) -> Any:
@@ -59,7 +59,7 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 def by_result(
     program: Program, decisions: Sequence[Decision], narrow: Set[Name]
 ) -> Iterator[tuple[int, Step, ByResult]]:
-    """The steps that are such functions, each as a step of its operand and its result.
+    """Find the steps that are such functions, each as a step of its operand and its result.
 
     They are each ``exp(x) / sum(exp(x))`` that is stored in half precision, and each `jax.nn.relu` that is not, such as
     the sum of a skip connection, if a product takes its rounded result.
@@ -96,7 +96,7 @@ def _is_relu(eqn: Any) -> bool:
 
 
 def _axes_summed_up(exponentials: Any, below: Step | None, maker: dict[Any, Step]) -> tuple[int, ...] | None:
-    """The axes over which a divisor sums the exponentials up, if it is their sum, each where it was summed."""
+    """Return the axes over which a divisor sums the exponentials up, if it is their sum, each where it was summed."""
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])

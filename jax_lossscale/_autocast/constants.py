@@ -1,4 +1,4 @@
-"""The constants of a program, and what it makes of constants alone: between which numbers they lie, where it is asked.
+"""Some values are constants, or are made of constants alone: they lie between numbers that are known if asked.
 
 Bounds need no arrays. Only where none are known, and there are few numbers, are these computed, on the host.
 """
@@ -25,7 +25,7 @@ _CONVERSIONS = ("convert_element_type", "reduce_precision")
 
 
 class Constant(NamedTuple):
-    """What is known of one.
+    """What is known of a constant.
 
     Attributes:
       low: a bound of its finite numbers.
@@ -55,7 +55,7 @@ class Constants:
         self._known |= dict(zip(program.inputs, known, strict=False))
 
     def of(self, atom: Name | Literal) -> Known | None:
-        """What finds the constant that a value is; None if it is none."""
+        """Return what finds the constant that a value is; None if the value is none."""
         return _given(atom.val) if isinstance(atom, Literal) else self._known.get(atom)
 
     def add(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""What of a stretch the backward pass keeps, and what it computes again: whichever moves the fewest bytes.
+"""The backward pass keeps some values of a stretch and computes others again, so that the fewest bytes are moved.
 
 Each value is a node. What derivatives ask for must be had in the backward pass: it is kept, at a price, or computed
 again from what is had, at another. The cheapest way is a minimum cut of this graph, as in the partitioner of PyTorch's
@@ -65,7 +65,7 @@ class Cut:
         self._asked = asked
 
     def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
-        """What of that which is made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
+        """Return what of the values made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
         taken = [
             [
                 Value(atom, is_narrow and atom not in self._narrow and is_float32(self._types[atom]))
@@ -140,7 +140,7 @@ class Cut:
         )
 
     def _differentiated(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> set[Name]:
-        """The values through which a derivative goes from an input to an output."""
+        """Return the values through which a derivative goes from an input to an output."""
 
         def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
             return {n for n in names(atoms) if jnp.issubdtype(getattr(self._types[n], "dtype", bool), jnp.inexact)}
@@ -158,7 +158,7 @@ class Cut:
 
 
 def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Value]:
-    """What is written by itself, and made of what is written so before."""
+    """Return what is written by itself, and made of what is written so before."""
     made: set[Name] = set()
     for step, _ in steps:
         is_made, is_written = not made.isdisjoint(names(step.inputs)), step.eqn.primitive.name in _WRITTEN
@@ -169,7 +169,7 @@ def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Valu
 
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
-    """The nodes beyond the minimum cut: of equal cuts, beyond the one that is nearest to what is asked for."""
+    """Return the nodes beyond the minimum cut; of equal cuts the one nearest to what is asked for is taken."""
     # Here, since it takes long to import.
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
@@ -193,7 +193,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
 
 
 class Asked:
-    """Of an equation, the positions of the operands that its derivative asks for; results count as made of these."""
+    """Knows, of an equation, which operands its derivative asks for; results count as made of these."""
 
     def __init__(self) -> None:
         self._known: dict[Any, frozenset[int]] = {}
@@ -212,7 +212,7 @@ class Asked:
 
 
 def _asked(eqn: Any) -> frozenset[int]:
-    """By what `jax.vjp` keeps, followed back to the operands: masks are made of them, and so is ``1 - y``."""
+    """Follow what `jax.vjp` keeps back to the operands: masks are made of them, and so is ``1 - y``."""
     floats = [
         n
         for n, atom in enumerate(eqn.invars)

@@ -1,4 +1,4 @@
-"""`in_half`: a function for half precision, and what is computed instead where nothing is.
+"""`in_half` takes a function for half precision, and one that is computed where half precision is not.
 
 A program does not know while it is traced whether `autocast` will rewrite it, and what `jax.jit` once traced is used
 with and without. So the call is an operation that holds the program of either function, and every transformation that
@@ -112,7 +112,7 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
 
 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The results of an equation, computed in a dtype. Some may be of that dtype where the equation has float32."""
+    """Return the results of an equation in a dtype. Some may be of that dtype where the equation has float32."""
     program = _program(dtype, **eqn.params)
     # A call has the line that it stands in, which operations of a library do not have.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
@@ -121,7 +121,7 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
-    """Of each result of an equation, whether the function for a dtype gives it in that dtype, where it is float32."""
+    """Return, of each float32 result of an equation, whether the function for a dtype gives it in that dtype."""
     types = zip(_program(dtype, **eqn.params).out_avals, eqn.outvars, strict=True)
     return [(aval.dtype, variable.aval.dtype) == (dtype, _FLOAT32) for aval, variable in types]
 
@@ -162,13 +162,13 @@ def _described(aval: Any) -> str:
 
 
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
-    """The results. Whatever walks through jaxprs finds that of ``otherwise``, if there is one, and no other."""
+    """Return the results. Whatever walks through jaxprs finds that of ``otherwise``, if there is one, and no other."""
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)
 
 
 def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> ClosedJaxpr:
-    """What is computed in a dtype; an error if nothing can be."""
+    """Return what is computed in a dtype; raise an error if nothing can be."""
     program = jaxpr if jaxpr and dtype == _FLOAT32 else program_in(dtype)
     if isinstance(program, Exception):
         raise program
@@ -216,7 +216,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
 
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
-    """``otherwise`` as a function of some of its operands."""
+    """Return ``otherwise`` as a function of some of its operands."""
     program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:

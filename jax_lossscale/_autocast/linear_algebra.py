@@ -1,4 +1,4 @@
-"""Which values a factorization of a matrix is made from: a product among them must not have been rounded.
+"""Factorizations of matrices are made from some values: a product among them must not have been rounded.
 
 The Cholesky factor of ``A @ A.T + 1e-3 * I`` is NaN where that product was computed in 16 bits.
 """
@@ -26,7 +26,7 @@ class Feeding:
         self._arguments: dict[tuple[Jaxpr, tuple[bool, ...]], list[bool]] = {}
 
     def values(self, program: Program, outputs: Sequence[bool]) -> set[Name]:
-        """The names of such values; ``outputs``: of each result of the program, whether it goes on into one."""
+        """Return the names of such values; ``outputs`` tells of each result of the program whether one uses it."""
         feeding = set(names([atom for atom, goes_on in zip(program.outputs, outputs, strict=True) if goes_on]))
         for step in reversed(program.steps):
             into_one, _ = self._equation(step.eqn, [name in feeding for name in step.outputs])
@@ -34,12 +34,12 @@ class Feeding:
         return feeding
 
     def results_inside(self, eqn: Any, outputs: Sequence[bool]) -> list[list[bool]]:
-        """Of the results of each jaxpr in an equation, which go on into one if these of the equation do."""
+        """Return, for each jaxpr in an equation, which results go on into one if these of the equation do."""
         _, goes_on = self._equation(eqn, outputs)
         return [[n >= 0 and goes_on[n] for n in body.results] for body in inside(eqn).bodies]
 
     def _equation(self, eqn: Any, outputs: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-        """Of its operands, which go into one; and of its results, with those that go into the next iteration's."""
+        """Return which operands go into one, and the results, with those that go into the next iteration's."""
         name, goes_on = eqn.primitive.name, list(outputs)
         bodies, carried, *_ = inside(eqn)
         if name in LINEAR_ALGEBRA:

@@ -1,4 +1,4 @@
-"""Two identities that `autocast` writes into a program: of what is kept, and of what has its cotangent rounded.
+"""`autocast` writes two identities into a program: one marks what is kept, one rounds a cotangent.
 
 They are primitives: a `jax.custom_vjp` would have no forward mode, and `jax.ad_checkpoint.checkpoint_name` cannot be
 transposed.
@@ -19,17 +19,17 @@ from jax_lossscale._program.primitives import KEPT, ROUNDED_COTANGENT
 
 
 def kept(value: Any) -> Any:
-    """``value``, which `jax.checkpoint` with the policy `keeps` does not compute again."""
+    """Mark ``value``, so that `jax.checkpoint` with the policy `keeps` does not compute it again."""
     return _kept.bind(value)
 
 
 def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The policy by which `jax.checkpoint` keeps what is `kept`."""
+    """Tell `jax.checkpoint` to keep what is `kept`."""
     return primitive is _kept
 
 
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
-    """``value``, whose cotangent is rounded to ``dtype`` on its way back, once for all that it is made into.
+    """Return ``value``, whose cotangent is rounded to ``dtype`` on its way back, once for all that uses it.
 
     It stands where a bias is added to the result of a narrow product. The cotangent is rounded for the product anyway,
     and so the sum that is the bias's gradient reads what the product reads, and no float32 numbers are written for it.
@@ -45,7 +45,7 @@ def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
-    """A primitive whose result is its operand, and whose cotangent is what ``transpose`` makes of it."""
+    """Make a primitive whose result is its operand, and whose cotangent is what ``transpose`` makes of it."""
     primitive = Primitive(name)
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda aval, **_: aval)

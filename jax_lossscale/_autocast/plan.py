@@ -1,4 +1,4 @@
-"""What becomes of a program under `autocast`: of every value and every step, as data. `planner` decides it."""
+"""A plan says, as data, what becomes of every value and every step under `autocast`. `planner` decides it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FOLLOWING = (Kind.MOVE, Kind.CHOICE)
 
 
 def taken_narrow(step: Step, decision: Decision, narrow: Collection[Name], wide: Collection[Name]) -> list[bool]:
-    """Of each operand of a step, whether it is taken in half precision: what follows takes what it gives.
+    """Return, of each operand of a step, whether it is taken narrow: what follows takes what it gives.
 
     Args:
       step: the step.

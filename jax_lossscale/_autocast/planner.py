@@ -1,4 +1,4 @@
-"""Plans: of every value its dtype, of every step what is done, of what is computed together what is kept."""
+"""A planner decides of every value its dtype, of every step what is done, and what the backward pass keeps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Planner:
         outputs_feeding: Sequence[bool] = (),
         known: Sequence[Known | None] = (),
     ) -> Plan:
-        """The plan of a jaxpr.
+        """Return the plan of a jaxpr.
 
         Args:
           closed: the jaxpr.
@@ -112,7 +112,7 @@ class Planner:
         return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, order, at, is_narrow)
 
     def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
-        """Of each result of a step, whether it comes out narrow."""
+        """Return, of each result of a step, whether it comes out narrow."""
         if decision.kind is Kind.IN_HALF and decision.is_narrow:
             return gives_half(self.dtype, step.eqn)
         if decision.kind not in FOLLOWING:
@@ -129,7 +129,7 @@ class Planner:
     def _inner(
         self, step: Step, at: At, feeding: Collection[Name], constants: Constants, narrow: Set[Name]
     ) -> Inner | None:
-        """What becomes of the jaxprs in a step; ``None`` if they are computed as they are."""
+        """Return what becomes of the jaxprs in a step; ``None`` if they are computed as they are."""
         eqn, name = step.eqn, step.eqn.primitive.name
         bodies, carried, sliced, _ = inside(eqn)
         takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
@@ -160,7 +160,7 @@ class Planner:
     def _stretches(
         self, program: Program, decisions: Sequence[Decision], narrow: set[Name], into_products: Set[Name], at: At
     ) -> Iterator[Stretch]:
-        """What is computed together, and what of it is kept."""
+        """Return what is computed together, and what of it is kept."""
         cut = Cut(program.types, narrow, self.dtype, float(self.policy.recompute), self._asked)
         spread = {n for step in program.steps if step.eqn.primitive.name == "broadcast_in_dim" for n in step.outputs}
         is_alone = [decision.is_alone for decision in decisions]

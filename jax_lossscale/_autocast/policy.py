@@ -1,4 +1,4 @@
-"""Rules for places where the one rule of `autocast` is not what is wanted; and the mark that keeps a place float32."""
+"""Rules name the places where `autocast`'s one rule is not what is wanted; a mark keeps a place float32."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class PrecisionRule:
         return f"PrecisionRule({', '.join([repr(self.precision), *arguments])})"
 
     def matches(self, operation: str, place: Place) -> bool:
-        """Whether it speaks of an operation at a place."""
+        """Tell whether the rule speaks of an operation at a place."""
         return (
             fnmatch.fnmatchcase(operation, self.operation)
             and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
@@ -95,7 +95,7 @@ class PrecisionRule:
         )
 
     def get_config(self) -> dict[str, str]:
-        """The constructor's arguments, as far as they are not the defaults."""
+        """Return the constructor's arguments, as far as they are not the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -177,7 +177,7 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, of values that JSON can hold."""
+        """Return the constructor's arguments, of values that JSON can hold."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
         errors = None if self.errors is None else list(self.errors)
         optional = {"loss_scale": self.loss_scale, "narrow_skips": self.narrow_skips, "errors": errors}
@@ -185,7 +185,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The policy that `get_config` described; a `ValueError` names what is not known."""
+        """Make the policy that `get_config` described; a `ValueError` names what is not known."""
         try:
             return cls(**config)
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""The rewriting: a planned program, evaluated. It casts and binds as the plan says, and decides nothing."""
+"""A planned program is evaluated here. The rewriting casts and binds as the plan says, and decides nothing."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Rewriting:
         self.dtype = planner.dtype if measured is None else _FLOAT32
 
     def declared(self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """The results of the jaxpr that was planned, in the dtypes that it has for them."""
+        """Return the results of the jaxpr that was planned, in the dtypes that it has for them."""
         return self._declared(self.outputs(plan, inputs), closed.out_avals, [False] * len(closed.out_avals))
 
     def outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
-        """The results of a program, in the dtypes in which the plan stores them."""
+        """Return the results of a program, in the dtypes in which the plan stores them."""
         program = plan.program
         values: dict[Name, Any] = {
             name: self._stored(plan, name, value)
@@ -80,7 +80,7 @@ class Rewriting:
         return [self._stored(plan, name, values[name]) for name in stretch.outputs]
 
     def _step(self, plan: Plan, stretch: Stretch, position: int, values: dict[Name | Value, Any]) -> list[Any]:
-        """The results of one step, in the dtypes in which it computes them."""
+        """Return the results of one step, in the dtypes in which it computes them."""
         step, decision = plan.program.steps[position], plan.decisions[position]
         eqn = step.eqn
 
@@ -120,13 +120,13 @@ class Rewriting:
         return bind_here(eqn, inputs, params)
 
     def _following(self, at: At, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr of choices, or of their derivatives, all narrow."""
+        """Return the results of a jaxpr of choices, or of their derivatives, all narrow."""
         arrives = [getattr(value, "dtype", None) == self.dtype for value in inputs]
         outputs = self.outputs(self.planner.plan(closed, arrives, at), inputs)
         return self._declared(outputs, closed.out_avals, [True] * len(outputs))
 
     def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
-        """The results of a step in which jaxprs are rewritten."""
+        """Return the results of a step in which jaxprs are rewritten."""
         eqn = step.eqn
         bodies = inside(eqn).bodies
         by_rule = custom_rules.RULES.get(eqn.primitive.name)
@@ -150,7 +150,7 @@ class Rewriting:
         return with_jaxprs(eqn, jaxprs, inputs)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_narrow: Sequence[bool]) -> ClosedJaxpr:
-        """The rewritten jaxpr; ``are_narrow``: of each result, whether it is."""
+        """Return the rewritten jaxpr; ``are_narrow`` tells of each result whether it is."""
 
         def function(*inputs: Any) -> list[Any]:
             return self._declared(self.outputs(plan, inputs), closed.out_avals, are_narrow)
@@ -162,7 +162,7 @@ class Rewriting:
         return jax.make_jaxpr(function)(*types)
 
     def _declared(self, outputs: Sequence[Any], avals: Sequence[Any], are_narrow: Sequence[bool]) -> list[Any]:
-        """Results in the dtypes that they have outside of their program."""
+        """Return results in the dtypes that they have outside of their program."""
         return [
             as_dtype(value, self.dtype if is_narrow else _FLOAT32) if is_float32(aval) else value
             for value, aval, is_narrow in zip(outputs, avals, are_narrow, strict=True)
@@ -170,5 +170,5 @@ class Rewriting:
 
 
 def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
-    """An array, marked if it is kept."""
+    """Return an array, marked if it is kept."""
     return kept(array) if stretch.kept and value in stretch.kept else array

@@ -1,4 +1,4 @@
-"""The rule of `autocast` and its few exceptions: what a step does, whether a product is narrow, and if not, why."""
+"""The rule of `autocast` has few exceptions: it says what a step does, whether a product is narrow, and why not."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Rule:
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(self, step: Step, within: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> Decision:
-        """What becomes of a step; ``feeding``: the values that factorizations are made of."""
+        """Decide what becomes of a step; ``feeding``: the values that factorizations are made of."""
         eqn, name = step.eqn, step.eqn.primitive.name
         around = (*within, *step.within)
         follows = self._follows(eqn)
@@ -82,14 +82,14 @@ class Rule:
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
     def _reason_for_otherwise(self, eqn: Any, around: tuple[Any, ...]) -> str:
-        """Why `in_half` computes its other function; "" if it does not."""
+        """Tell why `in_half` computes its other function; "" if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:
             return _said_by(rule) if rule.precision != "narrow" else ""
         return _KEPT if _is_kept(eqn, around) else ""
 
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> str:
-        """Why a product of float32 arrays stays one; "" if it does not."""
+        """Tell why a product of float32 arrays stays one; "" if it does not."""
         eqn = step.eqn
         if _is_kept(eqn, around):
             return _KEPT
@@ -109,14 +109,14 @@ class Rule:
         return not is_usual and jax.lax.Precision.HIGHEST in precision
 
     def _holds(self, constant: Constant | None) -> bool:
-        """Whether the largest number in a constant is a normal one in half precision; of what is not known, yes."""
+        """Whether half precision has the largest number of a constant as a normal one; true if nothing is known."""
         if constant is None:
             return True
         largest, info = max(abs(constant.low), abs(constant.high)), jnp.finfo(self._dtype)
         return largest in (0, math.inf) or float(info.smallest_normal) <= largest <= float(info.max)
 
     def _follows(self, eqn: Any) -> Kind | None:
-        """Whether an operation only moves numbers, or chooses among them; ``None`` if it computes others."""
+        """Tell whether an operation moves numbers or chooses among them; ``None`` if it computes others."""
         name, params = eqn.primitive.name, eqn.params
         if name == "convert_element_type":  # of float32 to float32, which is done to what follows the dtype of others
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
@@ -152,7 +152,7 @@ class Rule:
         return aval.update(dtype=self._dtype) if is_float32(aval) else aval
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
-        """The first rule that speaks of the equation."""
+        """Return the first rule that speaks of the equation."""
         if not self._policy.rules:
             return None
         place = place_within(eqn, around)._replace(parameter=self.parameters.get(path_of(around, eqn), ""))

@@ -1,4 +1,4 @@
-"""The stretches between products: which steps of a program are computed together, and so again in the backward pass.
+"""The steps between products are stretches: they are computed together, and so again in the backward pass.
 
 The *level* of a step is the number of results of products, and of steps that are alone, on the longest way to it. Each
 other step is put off to the level where its results are first needed. The steps of a level cannot wait for one another
@@ -37,14 +37,14 @@ class Stretch(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value, as it is in a stretch; or what it is rounded to, to go into a product."""
+    """A value of a stretch, as it is, or as it is rounded to go into a product."""
 
     name: Name
     is_rounding: bool = False
 
 
 def stretches(program: Program, is_alone: Sequence[bool], is_product: Sequence[bool]) -> list[Stretch]:
-    """All steps of a program, in an order in which they can be computed; what is alone is a stretch of one step."""
+    """Return all steps of a program in an order that can be computed; a step that is alone is a stretch of its own."""
     levels = _levels(program, [alone or product for alone, product in zip(is_alone, is_product, strict=True)])
     groups: dict[tuple[int, int], list[int]] = {}
     for position, level in enumerate(levels):

@@ -1,4 +1,4 @@
-"""`autocast`: the function as a user meets it."""
+"""`autocast` is here as a user meets it."""
 
 from __future__ import annotations
 
@@ -27,37 +27,43 @@ def autocast(
 ) -> Callable[..., Any]:
     """Compute a function that was written for float32 in half precision.
 
-    **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward; what only moves
-    numbers, or chooses among them (relu, max, clip, sort), follows; all other arithmetic is float32. So nothing but a
-    product can overflow, cancel or round away in 16 bits. What the backward pass asks for is kept, narrow where it is
-    rounded for a product anyway, or computed again from what is kept, whichever moves fewer bytes; no product is
-    computed again, nor anything that is costly. A pool whose result goes into a product is computed in ``dtype``.
+    **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward. Operations that only
+    move numbers, or choose among them (relu, max, clip, sort), follow their operands. All other arithmetic is float32.
+    So nothing but a product can overflow, cancel or round away in 16 bits. A pool whose result goes into a product is
+    computed in ``dtype``. A product that sums nothing up, such as an outer product, is arithmetic.
 
-    These products stay float32: those marked by the author or by JAX (``precision="highest"``, unless
-    `jax.default_matmul_precision` marks them all, or an algorithm); those of whose result a factorization is made, such
-    as the Gram matrix of a Cholesky factor; those with an operand that ``dtype`` cannot hold, if it is a constant or
-    made of constants alone by plain operations (no product, loop, solver, ``.at[...].add``, or function with a rule of
-    its own); those in `keep_float32`, or that a rule of ``policy`` speaks of. A product that sums nothing up, such as
-    an outer product, is arithmetic. Carries of loops are float32, and so are sums of gradients over the iterations of a
-    loop, of what is gathered or broadcast, of an argument that is used several times, and of all that one stretch of
-    arithmetic makes of a product's result. Where a narrow value goes into several products or stretches, its cotangents
-    are added in ``dtype``, as they are in code that casts by hand. A bias and the product that it is added to get the
-    same cotangent, rounded once. A softmax that goes into a product is differentiated by its rounded result. So is
-    a relu whose result goes into a product and, as float32, past it: the derivative of what rounds to zero is zero.
+    **The exceptions.** These products stay float32:
 
-    Only float32 is touched: integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
+    - products marked by the author or by JAX: ``precision="highest"``, unless `jax.default_matmul_precision` marks all
+      of them, or an algorithm;
+    - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
+    - products with an operand that ``dtype`` cannot hold, if the operand is a constant or made of constants alone by
+      plain operations (no product, loop, solver, ``.at[...].add``, or function with a rule of its own);
+    - products in `keep_float32`, and those that a rule of ``policy`` speaks of.
+
+    Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
     computed as they are written; with `in_half`, a kernel that takes 16 bits only gets them.
     `jls.diagnostics.autocast_report` tells what became of each product, and why.
 
-    It is a rewriting of the program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
+    **Memory.** What the backward pass asks for is kept, or computed again from what is kept, whichever moves fewer
+    bytes. A value that is rounded for a product anyway is kept narrow. No product is computed again, nor anything that
+    is costly. A softmax that goes into a product is differentiated by its rounded result. A relu whose result goes into
+    a product and, as float32, past it is differentiated so, too: the derivative of what rounds to zero is zero.
+
+    **Sums.** Carries of loops are float32. So are sums of gradients over the iterations of a loop, of what is gathered
+    or broadcast, of an argument that is used several times, and of all that one stretch of arithmetic makes of a
+    product's result. Where a narrow value goes into several products or stretches, its cotangents are added in
+    ``dtype``, as they are in code that casts by hand. A bias and the product that it is added to get the same
+    cotangent, rounded once.
+
+    The function is rewritten as a program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
     `jax.export` on either side. ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
     ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the products of the backward
-    pass are products like others, and their results do not pass through the casts of the forward pass.
+    pass are products like any, and their results do not pass through the casts of the forward pass.
 
     XLA may leave out a cast to ``dtype`` and back (its option ``xla_allow_excess_precision``, which is on by default).
-    So results may be more exact than is said here, never less, and may differ in the last places with and without
-    `jax.jit`.
+    So results may be more exact than is said here, and may differ in the last places with and without `jax.jit`.
 
     Args:
       fun: a function of any pytrees, written for float32. It is traced anew on each call; compile with `jax.jit`.
@@ -133,7 +139,7 @@ _seen: contextvars.ContextVar[list[Planner] | None] = contextvars.ContextVar("se
 
 @contextlib.contextmanager
 def planners_seen() -> Iterator[list[Planner]]:
-    """The planners of the functions under `autocast` that are traced inside: they know why a product is wide."""
+    """Give the planners of functions under `autocast` that are traced inside: they know why a product is wide."""
     seen: list[Planner] = []
     token = _seen.set(seen)
     try:
@@ -143,7 +149,7 @@ def planners_seen() -> Iterator[list[Planner]]:
 
 
 def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result of a function, computed by a rule."""
+    """Return the result of a function, computed by a planner's rule."""
     fun, its_object = nnx_objects.with_its_object(fun)
     traced = Traced(fun, (*its_object, *args), kwargs)
     if any(rule.parameter != "*" for rule in planner.policy.rules):
@@ -155,7 +161,7 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
-    """``dtype``, or a `ValueError` that names the argument unless it is float16, bfloat16 or float32."""
+    """Return ``dtype``; raise a `ValueError` that names the argument if it is not float16, bfloat16 or float32."""
     dtype = checked_dtype(dtype, name)
     if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which changes nothing), got {dtype.name}.")
@@ -163,7 +169,7 @@ def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
 
 
 def checked_policy(policy: Any, name: str) -> PrecisionPolicy:
-    """``policy``, by default one without rules; a `ValueError` that names the argument for anything else."""
+    """Return ``policy``, by default one without rules; raise a `ValueError` that names the argument for all else."""
     if policy is None:
         return PrecisionPolicy()
     if not isinstance(policy, PrecisionPolicy):

@@ -1,4 +1,4 @@
-"""What values are used for: which go into nothing but products, and which are added up, or stored, in another dtype."""
+"""What values are used for decides their dtype: some go into products only, some are added up in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POOLS = ("reduce_window_max", "reduce_window_min")
 
 
 def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
-    """The names of float32 values that go into nothing but narrow products, by way of moves or straight.
+    """Return the names of float32 values that go into nothing but narrow products, by way of moves or straight.
 
     So they are cast once, and as early as can be. A pool is computed narrow if its result goes into any product:
     nothing overflows there that would not in the product. A function for half precision takes them as a product does;
@@ -56,7 +56,7 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
 def added_up_in_float32(
     steps: Sequence[tuple[Step, Decision]], narrow: Set[Name], into_products: Set[Name]
 ) -> set[Name]:
-    """The narrow values that a stretch uses several times, and not for products alone; and what is moved of them.
+    """Return the narrow values that a stretch uses several times, not for products alone, and what moves of them.
 
     Each is widened once: then its cotangents are added up in float32.
     """
@@ -75,7 +75,7 @@ def added_up_in_float32(
 
 
 def streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -> set[Name]:
-    """The float32 values that arithmetic leaves for later stretches, as far as they are as large as any there is."""
+    """Return the float32 values that arithmetic leaves for later stretches, if no other value is larger."""
     leaving = {*stretch.outputs} - {*names(program.outputs)}
     sizes = {
         name: size_of(program.types[name])

@@ -1,4 +1,4 @@
-"""A product of narrow operands whose result is float32: what tensor cores add up in, and nothing is rounded.
+"""A product of narrow operands has a float32 result here, as tensor cores add it up: nothing is rounded.
 
 JAX can say this of a product, with ``preferred_element_type``. But what it makes of it in the backward pass are
 products of a float32 cotangent with a narrow operand, and those are computed in float32. Here the cotangent is rounded
@@ -24,7 +24,7 @@ _primitive = Primitive(WIDE_PRODUCT)
 
 
 def wide_product(product: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> jax.Array:
-    """The product of narrow operands as float32.
+    """Return the product of narrow operands as float32.
 
     Args:
       product: the primitive of a matrix product or convolution.

@@ -1,1 +1,1 @@
-"""Programs as data: jaxprs traced, read, evaluated and rewritten. No opinion about precision."""
+"""Programs as data: jaxprs are traced, read, evaluated and rewritten here, without an opinion about precision."""

@@ -1,4 +1,4 @@
-"""Functions with rules of their own, such as `jax.custom_jvp` and `jax.custom_vjp`, evaluated by another evaluator.
+"""Functions with rules of their own, such as `jax.custom_jvp` and `jax.custom_vjp`, get another evaluator here.
 
 The rule of such a function is not looked for in the equation, where it is private to JAX. It is had by transforming the
 equation as it stands, which applies the rule, and the jaxpr of that is evaluated like any other.
@@ -22,7 +22,7 @@ Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
 def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a `jax.custom_jvp`."""
+    """Return the outputs of a `jax.custom_jvp`."""
 
     @jax.custom_jvp
     def function(*primals: Any) -> list[Any]:
@@ -49,7 +49,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
 
 def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a `jax.custom_vjp`."""
+    """Return the outputs of a `jax.custom_vjp`."""
 
     @jax.custom_vjp
     def function(*primals: Any) -> list[Any]:
@@ -89,7 +89,7 @@ def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
 
 def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a `jax.custom_batching.custom_vmap`."""
+    """Return the outputs of a `jax.custom_batching.custom_vmap`."""
 
     @jax.custom_batching.custom_vmap
     def function(*inputs: Any) -> list[Any]:
@@ -110,7 +110,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
 
 
 def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a `jax.custom_derivatives.linear_call`."""
+    """Return the outputs of a `jax.custom_derivatives.linear_call`."""
     number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
     residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
 
@@ -130,7 +130,7 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
 
 
 def axes_of_shard_map(eqn: Any) -> frozenset[str]:
-    """The axes of the mesh that a `jax.shard_map` is over."""
+    """Return the axes of the mesh that a `jax.shard_map` is over."""
     # `manual_axes`: needed before jax 0.10.2.
     axes: frozenset[str] = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return axes
@@ -139,7 +139,7 @@ def axes_of_shard_map(eqn: Any) -> frozenset[str]:
 def shard_map(
     evaluate: Evaluate, eqn: Any, inputs: Sequence[Any], more_out_specs: Sequence[jax.sharding.PartitionSpec] = ()
 ) -> list[Any]:
-    """The outputs of a `jax.shard_map`: made anew, since its jaxpr knows names of axes that are not bound outside.
+    """Return the outputs of a new `jax.shard_map`, since the jaxpr names axes that are not bound outside of it.
 
     ``evaluate`` may return more outputs than its jaxpr has, if ``more_out_specs`` says how they lie.
     """
@@ -166,7 +166,7 @@ RULES: dict[str, Callable[[Evaluate, Any, Sequence[Any]], list[Any]]] = {
 
 
 def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
-    """The equation as it stands, as a function of some of its inputs."""
+    """Return the equation as it stands, as a function of some of its inputs."""
 
     def function(*moved_inputs: Any) -> list[Any]:
         filled = list(inputs)

@@ -1,4 +1,4 @@
-"""What is known of the values of a program before it runs, passed on from operation to operation.
+"""Something is known of the values of a program before it runs: it is passed on from operation to operation.
 
 What is known is up to a subclass, which says it of an operation's results from what is known of its operands. How it
 passes through calls, loops and branches is said here, once.
@@ -31,23 +31,23 @@ class Flow(Walk[Known]):
     _place: Place | None = None  # of the last of them
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[Known]) -> Sequence[Known]:
-        """What is known of the results of an equation, which is not gone into."""
+        """Return what is known of the results of an equation, which is not gone into."""
         raise NotImplementedError
 
     def constant(self, value: Any) -> Known:
-        """What is known of a literal, or of a constant of the jaxpr."""
+        """Return what is known of a literal, or of a constant of the jaxpr."""
         raise NotImplementedError
 
     def joined(self, values: Sequence[Known]) -> Known:
-        """What is known of the result of branches."""
+        """Return what is known of the result of branches."""
         return values[0]
 
     def carried(self, start: Known) -> Known:
-        """What is known of a carry within a loop, as far as its start says it."""
+        """Return what is known of a carry within a loop, as far as its start says it."""
         return start
 
     def carried_on(self, within: Known, at_end: Known) -> None:
-        """Take note of what the loop makes of a carry of which ``within`` was known."""
+        """Note what the loop makes of a carry of which ``within`` was known."""
 
     def value_of(self, constant: Any, aval: Any) -> Known:
         return self.constant(constant)

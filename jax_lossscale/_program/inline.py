@@ -1,4 +1,4 @@
-"""A jaxpr as one list of steps: what it calls by `jax.jit` is written out in its place."""
+"""A jaxpr becomes one list of steps: what it calls by `jax.jit` is written out in its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Name = int  # of a value; a jaxpr that is called twice has other names each time
 
 
 class Step(NamedTuple):
-    """An equation, in a program without calls.
+    """An equation that stands in a program without calls.
 
     Attributes:
       eqn: the equation as it stands in its jaxpr.
@@ -47,7 +47,7 @@ class Program(NamedTuple):
 
 
 def inlined(closed: ClosedJaxpr) -> Program:
-    """The program of a jaxpr, with the calls in it written out.
+    """Return the program of a jaxpr, with the calls in it written out.
 
     A call stays one step if it says more than what to compute: where its results lie, or which arguments it may
     destroy.
@@ -88,7 +88,7 @@ def inlined(closed: ClosedJaxpr) -> Program:
 
 
 def called_plainly(eqn: Any) -> ClosedJaxpr | None:
-    """The jaxpr that an equation calls, if it does no more than to call it."""
+    """Return the jaxpr that an equation calls, if the equation does no more than to call it."""
     if eqn.primitive.name not in CALLS:
         return None
     ((closed, *_),) = inside(eqn).bodies
@@ -100,5 +100,5 @@ def called_plainly(eqn: Any) -> ClosedJaxpr | None:
 
 
 def names(atoms: Sequence[Name | Literal]) -> tuple[Name, ...]:
-    """The names of the values among operands or results; the others are literals."""
+    """Return the names of the values among operands or results, and leave out the literals."""
     return tuple(atom for atom in atoms if not isinstance(atom, Literal))

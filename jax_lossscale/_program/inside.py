@@ -1,4 +1,4 @@
-"""What lies inside equations: which operand is which argument of which jaxpr, which result comes from where.
+"""Some equations hold jaxprs: which operand is which argument of which jaxpr, and which result comes from where.
 
 This is said here for every primitive that holds jaxprs, and all that goes into them goes by it.
 """
@@ -22,7 +22,7 @@ LOOPS = ("scan", "while")
 
 
 class Body(NamedTuple):
-    """A jaxpr inside an equation.
+    """A jaxpr that an equation holds.
 
     Attributes:
       closed: the jaxpr.
@@ -36,7 +36,7 @@ class Body(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """All that lies inside an equation.
+    """All jaxprs that an equation holds.
 
     Attributes:
       bodies: the jaxprs. Of a loop the last is what is iterated; of a conditional they are the branches.
@@ -52,13 +52,13 @@ class Inside(NamedTuple):
 
 
 def inside(eqn: Any) -> Inside:
-    """What lies inside an equation: no bodies if nothing does, or nothing that is known."""
+    """Return what lies inside an equation: no bodies if nothing does, or nothing that is known."""
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else Inside(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a call, a loop, a conditional or a `jax.checkpoint` that holds these jaxprs instead of its own."""
+    """Return the outputs of a call, a loop, a conditional or a `jax.checkpoint` with these jaxprs for its own."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -95,7 +95,7 @@ def _called(*names: str) -> Callable[[Any], Inside]:
 
 
 def _in_half(eqn: Any) -> Inside:
-    """What is computed without `autocast`, if there is anything."""
+    """Return what is computed without `autocast`, if there is anything."""
     return _called("jaxpr")(eqn) if eqn.params["jaxpr"] else Inside(())
 
 
@@ -120,7 +120,7 @@ def _cond(eqn: Any) -> Inside:
 
 
 def _linear_solve(eqn: Any) -> Inside:
-    """Products with a matrix, and solutions: of vectors that are no operands, but for those that ``solve`` takes."""
+    """Return the products with the matrix and the solvers. Only what ``solve`` takes are operands."""
     bodies = []
     lengths = eqn.params["const_lengths"]
     ends = [*itertools.accumulate(lengths)]

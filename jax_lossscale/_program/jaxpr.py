@@ -1,4 +1,4 @@
-"""Reading jaxprs: a function traced with arguments of any kind, which equations hold narrow floats, and binding one."""
+"""Jaxprs are read here: functions are traced, narrow floats are found, equations are bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNKNOWN = 2**20
 
 
 class Traced:
-    """A function traced on arguments, of which the arrays are inputs and all else is handed on as it is.
+    """A function that was traced: arrays among its arguments are inputs, and all else is handed on as it is.
 
     Attributes:
       jaxpr: the `ClosedJaxpr`, from ``inputs`` to the leaves of the result.
@@ -53,18 +53,18 @@ class Traced:
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
-        """The inputs for other arguments of the same structure."""
+        """Return the inputs for other arguments of the same structure."""
         leaves, *_ = nnx_objects.flattened((args, kwargs))
         return [leaves[position] for position in self.positions]
 
     def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """What the function would return for these outputs of the jaxpr, and what it changes in arguments."""
+        """Return what the function would return for these outputs of the jaxpr, and what it changes in arguments."""
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """What the function would return for these outputs of the jaxpr; what it changes in arguments is changed."""
+        """Return what the function would return for these outputs of the jaxpr; change what it changes."""
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
@@ -99,7 +99,7 @@ def is_narrow(aval: Any) -> bool:
 
 
 def size_of(aval: Any) -> int:
-    """The number of elements; a dimension that `jax.export` has no number for is taken for a large one."""
+    """Return the number of elements; a dimension that `jax.export` has no number for counts as a large one."""
     return math.prod(length if isinstance(length, int) else _UNKNOWN for length in getattr(aval, "shape", ()))
 
 
@@ -109,7 +109,7 @@ def is_reference(atom: Any) -> bool:
 
 
 def jaxprs_of(parameter: Any) -> list[Jaxpr]:
-    """The jaxprs that a parameter of an equation is or holds."""
+    """Return the jaxprs that a parameter of an equation is or holds."""
     if isinstance(parameter, ClosedJaxpr):
         return [parameter.jaxpr]
     if isinstance(parameter, Jaxpr):
@@ -120,7 +120,7 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
 
 
 def narrow_dtypes(program: Any) -> list[jnp.dtype]:
-    """The narrow floats among the values of a jaxpr or of an equation, and of the jaxprs inside it, each once."""
+    """Return the narrow floats among the values of a jaxpr or an equation, and inside of it, each once."""
     atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
     found = [atom.aval.dtype for atom in atoms if is_narrow(atom.aval)]
     inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))
@@ -140,7 +140,7 @@ def has_effects(eqn: Any) -> bool:
 
 
 def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
-    """For each equation, the variables that nothing needs after it."""
+    """Return, for each equation, the variables that nothing needs after it."""
     kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     uses: list[list[Any]] = []
     for eqn in reversed(jaxpr.eqns):
@@ -152,7 +152,7 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
-    """A context in which what is computed has the layer, line and mesh of the equation, called from ``within``."""
+    """Give what is computed the layer, line and mesh of the equation, called from ``within``."""
     stack = current_name_stack()
     for holder in (*within, eqn):
         stack = stack + holder.source_info.name_stack
@@ -161,19 +161,19 @@ def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The outputs of the equation's primitive, in the context of the equation."""
+    """Return the outputs of the equation's primitive, computed in the context of the equation."""
     with in_context(eqn):
         return bind_here(eqn, inputs, params)
 
 
 def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """The outputs of the equation's primitive, in the context that there is: that of the equation, entered before."""
+    """Return the outputs of the equation's primitive; the context of the equation must have been entered before."""
     outputs = bind_primitive(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """What the primitive gives, with the parameters that its equation has in a jaxpr."""
+    """Return what the primitive gives for the parameters that its equation has in a jaxpr."""
     bound = primitive.get_bind_params(params)
     if isinstance(bound, tuple):  # needed before jax 0.9.0
         functions, options = bound
@@ -182,7 +182,7 @@ def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, A
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:
-    """``value`` cast, unless it is of that dtype; what is no traced array stays a constant."""
+    """Return ``value`` in a dtype; what is no traced array stays a constant."""
     if getattr(value, "dtype", None) == dtype:
         return value
     if isinstance(value, jax.Array):

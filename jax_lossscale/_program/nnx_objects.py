@@ -1,4 +1,4 @@
-"""The modules and variables of flax nnx among arguments: objects, which a function may change while it runs.
+"""Modules and variables of flax nnx are objects among the arguments, which a function may change while it runs.
 
 As pytrees they would be copied, and what the function changes in the copies (batch statistics, the counts of random
 streams) would be lost, silently. So they are split and merged as nnx does it, and what was changed is a result.
@@ -35,7 +35,7 @@ def flattened(tree: Any) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]]
 
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
-    """The leaves of each variable in the objects, and each setting, by path."""
+    """Return the leaves of each variable in the objects, and each setting, by path."""
     return {
         path: [value] if isinstance(value, _SETTINGS) else jax.tree.leaves(value.get_raw_value())
         for path, value in _parts(objects)
@@ -43,7 +43,7 @@ def contents(objects: list[Any]) -> dict[Any, Any]:
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """The variables and settings, by path, that are no longer what they were."""
+    """Return the variables and settings, by path, that are no longer what they were."""
     now = contents(objects)
     return {
         path: value
@@ -66,7 +66,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
 
 
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A module or a method of one, as a function and its first argument; any other function, as it is."""
+    """Return a module, or a method of one, as a function and its first argument; any other function as it is."""
     if _is_object(fun):
         return type(fun).__call__, (fun,)
     owner = getattr(fun, "__self__", None)
@@ -92,5 +92,5 @@ def _is_object(value: Any) -> bool:
 
 
 def _nnx() -> Any:
-    """The package, if the program has imported it: without it there are no objects of it."""
+    """Return the package, if the program has imported it: without it there are no objects of it."""
     return sys.modules.get("flax.nnx")

@@ -1,4 +1,4 @@
-"""Which parameter a product takes: what tells layers apart that share a class and a line."""
+"""The parameter that a product takes tells layers apart that share a class and a line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MOVES = (
 
 
 def path_of(within: Sequence[Any], eqn: Any) -> Path:
-    """The path of an equation."""
+    """Return the path of an equation."""
     return tuple(map(id, (*within, eqn)))
 
 
 def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
-    """For each operation that takes a leaf of an argument, moved or cast, the path of that leaf in its argument.
+    """Return, for each operation that takes a leaf of an argument, moved or cast, the path of that leaf.
 
     Of several leaves it is that of the first argument, which parameters are. What nnx modules hold has no such path.
     """
@@ -43,14 +43,14 @@ def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> 
 
 
 class _Leaf(NamedTuple):
-    """One of an argument, by its number."""
+    """A leaf of an argument, with the number of the argument."""
 
     argument: int
     path: str
 
 
 class _Taken(Flow[_Leaf | None]):
-    """Of each value the leaf that it is; ``found``: those that operations take."""
+    """Knows of each value which leaf it is; ``found`` holds the leaves that operations take."""
 
     follows = Flow.follows | {"shard_map"}
 

@@ -1,4 +1,4 @@
-"""Where in the code an equation comes from: layer, source line, forward or backward pass."""
+"""Every equation comes from a place in the code: a layer, a source line, the forward or the backward pass."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 def place_of(eqn: Any, within: Place | None = None) -> Place:
-    """The place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
+    """Return the place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
     outer = within or Place("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
@@ -72,7 +72,7 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
 
 
 def place_within(eqn: Any, within: Sequence[Any]) -> Place:
-    """The place of an equation that lies in the jaxprs of others, the outermost first."""
+    """Return the place of an equation that lies in the jaxprs of others, the outermost first."""
     place = None
     for outer in within:
         place = place_of(outer, place)
@@ -93,7 +93,7 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """The frames outside of JAX and of this library, the innermost first, up to where the function was traced."""
+    """Return the frames outside of JAX and this library, the innermost first, up to where the function was traced."""
     traceback = eqn.source_info.traceback
     # Needed before jax 0.9.1: a traceback goes on to whoever called, whose classes are no layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
@@ -107,7 +107,7 @@ def _instructions(traceback: Any) -> tuple[int, ...]:
 
 
 def _readable(file_name: str) -> str:
-    """The path from here; of a cell of a notebook its number, since the path of that means nothing to anyone."""
+    """Return the path from here; of a cell of a notebook its number, since its path means nothing to anyone."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file_name) if shell else None
     if cell:
@@ -117,7 +117,7 @@ def _readable(file_name: str) -> str:
 
 
 def _classes(frames: list[Any]) -> list[str]:
-    """The classes that are being called, the outermost first: of nnx and equinox modules, which write no names."""
+    """Return the classes that are being called, the outermost first: nnx and equinox modules write no names."""
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
 

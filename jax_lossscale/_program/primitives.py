@@ -1,4 +1,4 @@
-"""What kind of operation each primitive of JAX is. Of one that is in no table nothing is known, and reports tell it."""
+"""Each primitive of JAX is an operation of some kind. Reports name the primitives that no table here knows."""
 
 from __future__ import annotations
 

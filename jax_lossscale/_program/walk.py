@@ -1,4 +1,4 @@
-"""The way through a program: each equation once, in order, with a value for everything that it takes and gives.
+"""A walk goes through a program: each equation once, in order, with a value for all that it takes and gives.
 
 A value is what a subclass makes of it: an array, several, or something that is known before the program runs.
 """
@@ -19,15 +19,15 @@ class Walk(Generic[Value]):
     """Goes through jaxprs. No value is held longer than it is needed."""
 
     def value_of(self, constant: Any, aval: Any) -> Value:
-        """The value of a literal, or of a constant of the jaxpr, which is of the type ``aval`` there."""
+        """Return the value of a literal, or of a constant of the jaxpr, which is of the type ``aval`` there."""
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: list[Value]) -> Sequence[Value]:
-        """The values of the results of an equation."""
+        """Return the values of the results of an equation."""
         raise NotImplementedError
 
     def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """The values of the results of a jaxpr."""
+        """Return the values of the results of a jaxpr."""
         jaxpr = closed.jaxpr
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):

@@ -1,4 +1,4 @@
-"""The same function in another precision: an evaluator of jaxprs that computes every narrow float as a wider one.
+"""The same function in another precision: an evaluator of jaxprs computes every narrow float as a wider one.
 
 A jaxpr says of every value what dtype it has. Here each value of float16, bfloat16 or float8 has ``dtype`` instead,
 whichever way it was made, and every other value keeps its own. So the types of an equation follow from the types it
@@ -102,7 +102,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
 
 
 def checked_precision(dtype: Any, name: str) -> jnp.dtype:
-    """``dtype``, or a `ValueError` that names the argument unless numbers can be computed in it."""
+    """Return ``dtype``; raise a `ValueError` that names the argument unless numbers can be computed in it."""
     dtype = checked_floating_dtype(dtype, name)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"`{name}` got {dtype.name}, which needs `jax.enable_x64`.")
@@ -123,11 +123,11 @@ class Evaluator(Walk[Any]):
         self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """The outputs for these inputs, each of which may be of its narrow dtype or already wide."""
+        """Return the outputs for these inputs, each of which may be of its narrow dtype or already wide."""
         return self.outputs(closed, list(map(self.value_of, inputs, closed.in_avals)))
 
     def value_of(self, constant: Any, aval: Any) -> Any:
-        """An array, where the jaxpr has one of the type ``aval``: of ``dtype`` if that is narrow."""
+        """Return an array where the jaxpr has one of the type ``aval``: of ``dtype`` if that is narrow."""
         if is_narrow(aval):
             return as_dtype(constant, self.dtype)
         # float64 out of a product that was told to give float32, for one
@@ -158,7 +158,7 @@ class Evaluator(Walk[Any]):
                 return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """The jaxpr in which every narrow type has become ``dtype``."""
+        """Return the jaxpr in which every narrow type has become ``dtype``."""
         if not narrow_dtypes(closed.jaxpr):
             return closed
         key = (id(closed.jaxpr), *map(id, closed.consts))
