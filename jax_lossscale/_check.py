@@ -1,4 +1,4 @@
-"""Arguments that are not of their kind, each refused in one form: the argument, the value, the cure."""
+"""Arguments that are not of their kind are refused in one form: the argument, the value, the cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an older JAX lacks, or calls by another name: everything else is written for the newest.
+"""An older JAX lacks some names, or has others for them: all else is written for the newest.
 
 Each fallback, here and in `_program`, says before which version it is needed. Once `pyproject.toml` asks for that
 version a test fails until the fallback is gone; ``python tests/versions.py`` tests every minor version.
@@ -21,7 +21,7 @@ def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def axes_varied_over(array_type: Any) -> frozenset[str]:
-    """The mesh axes along which an array of this type, `jax.typeof` or `jax.ShapeDtypeStruct`, differs."""
+    """Return the mesh axes along which an array of this type, `jax.typeof` or `jax.ShapeDtypeStruct`, differs."""
     if _JAX >= (0, 10, 0):
         manual = array_type.manual_axis_type
         return frozenset() if manual is None else manual.varying

@@ -1,4 +1,4 @@
-"""Where a floating dtype ends, in one place."""
+"""A floating dtype ends somewhere: it is said here, once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(dtype: DTypeLike) -> Limits:
-    """The limits of a floating dtype."""
+    """Return the limits of a floating dtype."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     half_step = 2.0 ** (math.frexp(largest)[1] - info.nmant - 2)

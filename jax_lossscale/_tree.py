@@ -1,4 +1,4 @@
-"""The leaf rule, and the tree functions that follow from it.
+"""One leaf rule says what is touched, and the tree functions follow from it.
 
 A tree of gradients holds more than gradients: ``None`` for frozen parameters, integers and their float0
 cotangents, booleans, random keys, sometimes functions or strings. One rule decides about all of them, and
@@ -48,17 +48,17 @@ def is_array(leaf: Any) -> bool:
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
-    """The leaves that the leaf rule touches, in the order of `jax.tree.leaves`."""
+    """Return the leaves that the leaf rule touches, in the order of `jax.tree.leaves`."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
 def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
-    """The leaves, and ``None`` where something is missing, which `jax.tree.leaves` leaves out."""
+    """Return the leaves, and ``None`` where something is missing, which `jax.tree.leaves` leaves out."""
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
 
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """The same tree with ``None`` for every leaf that the leaf rule does not touch."""
+    """Return the same tree with ``None`` for every leaf that the leaf rule does not touch."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
@@ -90,22 +90,22 @@ def applied(loss_scale: ArrayLike) -> jax.Array:
 
 
 def scale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Inexact leaves times the `applied` scale; each leaf keeps its dtype."""
+    """Multiply inexact leaves by the `applied` scale; each leaf keeps its dtype."""
     return map_inexact(lambda leaves: _scale(leaves, loss_scale), tree)
 
 
 def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Inexact leaves divided by the `applied` scale, in float32 or their own wider dtype."""
+    """Divide inexact leaves by the `applied` scale, in float32 or their own wider dtype."""
     return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
 
 
 def without_weak_types(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Inexact leaves as arrays of the same dtype, none of them weak."""
+    """Return inexact leaves as arrays of the same dtype, none of them weak."""
     return map_inexact(lambda leaves: [jnp.asarray(leaf, jnp.result_type(leaf)) for leaf in leaves], tree)
 
 
 def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
-    """The float32 view: floating leaves narrower than float32, of no dtype in ``keep``, become float32.
+    """Return the float32 view: floating leaves narrower than float32, of no dtype in ``keep``, become float32.
 
     Leaves may be `jax.ShapeDtypeStruct`, and stay such.
     """
@@ -220,7 +220,7 @@ def _is_selectable(leaf: Any) -> bool:
 
 
 def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Float32 for narrower floats; complex and wider floats stay."""
+    """Return float32 for narrower floats; complex and wider floats stay."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 

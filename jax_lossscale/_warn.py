@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's code that they are about, not at a line of this library."""
+"""Warnings point at the line of the user's code that they are about, not at a line of this library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of a batch that does not fit into memory: a scan over micro-batches, which make one step together."""
+"""Gradients of a batch that is too large for memory are summed by a scan over micro-batches, for one step."""
 
 from __future__ import annotations
 

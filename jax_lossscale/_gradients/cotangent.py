@@ -1,4 +1,4 @@
-"""The identity whose cotangent is scaled on its way back. All scaled gradients are made with it."""
+"""All scaled gradients are made with one identity, whose cotangent is scaled on its way back."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
-    """`scale_gradient` for the value of the function that is differentiated.
+    """Do what `scale_gradient` does, for the value of the function that is differentiated.
 
     Inside `jax.shard_map` the value keeps its type also where the scale differs from device to device and the value
     does not: the gradient is then that of ``scale * value``, summed over these devices, as `jax.grad` gives it.
@@ -187,7 +187,7 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
 
 
 def _constant(loss_scale: LossScale, name: str) -> jax.Array:
-    """The scale, ``float32[]``, without a derivative; ``name`` names the argument in the error."""
+    """Return the scale, ``float32[]``, without a derivative; ``name`` names the argument in the error."""
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
     if scale.ndim > 0:
         raise ValueError(
@@ -210,7 +210,7 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    """``leaf``, whose tangents go through `_linear_identity`."""
+    """Return ``leaf``, whose tangents go through `_linear_identity`."""
     del adjoint, scale
     return leaf
 

@@ -72,7 +72,7 @@ def value_and_scaled_grad(
 def with_scaled_gradient(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
 ) -> Callable[..., Any]:
-    """``fun`` itself, whose value starts the backward pass with the scale instead of 1.
+    """Return ``fun`` itself, whose value starts the backward pass with the scale instead of 1.
 
     ``in_a_loop``: whether the function is traced as the body of a loop of this library, in which the scale is constant.
     """

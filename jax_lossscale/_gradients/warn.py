@@ -1,4 +1,4 @@
-"""Warnings at trace time: of a loss that is too narrow for the scale, and of a scale that cannot follow its state."""
+"""Two warnings come at trace time: the loss is too narrow for the scale, or the scale cannot follow its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scales: one kind a file, and what leads to them and back (`registry`)."""
+"""The loss scales stand here, one kind a file; `registry` leads to them and back."""
 
 from jax_lossscale._loss_scale.auto import AutoLossScale as AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale as LossScale

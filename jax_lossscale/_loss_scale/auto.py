@@ -1,4 +1,4 @@
-"""The scale that measures: it keeps the largest recent gradient just below float16's limit."""
+"""The automatic scale measures: it keeps the largest recent gradient just below float16's limit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 class _State(NamedTuple):
-    """What a step moves, the scale as a power of two."""
+    """What a step moves; the scale is a power of two."""
 
     log2_scale: jax.Array
     log2_peak: jax.Array
@@ -167,7 +167,7 @@ class AutoLossScale(BoundedLossScale):
         )
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
-        """The loss scale after a step.
+        """Return the loss scale after a step.
 
         Args:
           grads_finite: ``bool[]``, agreed over devices.
@@ -274,11 +274,11 @@ def _where(condition: ArrayLike, chosen: _State, otherwise: _State) -> _State:
 
 
 def _floor_log2(scale: jax.Array) -> jax.Array:
-    """The exponent of the greatest power of two that is not above a normal number: ``float32[]``."""
+    """Return the exponent of the greatest power of two that is not above a normal number: ``float32[]``."""
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
     return ((bits >> _MANTISSA_BITS) - _EXPONENT_BIAS).astype(jnp.float32)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """A normal power of two: ``float32[]``."""
+    """Return a normal power of two: ``float32[]``."""
     return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + _EXPONENT_BIAS) << _MANTISSA_BITS, jnp.float32)

@@ -1,4 +1,4 @@
-"""What a loss scale is: the interface of every kind, and the pytree that each of them is."""
+"""Every kind of loss scale has this interface, and is a pytree."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class LossScale(abc.ABC):
 
     @property
     def upper_bound(self) -> ArrayLike | None:
-        """The scale can never exceed this: ``float32[]``; ``None`` if only the range of float32 bounds it."""
+        """Return what the scale can never exceed: ``float32[]``; ``None`` if only float32's range bounds it."""
         return None
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Overflows never lower the scale below this: ``float32[]``; ``None`` if that is not known."""
+        """Return what overflows never lower the scale below: ``float32[]``; ``None`` if that is not known."""
         return None
 
     @abc.abstractmethod
     def __call__(self) -> jax.Array:
-        """The current scale (linear, not its logarithm): ``float32[]``."""
+        """Return the current scale (linear, not its logarithm): ``float32[]``."""
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """The loss scale after a step, from what is already known of its gradients.
+        """Return the loss scale after a step, from what is already known of its gradients.
 
         A kind with ``needs_largest`` takes one more keyword argument, ``largest``: ``float32[]``, the largest finite
         magnitude among the *unscaled* gradients, agreed over devices; 0 if it is not known, for example because they
@@ -85,11 +85,11 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments as values that JSON can hold; never the current state."""
+        """Return the constructor's arguments as values that JSON can hold; never the current state."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
+        """Make a fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
         try:
             return cls(**config)
         except TypeError as error:
@@ -165,7 +165,7 @@ def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None
 
 
 def static_field(**kwargs: Any) -> Any:
-    """A dataclass field that is configuration: part of the tree's structure, not a leaf."""
+    """Make a dataclass field that is configuration: part of the tree's structure, not a leaf."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
@@ -218,7 +218,7 @@ def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
 
 
 def config_of(loss_scale: LossScale) -> dict[str, Any]:
-    """The static fields of a loss scale, by name."""
+    """Return the static fields of a loss scale, by name."""
     return {
         field.name: getattr(loss_scale, field.name)
         for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the kinds that move share: a scale between a floor and a ceiling, and a state of leaves."""
+"""The kinds that move share a scale between a floor and a ceiling, and a state of leaves."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class BoundedLossScale(LossScale):
 
     @property
     def upper_bound(self) -> float | None:
-        """The ceiling, ``max_loss_scale``."""
+        """Return the ceiling, ``max_loss_scale``."""
         return self.max_loss_scale
 
     @property
     def lower_bound(self) -> float:
-        """The floor, ``min_loss_scale``."""
+        """Return the floor, ``min_loss_scale``."""
         return self.min_loss_scale
 
     def __call__(self) -> jax.Array:
-        """The current scale: ``float32[]``."""
+        """Return the current scale: ``float32[]``."""
         return jnp.asarray(self.current_loss_scale)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, without the state."""
+        """Return the constructor's arguments, without the state."""
         return config_of(self)
 
     def _check_bounds(self) -> None:
@@ -72,7 +72,7 @@ class BoundedLossScale(LossScale):
             self._set(**{name: leaf(fresh if argument is ... else argument, self._named(name), check, dtype)})
 
     def _named(self, argument: str) -> str:
-        """What an argument of the constructor is called in an error."""
+        """Return what an argument of the constructor is called in an error."""
         return f"{type(self).__name__}({argument}=...)"
 
     def _set(self, **fields: Any) -> None:

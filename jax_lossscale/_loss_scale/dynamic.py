@@ -1,4 +1,4 @@
-"""The scale that looks for its own size: down when gradients overflow, up after a run of good steps."""
+"""The dynamic scale looks for its own size: down when gradients overflow, up after a run of good steps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class DynamicLossScale(BoundedLossScale):
         self._set(hysteresis_left=None if self.hysteresis == 1 else checked)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """The loss scale after a step, from whether its gradients were finite: ``bool[]``."""
+        """Return the loss scale after a step, from whether its gradients were finite: ``bool[]``."""
         _check.check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
@@ -161,5 +161,5 @@ class DynamicLossScale(BoundedLossScale):
 
 
 def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:
-    """The backoff factor, also where it was left to be ``1 / multiplier``."""
+    """Return the backoff factor, also where it was left to be ``1 / multiplier``."""
     return 1 / loss_scale.multiplier if loss_scale.backoff_factor is None else loss_scale.backoff_factor

@@ -1,4 +1,4 @@
-"""The one loss scale in a tree: in an optimizer state, however deep."""
+"""A tree holds one loss scale, as an optimizer state does, however deep: it is found here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
-    """The one instance of ``kind`` in a tree.
+    """Return the one instance of ``kind`` in a tree.
 
     Its wrapped leaves are unwrapped: inside an `nnx.Optimizer` each leaf of a state is an `nnx.Variable`.
 

@@ -1,4 +1,4 @@
-"""The two kinds that never move: a fixed scale, and none at all."""
+"""Two kinds never move: a fixed scale, and none at all."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ class FixedLossScale(LossScale):
 
     @property
     def upper_bound(self) -> ArrayLike:
-        """The scale itself."""
+        """Return the scale itself."""
         return self.loss_scale_value
 
     @property
     def lower_bound(self) -> ArrayLike:
-        """The scale itself."""
+        """Return the scale itself."""
         return self.loss_scale_value
 
     def __call__(self) -> jax.Array:
-        """The scale: ``float32[]``."""
+        """Return the scale: ``float32[]``."""
         return jnp.asarray(self.loss_scale_value)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """The same loss scale."""
+        """Return the same loss scale."""
         del grads_finite
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; a `ValueError` for a batch or a traced value, which JSON cannot hold."""
+        """Return the constructor's arguments; a `ValueError` for a batch or a traced value, which JSON cannot hold."""
         return {
             "loss_scale_value": finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value"),
             "skip_nonfinite": self.skip_nonfinite,
@@ -121,22 +121,22 @@ class NoOpLossScale(LossScale):
     upper_bound = lower_bound = 1.0
 
     def __call__(self) -> jax.Array:
-        """One: ``float32[]``."""
+        """Return one: ``float32[]``."""
         return jnp.ones([], jnp.float32)
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """The same tree."""
+        """Return the same tree."""
         return tree
 
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """The same tree."""
+        """Return the same tree."""
         return tree
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """The same loss scale."""
+        """Return the same loss scale."""
         del grads_finite
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """No arguments."""
+        """Return no arguments."""
         return {}

@@ -1,4 +1,4 @@
-"""From what a user writes to a loss scale, and back."""
+"""The registry leads from what a user writes to a loss scale, and back."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def is_serialized(identifier: Any) -> bool:
 
 
 def serialize(loss_scale: LossScale) -> dict[str, Any]:
-    """The dictionary that `get` rebuilds a loss scale from: its class and configuration, never its state.
+    """Return the dictionary that `get` rebuilds a loss scale from: its class and configuration, never its state.
 
     Args:
       loss_scale: any kind.
@@ -106,7 +106,7 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
 
 
 def loss_scale_for(dtype: DTypeLike) -> LossScale:
-    """The loss scale that training in a compute dtype needs.
+    """Return the loss scale that training in a compute dtype needs.
 
     Args:
       dtype: the dtype in which the forward and backward pass compute.
@@ -152,7 +152,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """The classes that can be made, by name; the last one defined, since a notebook cell may be run again."""
+    """Return the classes that can be made, by name; the last one defined, since a notebook cell may be run again."""
     kinds: list[type[LossScale]] = [*_concrete_kinds(LossScale), *OWN_KINDS]  # type: ignore[type-abstract]
     return {kind.__name__: kind for kind in kinds}
 

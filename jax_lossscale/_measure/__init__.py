@@ -1,4 +1,4 @@
-"""What is asked of gradients, in one pass: whether they are finite, where not, how large; agreed over devices.
+"""Gradients are asked in one pass whether they are finite, where not, and how large; devices agree on it.
 
 Gradients are measured here and nowhere else. Loss scales and the optax wrapper combine the results.
 """

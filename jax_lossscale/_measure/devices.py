@@ -1,4 +1,4 @@
-"""Devices that must come to one answer, and values that differ from device to device."""
+"""Devices must come to one answer, and some values differ from device to device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def agree(
 
 
 def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The largest of each number along ``axis_name``."""
+    """Return the largest of each number along ``axis_name``."""
     return jax.lax.pmax(largest, axis_name) if axis_name else largest
 
 

@@ -1,4 +1,4 @@
-"""Which leaf is not finite, and how: one number and one flag, which a compiled step can keep."""
+"""One number and one flag, which a compiled step can keep, tell which leaf is not finite, and how."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
 
 
 def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """The index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
+    """Return the index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
     return _first_fault([leaves[position] for position in positions], positions, axis_name)
@@ -62,6 +62,6 @@ def _first_fault(
 
 
 def _severity(leaf: jax.Array) -> jax.Array:
-    """0 if the leaf is finite, `_INFINITE`, or `_NAN` if it holds one: ``int32[]``, in one reduction."""
+    """Return 0 if the leaf is finite, `_INFINITE`, or `_NAN` if it holds one: ``int32[]``, in one reduction."""
     severities = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
     return jnp.max(severities, initial=0)

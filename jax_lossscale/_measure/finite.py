@@ -72,7 +72,7 @@ def finite_and_largest(
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    """The largest magnitude, ``float32[]``; infinity if an element is not finite."""
+    """Return the largest magnitude, ``float32[]``; infinity if an element is not finite."""
     by_width: dict[jnp.dtype, list[jax.Array]] = {}
     for leaf in map(as_read, leaves):
         if leaf.size != 0:

@@ -1,4 +1,4 @@
-"""The largest magnitude in leaves, or infinity where an element is not finite: three ways to read the same number.
+"""The largest magnitude in leaves, infinity where an element is not finite, is read in three ways.
 
 `of_each` is the definition: one reduction for each leaf, which can be partitioned however the leaf is split. `of_local`
 is for leaves that live on one device, and reads many of them at once. All leaves are of 64 bits, or none.
@@ -22,7 +22,7 @@ _TOGETHER = 32
 
 
 def width(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of the answer: float64 for leaves whose real numbers have 64 bits, float32 for all other leaves."""
+    """Return the dtype of the answer: float64 for leaves whose real numbers have 64 bits, else float32."""
     return jnp.dtype(jnp.float64 if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
@@ -35,7 +35,7 @@ def of_each(*leaves: jax.Array) -> jax.Array:
 
 
 def of_local(*leaves: jax.Array) -> jax.Array:
-    """For leaves that live on one device."""
+    """Read leaves that live on one device."""
     return jax.lax.platform_dependent(*leaves, cpu=on_cpu, default=anywhere)
 
 
@@ -92,7 +92,7 @@ def _real_and_imaginary(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _largest_of(magnitudes: Iterable[jax.Array]) -> jax.Array:
-    """The largest of some scalars. Those of one dtype are compared first, so that few are converted."""
+    """Return the largest of some scalars. Those of one dtype are compared first, so that few are converted."""
     by_dtype: dict[jnp.dtype, jax.Array] = {}
     for magnitude in magnitudes:
         so_far = by_dtype.get(magnitude.dtype, magnitude)

@@ -1,4 +1,4 @@
-"""How leaves are read: many at once, and without a derivative.
+"""Leaves are read many at once, and without a derivative.
 
 Each reduction costs time to compile, and a launch on a GPU, however little it reads.
 """
@@ -18,14 +18,14 @@ _BLOCK = 2**18
 
 
 def as_read(leaf: ArrayLike) -> jax.Array:
-    """The leaf as an array of 16 bits or more, without a derivative."""
+    """Return the leaf as an array of 16 bits or more, without a derivative."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
     # Eight bits and fewer come in a dozen encodings, some without infinities. Float32 holds all their values.
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 
 def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
-    """The leaves that `blocks` leaves out."""
+    """Return the leaves that `blocks` leaves out."""
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 

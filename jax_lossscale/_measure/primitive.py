@@ -1,4 +1,4 @@
-"""The largest magnitude in leaves, wherever they lie: on one device, or in shards on many.
+"""The largest magnitude in leaves is found wherever they lie: on one device, or in shards on many.
 
 ========================================  ============================================================================
 the leaves lie                            and are read
@@ -32,7 +32,7 @@ from jax_lossscale._measure.largest import of_each, of_local, width
 
 
 def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Infinity where an element is not finite; of leaves of 64 bits a ``float64[]``, of narrower ones a ``float32[]``.
+    """Return the largest magnitude, or infinity; a ``float64[]`` of leaves of 64 bits, else a ``float32[]``.
 
     There must be a leaf, and none of size 0.
     """

@@ -1,4 +1,4 @@
-"""The optax wrapper: whether a step is applied (`verdict`), how (`branch`), what is kept (`state`), and the whole."""
+"""The optax wrapper decides whether a step is applied (`verdict`), takes it (`branch`), and keeps the `state`."""
 
 from jax_lossscale._optax.readers import metrics, raise_if_stuck
 from jax_lossscale._optax.state import BadStep, LossScaledState

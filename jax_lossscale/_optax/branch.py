@@ -1,4 +1,4 @@
-"""How a step is run or left out, on each platform and inside `jax.shard_map`."""
+"""A step is run or left out, on each platform and inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_or_leave(
     run: Callable[[], chex.ArrayTree],
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
-    """``run()`` or ``leave()``; ``run()`` where ``should_apply`` is ``None``."""
+    """Return ``run()`` or ``leave()``; ``run()`` where ``should_apply`` is ``None``."""
     if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()
     run, leave = _varying_alike(should_apply, run, leave)

@@ -1,4 +1,4 @@
-"""Leaves that are hidden from the chain, since they are no numbers with gradients, and what becomes of them."""
+"""Leaves that are no numbers with gradients are hidden from the chain, and filled in afterwards."""
 
 from __future__ import annotations
 

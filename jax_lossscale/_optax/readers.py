@@ -1,4 +1,4 @@
-"""What the state of a run tells on the host: numbers to log, and whether the run is stuck."""
+"""The state of a run tells on the host what to log, and whether the run is stuck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
 
 
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
-    """What to log about loss scaling, as device scalars, which you may read whenever you like.
+    """Return what to log about loss scaling, as device scalars, which you may read whenever you like.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
@@ -55,7 +55,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
 @jax.jit
 def _if_known(largest: jax.Array, grads_finite: jax.Array) -> jax.Array:
-    """The largest gradient, or NaN: in a log, zeros of steps that overflowed look like gradients that have vanished."""
+    """Return the largest gradient, or NaN: zeros of steps that overflowed would look like vanished gradients."""
     return jnp.where(grads_finite | (largest > 0), largest, jnp.nan)
 
 

@@ -1,4 +1,4 @@
-"""What is kept from step to step: the loss scale, the inner state, the counters, and the last bad step."""
+"""From step to step the loss scale, the inner state, the counters and the last bad step are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BadStep(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """What was wrong, in a word, on the host.
+        """Say what was wrong, in a word, on the host.
 
         Returns:
           Of several causes the first that makes the step skipped: ``"loss"``, the loss was not finite; ``"nan"`` or
@@ -75,7 +75,7 @@ class LossScaledState(NamedTuple):
 
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
-    """The state before the first step. No two of its leaves share a buffer, so that it can be donated."""
+    """Return the state before the first step. No two of its leaves share a buffer, so that it can be donated."""
     inner_state = _with_own_buffers(inner_state)
     return LossScaledState(
         # A copy: a state may be donated, and `loss_scale` must serve again. With a dtype, it is not weak.
@@ -97,7 +97,7 @@ def next_state(
     scaled_grads: optax.Updates,
     axis_name: AxisName,
 ) -> LossScaledState:
-    """The state after a step that was decided so."""
+    """Return the state after a step that was decided so."""
     applied = jnp.ones([], jnp.int32) if verdict.should_apply is None else verdict.should_apply.astype(jnp.int32)
     skipped = 1 - applied
     return LossScaledState(

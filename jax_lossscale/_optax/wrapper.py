@@ -1,4 +1,4 @@
-"""A wrapped chain: its `init`, `update` and `update_and_apply`; what they refuse, and the step that they take."""
+"""A wrapped chain has `init`, `update` and `update_and_apply`, refuses what it cannot take, and takes steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Wrapper:
         return self
 
     def init(self, params: optax.Params) -> LossScaledState:
-        """The state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        """Return the state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
         if self.initial_loss_scale.checks_gradients:
             _check_not_masked(params, "init(params=...)")
             _warn_of_float16(params)
@@ -67,7 +67,7 @@ class Wrapper:
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        """``(updates, state)``: those of the inner chain, or zeros where the step is skipped; see `loss_scaled`."""
+        """Return ``(updates, state)``: those of the inner chain, or zeros for a skipped step; see `loss_scaled`."""
         told = Told(value, skip_if, grads_finite)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
         return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
@@ -83,7 +83,7 @@ class Wrapper:
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
-        """``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster; see `loss_scaled`."""
+        """Return ``(params, state)``, as ``update`` and `optax.apply_updates` would, faster; see `loss_scaled`."""
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
         told, shown = Told(value, skip_if, grads_finite), hidden.shown(params, scaled_grads)
@@ -109,7 +109,7 @@ class Wrapper:
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:
-        """The step, compiled. It is freed with this object, and with it everything that the chain has closed over."""
+        """Return the compiled step. It is freed with this object, and so is all that the chain has closed over."""
         return jax.jit(self._step, static_argnums=0)
 
     def _step(
@@ -148,13 +148,13 @@ class Wrapper:
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """`optax.apply_updates`, which adds float32 updates to narrow parameters, whatever JAX is told of promotion."""
+    """Do what `optax.apply_updates` does, also for narrow parameters, whatever JAX is told of promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, updates)
 
 
 def _no_updates(like: optax.Updates) -> optax.Updates:
-    """Updates that change nothing: -0.0, since 0.0 added to -0.0 would be 0.0."""
+    """Return updates that change nothing: -0.0, since 0.0 added to -0.0 would be 0.0."""
     return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
 
 

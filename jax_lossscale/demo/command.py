@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale``: its options, and its progress."""
+"""``python -m jax_lossscale`` has these options, and shows its progress."""
 
 from __future__ import annotations
 

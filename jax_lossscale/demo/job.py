@@ -1,4 +1,4 @@
-"""A neural network in float16, with and without loss scaling, beside float32.
+"""A neural network is trained in float16, with and without loss scaling, beside float32.
 
 A photograph (``china.jpg`` of scikit-learn) is cut into 4 x 4 patches. Each patch gets a code of 32 numbers, and one
 small network decodes every code into the 48 values of its patch; codes and network are learned together, by gradient
@@ -76,22 +76,22 @@ class Result:
 
     @property
     def zero_gradient_fraction(self) -> float:
-        """`Trace.zero_fraction`, averaged over all steps, skipped ones included."""
+        """Return `Trace.zero_fraction`, averaged over all steps, skipped ones included."""
         return float(np.mean(self.trace.zero_fraction, dtype=np.float64))
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps did not change the parameters."""
+        """Return how many steps did not change the parameters."""
         return int(self.trace.skipped_steps[-1])
 
     @property
     def final_loss_scale(self) -> float:
-        """The loss scale after the last step."""
+        """Return the loss scale after the last step."""
         return float(self.trace.loss_scale[-1])
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """The five trainings: by name, the dtype to compute products in, and the loss scale, as `jls.get` accepts it."""
+    """Return the five trainings by name: the dtype to compute products in, and the loss scale for `jls.get`."""
     return {
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
@@ -104,7 +104,7 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
 
 
 def load_patches() -> jax.Array:
-    """The photograph, cut into patches: ``float32[patches, values]``, from -0.5 for black to 0.5 for white."""
+    """Return the photograph, cut into patches: ``float32[patches, values]``, from -0.5 for black to 0.5 for white."""
     from sklearn.datasets import load_sample_image
 
     photograph = load_sample_image("china.jpg")
@@ -116,7 +116,7 @@ def load_patches() -> jax.Array:
 
 
 def init_params(key: jax.Array, patches: jax.Array) -> Params:
-    """Small random codes, and a decoder of two hidden layers, in float32; of the patches, only the shape matters."""
+    """Make small random codes, and a float32 decoder of two hidden layers; only the patches' shape matters."""
     count, patch_values = patches.shape
     sizes = [CODE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, patch_values]
     codes_key, *keys = jax.random.split(key, len(sizes))
@@ -128,7 +128,7 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
 
 
 def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
-    """Mean squared error of the decoded patches, written for float32."""
+    """Return the mean squared error of the decoded patches, written for float32."""
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
     for layer in hidden_layers:
@@ -138,7 +138,7 @@ def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder.
+    """Make Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder.
 
     After so many steps the learning rates reach zero, along a cosine.
     """
@@ -197,6 +197,6 @@ def train(
 
 
 def zero_fraction(grads: Any) -> jax.Array:
-    """The share of values in a tree that are exactly zero: ``float32[]``, from 0 to 1."""
+    """Return the share of values in a tree that are exactly zero: ``float32[]``, from 0 to 1."""
     leaves = jax.tree.leaves(grads)
     return jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum() / sum(leaf.size for leaf in leaves)

@@ -1,4 +1,4 @@
-"""The results of the main job: a table and a sentence, JSON, a picture."""
+"""The results of the main job become a table and a sentence, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
 
 
 def psnr(loss: float) -> float:
-    """The peak signal-to-noise ratio in dB, of a signal between 0 and 1 that has this mean squared error."""
+    """Return the peak signal-to-noise ratio in dB, of a signal between 0 and 1 that has this mean squared error."""
     return -10 * float(np.log10(loss))
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """What the numbers say, in one sentence."""
+    """Say what the numbers say, in one sentence."""
 
     def ending(name: str) -> str:
         zeros = _percent(results[name].zero_gradient_fraction)
@@ -78,7 +78,7 @@ def conclusion(results: dict[str, Result]) -> str:
 
 
 def _beside_float32(name: str, results: dict[str, Result]) -> str:
-    """Where a training ended, told beside the end of float32."""
+    """Tell where a training ended, beside the end of float32."""
     loss, reference = results[name].final_loss, results["float32"].final_loss
     if not math.isfinite(loss + reference):
         return f"at a loss of {loss:.2e}, where float32 ended at {reference:.2e}"
@@ -93,7 +93,7 @@ def _percent(share: float) -> str:
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """The results, and the versions of the packages, as strict JSON, where a loss that is not finite is null."""
+    """Return the results, and the versions of the packages, as strict JSON, where a loss that is not finite is null."""
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():

@@ -1,4 +1,4 @@
-"""To and from other libraries, and at home in them: one peer a file, each imported only by whoever uses it.
+"""States go to other libraries and come from them: one peer a file, imported only by whoever uses it.
 
 ``from_<peer>`` takes what the peer saves and gives a loss scale with its configuration and state, which goes on as it
 would have in the peer. ``to_<peer>`` gives it back in the same form: one thing, or a pair of configuration and state.

@@ -1,4 +1,4 @@
-"""What other libraries call the fields of a dynamic loss scale, and the conversion from these names and to them.
+"""Other libraries have names of their own for the fields of a dynamic loss scale: they are converted here.
 
 A `UserWarning` names each thing that a library does differently with the same numbers, or has no place for.
 """
@@ -113,7 +113,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """What the library calls those of these fields that it has."""
+    """Return what the library calls those of these fields that it has."""
     names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
     return {field: names[field] for field in fields if names[field]}
 

@@ -1,4 +1,4 @@
-"""jmp's loss scales, to and from.
+"""jmp's loss scales are read and written here.
 
 Read against jmp 0.0.4. The rule is the same, with two differences: jmp keeps its floor only until the first `jax.jit`,
 `jax.lax.scan` or `jax.tree.map`, after which it is 1; and a counter past the period goes on to the next multiple.
@@ -63,7 +63,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
-    """The same loss scale as jmp's.
+    """Return the same loss scale as jmp's.
 
     Args:
       loss_scale: a `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`.

@@ -52,7 +52,7 @@ def from_keras(
 
 
 def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a ``LossScaleOptimizer``, and what to assign to its variables.
+    """Return the arguments of a ``LossScaleOptimizer``, and what to assign to its variables.
 
     ::
 

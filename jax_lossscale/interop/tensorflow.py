@@ -50,7 +50,7 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
 
 
 def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a loss scale of TensorFlow 1, and the values of its variables.
+    """Return the arguments of a loss scale of TensorFlow 1, and the values of its variables.
 
     Args:
       loss_scale: a `DynamicLossScale` or a `FixedLossScale`.

@@ -47,7 +47,7 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
 
 
 def to_torch(loss_scale: LossScale) -> dict[str, Any]:
-    """What ``GradScaler.load_state_dict`` takes.
+    """Return what ``GradScaler.load_state_dict`` takes.
 
     Args:
       loss_scale: a `DynamicLossScale`; or a `NoOpLossScale`, which is torch's ``enabled=False``.

@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib, imported on the first call, new Axes, and colours.
+"""All figures share matplotlib, which is imported on the first call, new Axes, and colours.
 
 The colours are of the palette of Okabe and Ito, which most colour-blind people can tell apart.
 """

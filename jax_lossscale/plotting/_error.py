@@ -88,7 +88,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
 
 
 def _drawable_errors(leaf: LeafGradientError) -> np.ndarray:
-    """The errors at the scales with finite gradients; NaN, which leaves a gap, at all other scales."""
+    """Return the errors at the scales with finite gradients; NaN, which leaves a gap, at all other scales."""
     errors = np.asarray(leaf.relative_error)
     has_error = np.isfinite(errors) & (np.asarray(leaf.nonfinite) == 0)
     return np.where(has_error, np.maximum(errors, _SMALLEST_ERROR), np.nan)

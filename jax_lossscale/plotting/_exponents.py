@@ -138,13 +138,13 @@ def _one_histogram(tree: Any) -> ExponentHistogram:
 
 
 def _range_of(dtype: DTypeLike) -> tuple[int, int, int]:
-    """The powers of two below which a number rounds to zero or is subnormal, and from which it overflows."""
+    """Return the powers of two below which a number rounds to zero or is subnormal, and from which it overflows."""
     info = jnp.finfo(dtype)
     return info.minexp - info.nmant - 1, info.minexp, info.maxexp
 
 
 def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any) -> tuple[float, float]:
-    """How many numbers become zero, and how many overflow, if the bars of ``counts`` stand between ``edges``.
+    """Return how many numbers become zero, and how many overflow, with the bars of ``counts`` between ``edges``.
 
     ``faint`` are numbers of which no more is known than that they lie below the first edge.
     """
@@ -155,7 +155,7 @@ def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any
 
 
 def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bars and their edges without the empty ones at both ends; at least one bar."""
+    """Return the bars and their edges without the empty ones at both ends; at least one bar."""
     drawn = np.flatnonzero(heights) if heights.any() else [np.searchsorted(edges, 0)]
     return heights[drawn[0] : drawn[-1] + 1], edges[drawn[0] : drawn[-1] + 2]
 

@@ -128,7 +128,7 @@ def plot_run(
 
 
 def _by_name(history: Any) -> dict[str, Any]:
-    """Sequences by name, also of one dictionary for each step."""
+    """Return sequences by name, also of one dictionary for each step."""
     if isinstance(history, Mapping):
         return dict(history)
     if not (isinstance(history, Sequence) and all(isinstance(row, Mapping) for row in history)):
@@ -140,7 +140,7 @@ def _by_name(history: Any) -> dict[str, Any]:
 
 
 def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
-    """What can be drawn, as NumPy arrays of the same length."""
+    """Return what can be drawn, as NumPy arrays of the same length."""
     columns = {name: np.asarray(jax.device_get(history[name])) for name in _HISTORY if name in history}
     shapes = {name: column.shape for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
@@ -154,7 +154,7 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
 
 
 def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
-    """The numbers of the steps, from 1 if nothing tells."""
+    """Return the numbers of the steps, from 1 if nothing tells."""
     if "step" not in columns:
         return np.arange(1, len(next(iter(columns.values()), ())) + 1)
     steps = columns["step"]
@@ -217,7 +217,7 @@ def _set_ylim_from_zero(ax: Axes, highest: float) -> None:
 
 
 def _draw_with_gaps(ax: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """A line that breaks where a number is not finite; one between two of these, which has no line, is a dot."""
+    """Draw a line that breaks at numbers that are not finite; a number between two of these is a dot."""
     known = np.isfinite(values)
     values = np.where(known, values, np.nan)
     around = np.pad(known, 1)

@@ -1,4 +1,4 @@
-"""flax's ``DynamicScale``, to and from."""
+"""flax's ``DynamicScale`` is read and written here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
-    """The same loss scale as flax's.
+    """Return the same loss scale as flax's.
 
     Args:
       loss_scale: a `DynamicLossScale`.
@@ -75,6 +75,6 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
 
 @functools.cache
 def _steps_late() -> int:
-    """How many finite steps after ``growth_interval`` the installed flax grows: one in 0.12.8."""
+    """Return how many finite steps too late the installed flax grows: one in 0.12.8."""
     after_one_step, *_ = DynamicScale(growth_interval=1, scale=1.0).value_and_grad(lambda x: x)(1.0)
     return int(after_one_step.scale == 1.0)

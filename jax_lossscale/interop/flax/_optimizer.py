@@ -17,7 +17,7 @@ from jax_lossscale._tree import select_tree
 
 
 def checked(tx: Any, name: str) -> LossScaledTransformation:
-    """``tx``, or a `ValueError` that names the argument if it was not made with `loss_scaled`."""
+    """Return ``tx``; raise a `ValueError` that names the argument if it was not made with `loss_scaled`."""
     if isinstance(tx, LossScaledTransformation):
         return tx
     raise ValueError(
@@ -119,17 +119,17 @@ class Optimizer(nnx.Optimizer):
             nnx.update(model, nnx.from_flat_state(list(kept.items())))
 
     def _all_else(self, model: Any) -> dict[Any, Any]:
-        """By path, the arrays of a model that this optimizer does not train."""
+        """Return, by path, the arrays of a model that this optimizer does not train."""
         return dict(nnx.to_flat_state(_arrays(nnx.state(model, nnx.Not(self.wrt), **self._options))))
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Flax's graph mode, of which 0.12.0 knows nothing."""
+        """Return flax's graph mode, of which 0.12.0 knows nothing."""
         return {"graph": self.graph} if hasattr(self, "graph") else {}
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """The same tree with the value of each ``nnx.Variable`` in its place."""
+    """Return the same tree with the value of each ``nnx.Variable`` in its place."""
 
     def is_variable(node: Any) -> bool:
         return isinstance(node, nnx.Variable)

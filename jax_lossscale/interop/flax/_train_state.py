@@ -51,7 +51,7 @@ class TrainState(train_state.TrainState):
         extra_args: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Self:
-        """The train state after this step, whether it is applied or skipped.
+        """Return the train state after this step, whether it is applied or skipped.
 
         Args:
           grads: the gradients of the scaled loss, of the structure of ``params``.
@@ -89,7 +89,7 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any] | None, params: chex.ArrayTree, tx: Any, **fields: Any) -> Self:
-        """A train state before the first step.
+        """Make a train state before the first step.
 
         Args:
           apply_fn: as in flax.
