@@ -66,6 +66,9 @@ class Cut:
 
     def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
         """Return what of the values made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
+        made = [name for step, _ in steps for name in step.outputs]
+        if any(_is_complex(self._types[name]) for name in (*stretch.inputs, *made)):
+            return None  # `jax.checkpoint` cannot keep complex numbers.
         taken = [
             [
                 Value(atom, is_narrow and atom not in self._narrow and is_float32(self._types[atom]))
@@ -155,6 +158,10 @@ class Cut:
             if not passed.isdisjoint(step.outputs):
                 passed |= reached & floats(step.inputs)
         return passed
+
+
+def _is_complex(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.complexfloating)
 
 
 def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Value]:

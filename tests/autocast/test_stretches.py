@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
-from reading import distance, equations
+from reading import distance, equations, product_dtypes
 
 import jax_lossscale as jls
 
@@ -433,3 +433,21 @@ def test_effects_keep_their_order(capfd):
     jax.block_until_ready(loss(W, X))
     jax.effects_barrier()
     assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["first", "second", "third", "fourth"]
+
+
+def spectral(w, x):
+    frequencies = jnp.fft.rfft(jax.nn.gelu(x @ w))
+    mixed = jnp.fft.irfft(frequencies @ jax.lax.complex(w[:9, :9], w[7:, 7:]))
+    return jnp.sum(jnp.sin(mixed) @ w)
+
+
+def phases(w, x):
+    z = jnp.exp(1j * (x @ w))
+    return jnp.sum(jnp.abs(z.sum(0) @ (w + 0j))) + jnp.sum(jnp.abs(z + 1) @ w)
+
+
+@pytest.mark.parametrize("loss", [spectral, phases])
+def test_complex_numbers_may_lie_between_products(loss):
+    narrow, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)
+    assert set(product_dtypes(jax.grad(jls.autocast(loss)), W, X)) >= {"float16"}
+    assert distance(narrow, expected) < 4e-3
