@@ -278,7 +278,7 @@ def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
     said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
     said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
     if finding.cause == "reference not finite":
-        arguments = list(map(nonfinite_argument, evidence.question.faults.nonfinite))
+        arguments = list(map(nonfinite_argument, evidence.question.faults.nan + evidence.question.faults.infinite))
         said = [*arguments, f"So i{said[0][1:]}"] if evidence.question.faults.nan else [*said, *arguments]
     if finding.cause == "forward overflow":
         said += [large_argument(leaf, evidence.errors.dtype.name) for leaf in evidence.question.faults.too_large]

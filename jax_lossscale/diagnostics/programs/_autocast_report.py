@@ -17,9 +17,7 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_leaves
 from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of_operations
-from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._operations import (
     OperationPrecision,
     bytes_kept,
@@ -28,6 +26,7 @@ from jax_lossscale.diagnostics.programs._operations import (
     opaque,
     operations,
 )
+from jax_lossscale.diagnostics.programs._question import faults_of, named_leaves, with_gradients
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
@@ -172,7 +171,7 @@ def autocast_report(
     program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
     found = operations(program, dtype, planner.exceptions)
     found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
-    faults = faults_of(names_of_leaves(fun, chosen, kwargs), chosen, kwargs, dtype)
+    faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
     return AutocastReport(
         operations=tuple(found),
         dtype=dtype.name,

@@ -19,9 +19,8 @@ from jax_lossscale.diagnostics._report import power_of_two, tell
 from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._finding import Evidence, find_cause
 from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
-from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale
-from jax_lossscale.diagnostics.programs._question import asked
+from jax_lossscale.diagnostics.programs._question import asked, with_gradients
 from jax_lossscale.diagnostics.programs._range_report import ranges_at
 
 

@@ -18,10 +18,9 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import percent, power_of_two, tell
-from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
 from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
+from jax_lossscale.diagnostics.programs._question import faults_of, named_leaves, with_gradients
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Program, Trial
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
@@ -109,9 +108,9 @@ def find_precision(
     all_chosen = [chosen, *others]
     program = Program(of_leaves, all_chosen, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
     if not program.is_exact_finite():
-        faults = faults_of(names_of_leaves(fun, args, kwargs), args, kwargs, dtype)
+        faults = faults_of(named_leaves(fun, args, kwargs), dtype)
         why = (
-            " ".join(map(_words.nonfinite_argument, faults.nonfinite))
+            " ".join(map(_words.nonfinite_argument, faults.nan + faults.infinite))
             or "`jls.diagnostics.compare_gradients` tells where it begins."
         )
         warn_user(

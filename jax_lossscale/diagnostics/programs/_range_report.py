@@ -127,7 +127,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     lost = tuple(_words.lost_constant(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
     as_they_are = tuple(evaluator.evaluator.as_they_are)
-    faults = question.faults.nonfinite if has_nan else question.faults.nan
+    faults = question.faults.nan + (question.faults.infinite if has_nan else [])
     of_args = tuple(map(_words.nonfinite_argument, faults))
     return RangeReport(tuple(operations), dtype.name, loss_scale, as_they_are, lost, question.facts, of_args)
 

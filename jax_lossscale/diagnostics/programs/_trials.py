@@ -16,9 +16,9 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
 from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
+from jax_lossscale.diagnostics.programs._question import gradient_program
 
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
@@ -208,7 +208,7 @@ class Program:
         return max(self._tolerance / max(coarse, self._tolerance), 1 / _MOST_SENSITIVE)
 
     def _traced_with(self, fun: Callable[..., Any]) -> Traced:
-        args = (1.0, self.batches[0], self._kwargs, self._argnums, self._has_aux)
+        args = (self.batches[0], self._kwargs, self._argnums, self._has_aux)
         return gradient_program("find_precision", fun, *args)[0]
 
     def _inputs(self, batch: Sequence[Any]) -> list[Any]:
