@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport
     from jax_lossscale.diagnostics.programs._constants import LostConstant
     from jax_lossscale.diagnostics.programs._facts import ProductFacts
-    from jax_lossscale.diagnostics.programs._finding import Evidence, Finding
+    from jax_lossscale.diagnostics.programs._finding import Finding
+    from jax_lossscale.diagnostics.programs._gradients_by_scale import GradientErrors
     from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
+    from jax_lossscale.diagnostics.programs._question import Question
 
 # An error that an operation multiplies by less has come in a loop, from iteration to iteration.
 ACCUMULATED = 2
@@ -228,13 +230,14 @@ _ADVICE = {
 }
 
 
-def verdict(evidence: Evidence, finding: Finding) -> str:
+def verdict(question: Question, errors: GradientErrors, finding: Finding) -> str:
     """What `compare_gradients` found."""
-    facts, errors, dtype = evidence.question.facts, evidence.errors, evidence.question.dtype
+    facts, dtype = question.facts, question.dtype
     if finding.cause == "nothing narrow":
-        others = [other.name for other in evidence.dtypes_met]
-        return no_product_narrow(facts) if dtype in evidence.dtypes_met else nothing_narrow(facts, others)
-    said = _trains(evidence, finding) if finding.will_train else _does_not_train(evidence, finding)
+        is_met = dtype in question.narrow_dtypes
+        others = [other.name for other in question.narrow_dtypes]
+        return no_product_narrow(facts) if is_met else nothing_narrow(facts, others)
+    said = _trains(question, errors, finding) if finding.will_train else _does_not_train(question, errors, finding)
     if (
         finding.cause in ("forward overflow", "backward overflow")
         and abs(errors.reference_value) > limits_of(dtype).largest
@@ -245,20 +248,20 @@ def verdict(evidence: Evidence, finding: Finding) -> str:
             f"float32 as well: look at the learning rate and at the sign of the loss, not at {dtype.name}.",
         )
     is_in_vain = finding.cause in ("reference not finite", "no gradients")
-    for constant in [each for each in evidence.lost if each.is_epsilon or is_in_vain][:1]:
+    for constant in [each for each in question.lost if each.is_epsilon or is_in_vain][:1]:
         constants = f"{lost_constant(constant)}, also in the float32 reference. Compute it in float32."
         said.insert(0 if is_in_vain else len(said), constants)
     return " ".join(said)
 
 
-def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
-    errors, at, leaves = evidence.errors, finding.at, finding.leaves
+def _does_not_train(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
+    at, leaves, dtype = finding.at, finding.leaves, question.dtype.name
     whose, error = listed([leaf.path for leaf in leaves]), errors.total.relative_error[at]
     numbers = {
         "what": f"the gradients of {whose} are" if leaves else "the loss is",
         "whose": whose,
         "most": f", most of all those of {whose}" if leaves else "",
-        "dtype": evidence.errors.dtype.name,
+        "dtype": dtype,
         "loss_dtype": errors.loss_dtype.name,
         "value": f"{errors.value:.4g}",
         "reference": f"{errors.reference_value:.4g}",
@@ -274,23 +277,23 @@ def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
         numbers["factor"] = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
     is_right = finding.cause == "forward overflow" and not errors.is_loss_wrong
     said = [_VERDICTS[finding.cause + " of gradients" * is_right].format(**numbers)]
-    said += [_too_small(evidence)] if finding.cause == "underflow" and errors.is_loss_too_small else []
-    said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
+    said += [_too_small(errors)] if finding.cause == "underflow" and errors.is_loss_too_small else []
+    said += [_begins(finding.place, dtype)] if finding.place else []
     said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
     if finding.cause == "reference not finite":
-        arguments = list(map(nonfinite_argument, evidence.question.faults.nan + evidence.question.faults.infinite))
-        said = [*arguments, f"So i{said[0][1:]}"] if evidence.question.faults.nan else [*said, *arguments]
+        arguments = list(map(nonfinite_argument, question.faults.nan + question.faults.infinite))
+        said = [*arguments, f"So i{said[0][1:]}"] if question.faults.nan else [*said, *arguments]
     if finding.cause == "forward overflow":
-        said += [large_argument(leaf, evidence.errors.dtype.name) for leaf in evidence.question.faults.too_large]
+        said += [large_argument(leaf, dtype) for leaf in question.faults.too_large]
     return said
 
 
-def _too_small(evidence: Evidence) -> str:
-    return f"The loss is {evidence.errors.reference_value:.2g}, too small for {evidence.errors.loss_dtype.name}."
+def _too_small(errors: GradientErrors) -> str:
+    return f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
 
 
-def _trains(evidence: Evidence, finding: Finding) -> list[str]:
-    errors, facts, start = evidence.errors, evidence.question.facts, finding.loss_scale or 1.0
+def _trains(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
+    facts, start, dtype = question.facts, finding.loss_scale or 1.0, question.dtype.name
     it = "It will train"
     if facts.narrow_products < facts.products:
         it += f", with {facts.narrow_products} of {facts.products} products in {facts.dtype}"
@@ -310,11 +313,11 @@ def _trains(evidence: Evidence, finding: Finding) -> list[str]:
         whose = f", most of all those of {listed([leaf.path for leaf in finding.leaves])}" if finding.leaves else ""
         said.append(f"Without a loss scale {lost}{whose}.")
     if errors.is_loss_noted and errors.is_loss_too_small:
-        said.append(f"{_too_small(evidence)} Return it in float32.")
+        said.append(f"{_too_small(errors)} Return it in float32.")
     elif errors.is_loss_noted:
         error = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
         said.append(f"But the loss is {errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({error:+.0%}).")
-        said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
+        said += [_begins(finding.place, dtype)] if finding.place else []
     worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[finding.at] > WORTH_SAYING]
     if worse:
         most = max(leaf.relative_error[finding.at] for leaf in worse)

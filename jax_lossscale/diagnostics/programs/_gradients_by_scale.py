@@ -15,8 +15,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_error import (
+    LeafGradientError,
+    measure,
+    report_of_all,
+    reports_of_leaves,
+)
 from jax_lossscale.diagnostics.programs._question import Question
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
@@ -120,9 +124,9 @@ def errors_by_scale(
     question: Question,
     wide: Traced | None = None,
     scales: Sequence[float] | None = None,
-    progress: Callable[[Sequence[float]], Iterable[float]] = lambda scales: scales,
+    progress: Callable[[Sequence[float]], Iterable[float]] = iter,
 ) -> GradientErrors | None:
-    """The errors of the gradients; ``None`` if there are none.
+    """Give the errors of the gradients; ``None`` if there are none.
 
     Args:
       question: what is asked about.
@@ -130,48 +134,39 @@ def errors_by_scale(
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    narrow, has_aux, dtype = question.program, question.has_aux, question.dtype
+    narrow, has_aux = question.program, question.has_aux
     moved = nudged(question.args, question.argnums, keep_dtypes=wide is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
     if wide is None:
         wide, moved = narrow, [np.float32(1), *moved]
-        inputs = [jnp.float32(1), *narrow.inputs[1:]]
         computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
     else:
-        inputs = wide.inputs
         computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
-    reference_value, exact = value_and_leaves(wide.result(computed(*inputs)), has_aux)
+    reference_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), has_aux)
     if not exact:
         return None
     of_moved = computed(*wide.inputs_from(moved, question.kwargs))
     rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
-    scales = scales or _useful_scales(exact, dtype)
-    value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
-    leaves = reports_of_leaves(exact, measured, rounding)
-    return GradientErrors(
-        dtype,
-        leaves,
-        report_of_all(leaves),
-        scales,
-        float(value),
-        jnp.result_type(value),
-        float(reference_value),
-        tuple(evaluator.as_they_are),
-    )
-
-
-def _at_scales(
-    narrow: Traced, exact: dict[str, Any], scales: Iterable[float], has_aux: bool
-) -> tuple[Any, list[list[Measurement]]]:
-    """The value, which is that of every scale, and a measurement of each leaf for each scale."""
+    scales = scales or _useful_scales(exact, question.dtype)
     compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    value: Any = math.nan
+    value: Any = math.nan  # that of every scale
     measured = []
-    for scale in scales:
+    for scale in progress(scales):
         value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
-        measured.append(measure(leaves, exact, scale))  # waits, so that no two scales' gradients are held at a time
-    return value, measured
+        measured.append(measure(leaves, exact, scale))
+        del leaves
+    reports = reports_of_leaves(exact, measured, rounding)
+    return GradientErrors(
+        dtype=question.dtype,
+        leaves=reports,
+        total=report_of_all(reports),
+        scales=scales,
+        value=float(value),
+        loss_dtype=jnp.result_type(value),
+        reference_value=float(reference_value),
+        as_they_are=tuple(evaluator.as_they_are),
+    )
 
 
 def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:

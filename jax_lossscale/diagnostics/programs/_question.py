@@ -16,8 +16,9 @@ from jax_lossscale._autocast.transform import planners_seen
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._limits import limits_of
-from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, reports_of_named
+from jax_lossscale.diagnostics.programs._constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of
 
 
@@ -35,6 +36,7 @@ class Question(NamedTuple):
       inputs: the names of the inputs of the program.
       facts: which products are narrow.
       faults: what is wrong with the arguments.
+      lost: the constants of which zero or infinity was left, in float32, too.
     """
 
     program: Traced
@@ -47,6 +49,12 @@ class Question(NamedTuple):
     inputs: list[str]
     facts: ProductFacts
     faults: ArgumentFaults
+    lost: Sequence[LostConstant]
+
+    @property
+    def narrow_dtypes(self) -> list[jnp.dtype]:
+        """The narrow dtypes that the function computes in."""
+        return narrow_dtypes(self.program.jaxpr.jaxpr)
 
 
 def asked(
@@ -67,7 +75,8 @@ def asked(
     every = ["the loss scale", *(name for leaves in names for name in leaves)]
     inputs = [every[position] for position in program.positions]
     facts, faults = facts_of(program, dtype, inputs, planners), faults_of(named, dtype)
-    return Question(program, chosen, kwargs, argnums, has_aux, dtype, names, inputs, facts, faults)
+    lost = lost_constants(program)
+    return Question(program, chosen, kwargs, argnums, has_aux, dtype, names, inputs, facts, faults, lost)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -18,7 +18,6 @@ from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._blame import blame, fault_of
-from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
@@ -125,7 +124,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
-    lost = tuple(_words.lost_constant(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
+    lost = tuple(_words.lost_constant(each) for each in question.lost if each.is_epsilon or has_nan)
     as_they_are = tuple(evaluator.evaluator.as_they_are)
     faults = question.faults.nan + (question.faults.infinite if has_nan else [])
     of_args = tuple(map(_words.nonfinite_argument, faults))

@@ -14,8 +14,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_error import (
+    LeafGradientError,
+    measure,
+    report_of_all,
+    reports_of_leaves,
+)
 from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._question import gradient_program
