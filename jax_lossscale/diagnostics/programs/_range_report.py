@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics.programs._blame import blame, fault_of
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
+from jax_lossscale.diagnostics.programs._parameters import told_apart
 from jax_lossscale.diagnostics.programs._question import Question, asked
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Parameter, Site, Value
@@ -114,9 +114,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
-    parameters = parameters_of_sites(graph, gradients)
-    sites = told_apart(list(graph.sites.values()), parameters)
+    sites = told_apart(graph, dict(zip(of_gradients, jax.tree.leaves(grads), strict=True)))
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
         operation = _operation_range(site, of, question.facts, node in harmful, node in origins)
@@ -124,11 +122,16 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
-    lost = tuple(_words.lost_constant(each) for each in question.lost if each.is_epsilon or has_nan)
-    as_they_are = tuple(evaluator.evaluator.as_they_are)
     faults = question.faults.nan + (question.faults.infinite if has_nan else [])
-    of_args = tuple(map(_words.nonfinite_argument, faults))
-    return RangeReport(tuple(operations), dtype.name, loss_scale, as_they_are, lost, question.facts, of_args)
+    return RangeReport(
+        operations=tuple(operations),
+        dtype=dtype.name,
+        loss_scale=loss_scale,
+        as_they_are=tuple(evaluator.evaluator.as_they_are),
+        lost_constants=tuple(_words.lost_constant(each) for each in question.lost if each.is_epsilon or has_nan),
+        facts=question.facts,
+        arguments=tuple(map(_words.nonfinite_argument, faults)),
+    )
 
 
 def _told(total: int) -> Callable[[int], None]:
