@@ -13,7 +13,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Report(Sequence[Entry]):
-    """A sequence of entries. Printed, or shown in a notebook, it is a summary, a table, and notes below it."""
+    """A sequence of entries that prints as a summary, a table, and notes below it."""
 
     _name_columns: ClassVar[int] = 2  # set to the left; numbers, to the right
 
@@ -24,7 +24,7 @@ class Report(Sequence[Entry]):
         raise NotImplementedError
 
     def _rows(self) -> Rows:
-        """The table, the headings first; empty for none."""
+        """Give the table, the headings first; nothing for none."""
         raise NotImplementedError
 
     def _notes(self) -> Sequence[str]:

@@ -38,12 +38,12 @@ DOUBLE = Layout(np.uint64, np.float64, 52, 1023)
 
 
 def layout_of(dtype: DTypeLike) -> Layout:
-    """`DOUBLE` for a dtype of 64 bits (of complex ones, for each part); everything narrower is read as `SINGLE`."""
+    """Give `DOUBLE` for a dtype of 64 bits (of complex ones, for each part), and `SINGLE` for everything narrower."""
     return DOUBLE if jnp.finfo(dtype).bits == 64 else SINGLE
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """Integers in the order of the absolute values: their bits as float32, or float64, without the sign.
+    """Give integers in the order of the absolute values: their bits as float32, or float64, without the sign.
 
     Of a complex leaf both parts, along a new last axis.
     """
@@ -59,7 +59,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
 
 
 def bits_of(number: float, layout: Layout) -> Any:
-    """The magnitude of the largest number of the layout that is not above ``number``: a NumPy integer."""
+    """Give the magnitude of the largest number of the layout that is not above ``number``: a NumPy integer."""
     with np.errstate(over="ignore"):
         rounded = layout.floating(number)
     if float(rounded) > number:
@@ -68,12 +68,12 @@ def bits_of(number: float, layout: Layout) -> Any:
 
 
 def number_of(magnitude: int, layout: Layout) -> float:
-    """The number that has this magnitude, on the host."""
+    """Give the number that has this magnitude, on the host."""
     return float(layout.integer(magnitude).view(layout.floating))
 
 
 def as_float32_bits(largest: jax.Array) -> jax.Array:
-    """A magnitude of either layout as that of the nearest float32, subnormal ones too: ``uint32``."""
+    """Turn a magnitude of either layout into that of the nearest float32, subnormal ones too: ``uint32``."""
     if largest.dtype == jnp.uint32:
         return largest
     number = jax.lax.bitcast_convert_type(largest, jnp.float64)

@@ -18,7 +18,7 @@ _MANY_LOST = 0.25
 
 
 class Finding(NamedTuple):
-    """The cause, in the words of `GradientComparison`, and what shows it.
+    """The cause, by its name in `GradientComparison`, and what shows it.
 
     Attributes:
       cause: the cause.

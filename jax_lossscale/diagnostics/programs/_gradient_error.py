@@ -55,7 +55,7 @@ class LeafGradientError:
 
 
 class Measurement(NamedTuple):
-    """Of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
+    """What is measured of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
 
     largest: Any
     smallest: Any
@@ -67,7 +67,7 @@ class Measurement(NamedTuple):
 
 
 def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
-    """Of each leaf, on the host; it is compiled once for all leaves of one shape."""
+    """Measure each leaf, for the host; this is compiled once for all leaves of one shape."""
     measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
     fetched: list[Measurement] = jax.device_get(measured)
     return fetched
@@ -96,7 +96,7 @@ def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measur
 def reports_of_leaves(
     exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
 ) -> list[LeafGradientError]:
-    """From the measurements by scale and leaf, a report for each leaf; in ``rounding`` the reference was nudged."""
+    """Report on each leaf, from the measurements by scale and leaf; in ``rounding`` the reference was nudged."""
     return [
         _report(path, jnp.shape(leaf), [at_scale[n] for at_scale in measured], rounding[n])
         for n, (path, leaf) in enumerate(exact.items())
@@ -129,7 +129,7 @@ def _relative(squared_errors: float, squares: float) -> float:
 
 
 def report_of_all(leaves: list[LeafGradientError]) -> LeafGradientError:
-    """All leaves as one."""
+    """Report on all leaves as one."""
     norms = [leaf.norm for leaf in leaves]
     norm = math.hypot(*norms)
 

@@ -165,7 +165,7 @@ def _inner(eqn: Any) -> list[Jaxpr]:
 
 
 def _is_inexact(atoms: Sequence[Any]) -> bool:
-    """Whether all are floats or complex; what is written to and read from is none."""
+    """Tell whether all are floats or complex; what is written to and read from is none."""
     return not any(map(is_reference, atoms)) and all(
         jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
     )

@@ -97,7 +97,7 @@ def range_report(
 
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
-    """The report at a scale."""
+    """Make the report at a scale."""
     traced, dtype, argnums = question.program, question.dtype, question.argnums
     graph = Graph()
     positions = [argnums] if isinstance(argnums, int) else argnums
@@ -147,7 +147,7 @@ def _told(total: int) -> Callable[[int], None]:
 
 
 def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
-    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
+    """Tell whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
 
     By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
     as many digits as float32 has more.
@@ -165,7 +165,7 @@ def _severity(of: OperationRange) -> Any:
 
 
 def _scale_of(loss_scale: Any) -> float:
-    """The scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
+    """Give the scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
     if not 0 < float(loss_scale) < math.inf:

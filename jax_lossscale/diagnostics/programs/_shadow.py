@@ -68,7 +68,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         self._is_compiled = False
 
     def value_of(self, constant: Any, aval: Any) -> Pair:
-        """A value of which nothing is wrong yet."""
+        """Give a value of which nothing is wrong yet."""
         return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
 
     def decided(self, value: Pair) -> Any:
@@ -125,7 +125,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: bool) -> jax.Array:
-    """``float32[fields]``, the statistics of an array, as far as it tells them itself."""
+    """Give the statistics of an array, ``float32[fields]``, as far as it tells them itself."""
     narrow, wide = (jnp.asarray(value).astype(jnp.float32) for value in (narrow, wide))
     is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
     magnitude = jnp.where(is_nan, 0, jnp.abs(wide))
@@ -150,7 +150,7 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: boo
 
 @partial(jax.jit, static_argnums=3)
 def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool) -> jax.Array:
-    """``float32[fields]``, the statistics of a result, from those of itself and of the operands."""
+    """Give the statistics of a result, ``float32[fields]``, from its own and those of the operands."""
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, error_in = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
