@@ -10,12 +10,14 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import listed, percent, power_of_two
 
 if TYPE_CHECKING:
+    from jax_lossscale._program.place import Place
     from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport
     from jax_lossscale.diagnostics.programs._constants import LostConstant
-    from jax_lossscale.diagnostics.programs._facts import ProductFacts
+    from jax_lossscale.diagnostics.programs._facts import Origin, ProductFacts
     from jax_lossscale.diagnostics.programs._finding import Finding
     from jax_lossscale.diagnostics.programs._gradients_by_scale import GradientErrors
     from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
+    from jax_lossscale.diagnostics.programs._operations import OperationPrecision
     from jax_lossscale.diagnostics.programs._question import Question
 
 # An error that an operation multiplies by less has come in a loop, from iteration to iteration.
@@ -33,9 +35,9 @@ def off(error: float) -> str:
     return f"off by {percent(error)}" if error < 1 else "wrong altogether"
 
 
-def place(layer: str, source: str) -> str:
+def place(at: Place | OperationPrecision) -> str:
     """A layer and a line; "" if neither is known."""
-    return f"`{layer}` ({source})" if layer else source
+    return f"`{at.layer}` ({at.source})" if at.layer else at.source
 
 
 # The products.
@@ -52,18 +54,21 @@ def product_counts(facts: ProductFacts) -> str:
     return f"{counts}{work}. The first that is not: {facts.first_wide}."
 
 
-# By where the float32 of a product's input comes from.
 _ORIGINS = {
     "met": "its input is float32 since {dtype} met float32 {name} at {there}",
     "cast": "its input becomes float32 at {there}",
     "argument": "its input is float32 from the beginning ({name})",
+    "constant": "its input is float32 from the beginning ({name})",
 }
 
 
-def wide_product(where: str, dtype: str, origin: str, name: str, there: str) -> str:
+def wide_product(dtype: str, at: Place, origin: Origin) -> str:
     """Where a product is, and why its input is float32."""
-    name = f"`{name}`" if name else "a constant"
-    return f"{where}; {_ORIGINS[origin].format(dtype=dtype, name=name, there=there)}"
+    if not origin.kind:
+        return place(at)
+    name = f"`{origin.name}`" if origin.name else "a constant"
+    there = place(origin.place) if origin.place else ""
+    return f"{place(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
 
 
 def nothing_narrow(facts: ProductFacts, others: Sequence[str] = ()) -> str:

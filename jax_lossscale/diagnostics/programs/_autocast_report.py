@@ -17,7 +17,7 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of_operations
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_among
 from jax_lossscale.diagnostics.programs._operations import (
     OperationPrecision,
     bytes_kept,
@@ -77,7 +77,7 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def facts(self) -> ProductFacts:
         """How many products are narrow; if not all, where the first is that is not, and why."""
-        return facts_of_operations(self.operations, self.dtype, is_autocast=True)
+        return products_among(self.operations, self.dtype, is_autocast=True)
 
     def _summary(self) -> str:
         forward = sum(each.number for each in self.products if not each.is_backward)

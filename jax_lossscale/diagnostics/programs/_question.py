@@ -19,7 +19,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, reports_of_named
 from jax_lossscale.diagnostics.programs._constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_of
 
 
 class Question(NamedTuple):
@@ -74,7 +74,7 @@ def asked(
     names = [[name for name, _ in leaves] for leaves in named]
     every = ["the loss scale", *(name for leaves in names for name in leaves)]
     inputs = [every[position] for position in program.positions]
-    facts, faults = facts_of(program, dtype, inputs, planners), faults_of(named, dtype)
+    facts, faults = products_of(program, dtype, inputs, planners), faults_of(named, dtype)
     lost = lost_constants(program)
     return Question(program, chosen, kwargs, argnums, has_aux, dtype, names, inputs, facts, faults, lost)
 
