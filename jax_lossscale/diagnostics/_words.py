@@ -29,29 +29,29 @@ WORTH_SAYING = 0.05
 
 
 def off(error: float) -> str:
-    """How far something is from float32's, after "is"."""
+    """Say how far something is from float32's, after "is"."""
     if not math.isfinite(error):
         return "not finite"
     return f"off by {percent(error)}" if error < 1 else "wrong altogether"
 
 
 def place(at: Place | OperationPrecision) -> str:
-    """A layer and a line; "" if neither is known."""
+    """Name a layer and a line; "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source
 
 
 # The products.
 
 
-def product_counts(facts: ProductFacts) -> str:
-    """How many are in the dtype, and where the first is that is not."""
-    if not facts.products:
+def product_counts(counted: ProductFacts) -> str:
+    """Say how many are in the dtype, and where the first is that is not."""
+    if not counted.products:
         return "Matrix products and convolutions: none."
-    counts = f"Matrix products and convolutions: {facts.narrow_products} of {facts.products} in {facts.dtype}"
-    if not facts.first_wide:
+    counts = f"Matrix products and convolutions: {counted.narrow_products} of {counted.products} in {counted.dtype}"
+    if not counted.first_wide:
         return f"{counts}."
-    work = f", {percent(facts.narrow_work)} of their work" if facts.narrow_products else ""
-    return f"{counts}{work}. The first that is not: {facts.first_wide}."
+    work = f", {percent(counted.narrow_work)} of their work" if counted.narrow_products else ""
+    return f"{counts}{work}. The first that is not: {counted.first_wide}."
 
 
 _ORIGINS = {
@@ -63,7 +63,7 @@ _ORIGINS = {
 
 
 def wide_product(dtype: str, at: Place, origin: Origin) -> str:
-    """Where a product is, and why its input is float32."""
+    """Say where a product is, and why its input is float32."""
     if not origin.kind:
         return place(at)
     name = f"`{origin.name}`" if origin.name else "a constant"
@@ -71,30 +71,23 @@ def wide_product(dtype: str, at: Place, origin: Origin) -> str:
     return f"{place(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
 
 
-def nothing_narrow(facts: ProductFacts, others: Sequence[str] = ()) -> str:
-    """Of a function that computes nothing in the dtype, though perhaps in others."""
-    if others:
+def nothing_narrow(counted: ProductFacts, met: Sequence[str] = ()) -> str:
+    """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that the function has."""
+    dtype, products = counted.dtype, f"{counted.products} matrix products and convolutions"
+    if met and dtype not in met:
+        return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+    if counted.is_autocast and not counted.products:
+        return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
+    if counted.is_autocast:
+        return f"`autocast` leaves all {products} as they are: {counted.first_wide}."
+    if not met:
         return (
-            f"`fun` computes in {listed(others)}, and nothing in {facts.dtype}. Pass `dtype={others[0]!r}`, and ask "
-            "again."
+            f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
+            "with `jls.cast_floating`."
         )
-    if not facts.is_autocast:
-        return (
-            f"`fun` computes nothing in {facts.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
-            "`fun`, with `jls.cast_floating`."
-        )
-    if not facts.products:
-        return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {facts.dtype}."
-    return f"`autocast` leaves all {facts.products} matrix products and convolutions as they are: {facts.first_wide}."
-
-
-def no_product_narrow(facts: ProductFacts) -> str:
-    """Of a function that computes something in the dtype, but no product."""
-    if facts.is_autocast:
-        return nothing_narrow(facts)
     return (
-        f"None of the {facts.products} matrix products and convolutions is computed in {facts.dtype}, so nothing is "
-        f"gained: {facts.first_wide}. `jls.autocast(fun)` computes them in {facts.dtype}."
+        f"None of the {products} is computed in {dtype}, so nothing is gained: {counted.first_wide}. "
+        f"`jls.autocast(fun)` computes them in {dtype}."
     )
 
 
@@ -102,7 +95,7 @@ def no_product_narrow(facts: ProductFacts) -> str:
 
 
 def nonfinite_argument(leaf: LeafReport) -> str:
-    """Of an argument that holds NaN or infinities."""
+    """Say that an argument holds NaN or infinities."""
     number = leaf.nan or leaf.nonfinite
     what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
     first = ", at" if number == 1 else ", the first at"
@@ -111,12 +104,12 @@ def nonfinite_argument(leaf: LeafReport) -> str:
 
 
 def large_argument(leaf: LeafReport, dtype: str) -> str:
-    """Of an argument that the dtype does not hold."""
+    """Say that the dtype does not hold an argument."""
     return f"`{leaf.path}` reaches {leaf.largest_finite:.2g}, and {_end_of(dtype)}."
 
 
 def lost_constant(constant: LostConstant) -> str:
-    """Of a constant that became zero or infinite, without a full stop."""
+    """Say that a constant became zero or infinite, without a full stop."""
     name = "epsilon" if constant.is_epsilon else "constant"
     at = constant.place
     layer = f" in {at.layer}" if at.layer else ""
@@ -138,7 +131,8 @@ FAULTS = {
     "forward overflow": "Compute it in float32.",
     "backward underflow": "A larger loss scale helps. If other gradients overflow then, give this branch a scale of "
     "its own: `jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs.",
-    "forward underflow": "No loss scale reaches the forward pass. Compute it in float32, or make it larger before.",
+    "forward underflow": "A loss scale does not help in the forward pass. Compute it in float32, or make it larger "
+    "before.",
     "sum": "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32.",
     "rounding": "It makes the rounding errors of its operands larger. Compute it and its operands in float32.",
 }
@@ -155,14 +149,14 @@ _FORWARD_OVERFLOWS = {
 
 
 def cure(fault: str, operation: str) -> str:
-    """What helps; ``operation``: the name of the one at fault, or of the one that it is the derivative of."""
+    """Say what helps; ``operation``: the name of the one at fault, or of the one that it is the derivative of."""
     if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
         return _FORWARD_OVERFLOWS[operation]
     return FAULTS[fault].replace("{}", operation) if fault else ""
 
 
 def in_range(report: RangeReport) -> str:
-    """How many operations of a range report leave the range."""
+    """Say how many operations of a range report leave the range."""
     if not report:
         return nothing_narrow(report.facts)
     over = [operation for operation in report.bad if operation.overflow]
@@ -181,7 +175,7 @@ def in_range(report: RangeReport) -> str:
 
 
 def _begins(operation: OperationRange, dtype: str) -> str:
-    """Where it begins, with the cure."""
+    """Say where an error begins, with the cure."""
     of = operation
     name = f"the derivative of `{of.derivative_of}`" if of.derivative_of else f"`{of.operation}`"
     it = f"{name}{f' in {of.layer}' if of.layer else ''} ({of.source or 'no line of your code'})"
@@ -204,7 +198,7 @@ def _end_of(dtype: str) -> str:
 
 # What `compare_gradients` finds, by cause; and what to do where no operation is to blame.
 
-_VERDICTS = {
+_CAUSES = {
     "reference not finite": "In float32 {what} not finite either.",
     "no gradients": "All gradients are zero in float32, too, so there is nothing that {dtype} could lose.",
     "forward overflow": "The loss is {value} in {dtype} and {reference} in float32. No loss scale changes that.",
@@ -235,27 +229,23 @@ _ADVICE = {
 }
 
 
-def verdict(question: Question, errors: GradientErrors, finding: Finding) -> str:
-    """What `compare_gradients` found."""
-    facts, dtype = question.facts, question.dtype
+def conclusion(question: Question, errors: GradientErrors, finding: Finding) -> str:
+    """Say what `compare_gradients` found."""
+    dtype = question.dtype
     if finding.cause == "nothing narrow":
-        is_met = dtype in question.narrow_dtypes
-        others = [other.name for other in question.narrow_dtypes]
-        return no_product_narrow(facts) if is_met else nothing_narrow(facts, others)
+        return nothing_narrow(question.products, [met.name for met in question.narrow_dtypes])
     said = _trains(question, errors, finding) if finding.will_train else _does_not_train(question, errors, finding)
-    if (
-        finding.cause in ("forward overflow", "backward overflow")
-        and abs(errors.reference_value) > limits_of(dtype).largest
-    ):
+    has_overflow = finding.cause in ("forward overflow", "backward overflow")
+    if has_overflow and abs(errors.reference_value) > limits_of(dtype).largest:
         said.insert(
             len(said) if finding.will_train else 0,
             f"The loss is {errors.reference_value:.2g} in float32, too. If training made it so large, it diverges in "
             f"float32 as well: look at the learning rate and at the sign of the loss, not at {dtype.name}.",
         )
     is_in_vain = finding.cause in ("reference not finite", "no gradients")
-    for constant in [each for each in question.lost if each.is_epsilon or is_in_vain][:1]:
-        constants = f"{lost_constant(constant)}, also in the float32 reference. Compute it in float32."
-        said.insert(0 if is_in_vain else len(said), constants)
+    for constant in [constant for constant in question.lost if constant.is_epsilon or is_in_vain][:1]:
+        lost = f"{lost_constant(constant)}, also in the float32 reference. Compute it in float32."
+        said.insert(0 if is_in_vain else len(said), lost)
     return " ".join(said)
 
 
@@ -281,7 +271,7 @@ def _does_not_train(question: Question, errors: GradientErrors, finding: Finding
         ratio = math.log2(errors.total.largest / max(leaf.largest for leaf in leaves))
         numbers["factor"] = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
     is_right = finding.cause == "forward overflow" and not errors.is_loss_wrong
-    said = [_VERDICTS[finding.cause + " of gradients" * is_right].format(**numbers)]
+    said = [_CAUSES[finding.cause + " of gradients" * is_right].format(**numbers)]
     said += [_too_small(errors)] if finding.cause == "underflow" and errors.is_loss_too_small else []
     said += [_begins(finding.place, dtype)] if finding.place else []
     said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
@@ -298,10 +288,10 @@ def _too_small(errors: GradientErrors) -> str:
 
 
 def _trains(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
-    facts, start, dtype = question.facts, finding.loss_scale or 1.0, question.dtype.name
+    start, dtype, counted = finding.loss_scale or 1.0, question.dtype.name, question.products
     it = "It will train"
-    if facts.narrow_products < facts.products:
-        it += f", with {facts.narrow_products} of {facts.products} products in {facts.dtype}"
+    if counted.narrow_products < counted.products:
+        it += f", with {counted.narrow_products} of {counted.products} products in {dtype}"
     said = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
     if finding.cause == "backward overflow":
         made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"

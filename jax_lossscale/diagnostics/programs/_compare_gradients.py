@@ -182,7 +182,7 @@ def compare_gradients(
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=_words.verdict(question, errors, finding),
+        verdict=_words.conclusion(question, errors, finding),
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,
@@ -195,7 +195,7 @@ def compare_gradients(
         value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
-        facts=question.facts,
+        facts=question.products,
     )
 
 

@@ -66,7 +66,7 @@ def find_cause(question: Question, errors: GradientErrors, ranges: Ranges) -> Fi
     best = errors.best()
     if best not in errors.working():
         return _does_not_train(errors, best, ranges(errors.scales[best]))
-    if question.facts.products and not question.facts.narrow_products:
+    if question.products.products and not question.products.narrow_products:
         return Finding("nothing narrow")
     return _trains(errors, ranges)
 

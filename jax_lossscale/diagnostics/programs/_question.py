@@ -34,7 +34,7 @@ class Question(NamedTuple):
       dtype: the narrow dtype.
       names: of each argument, and then of each keyword, its leaves as the function names them.
       inputs: the names of the inputs of the program.
-      facts: which products are narrow.
+      products: how many of them are narrow.
       faults: what is wrong with the arguments.
       lost: the constants of which zero or infinity was left, in float32, too.
     """
@@ -47,7 +47,7 @@ class Question(NamedTuple):
     dtype: jnp.dtype
     names: list[list[str]]
     inputs: list[str]
-    facts: ProductFacts
+    products: ProductFacts
     faults: ArgumentFaults
     lost: Sequence[LostConstant]
 
@@ -74,9 +74,19 @@ def asked(
     names = [[name for name, _ in leaves] for leaves in named]
     every = ["the loss scale", *(name for leaves in names for name in leaves)]
     inputs = [every[position] for position in program.positions]
-    facts, faults = products_of(program, dtype, inputs, planners), faults_of(named, dtype)
-    lost = lost_constants(program)
-    return Question(program, chosen, kwargs, argnums, has_aux, dtype, names, inputs, facts, faults, lost)
+    return Question(
+        program=program,
+        args=chosen,
+        kwargs=kwargs,
+        argnums=argnums,
+        has_aux=has_aux,
+        dtype=dtype,
+        names=names,
+        inputs=inputs,
+        products=products_of(program, dtype, inputs, planners),
+        faults=faults_of(named, dtype),
+        lost=lost_constants(program),
+    )
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -117,7 +117,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     sites = told_apart(graph, dict(zip(of_gradients, jax.tree.leaves(grads), strict=True)))
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, question.facts, node in harmful, node in origins)
+        operation = _operation_range(site, of, question.products, node in harmful, node in origins)
         if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
@@ -129,7 +129,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         loss_scale=loss_scale,
         as_they_are=tuple(evaluator.evaluator.as_they_are),
         lost_constants=tuple(_words.lost_constant(each) for each in question.lost if each.is_epsilon or has_nan),
-        facts=question.facts,
+        facts=question.products,
         arguments=tuple(map(_words.nonfinite_argument, faults)),
     )
 
@@ -174,10 +174,10 @@ def _scale_of(loss_scale: Any) -> float:
 
 
 def _operation_range(
-    site: Site, of: Statistics, facts: ProductFacts, is_harmful: bool, is_origin: bool
+    site: Site, of: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
-    info = jnp.finfo(facts.dtype)
-    fault = fault_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast)
+    info = jnp.finfo(products.dtype)
+    fault = fault_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
     log2_above = log2_below = 0
     if of.overflow:
         log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
