@@ -155,7 +155,7 @@ def _checked_tolerance(tolerance: Any, dtype: jnp.dtype) -> float:
 
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
-    """The arguments, once for each batch."""
+    """Give the arguments, once for each batch."""
     if batches is None:
         return [args]
     if not isinstance(batches, Sequence) or isinstance(batches, str) or len(batches) == 0:
@@ -163,11 +163,11 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
             f"`find_precision(batches=...)` must be a sequence of values for the last argument, got {batches!r}. Put a "
             "single one into a list."
         )
-    found = [args, *((*args[:-1], batch) for batch in batches)]
-    types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each[-1]) for each in found]
-    if any(each != types[0] for each in types):
-        raise ValueError(
-            "`find_precision(batches=...)` must hold values like the last argument, of the same structure, shapes and "
-            f"dtypes; that is {types[0]}, and one is {next(each for each in types if each != types[0])}."
-        )
-    return found
+    types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each) for each in (args[-1], *batches)]
+    for other in types[1:]:
+        if other != types[0]:
+            raise ValueError(
+                "`find_precision(batches=...)` must hold values like the last argument, of the same structure, shapes "
+                f"and dtypes; that is {types[0]}, and one is {other}."
+            )
+    return [args, *((*args[:-1], batch) for batch in batches)]

@@ -32,8 +32,8 @@ class Question(NamedTuple):
       argnums: which arguments are differentiated.
       has_aux: whether there is an auxiliary result.
       dtype: the narrow dtype.
-      names: of each argument, and then of each keyword, its leaves as the function names them.
       inputs: the names of the inputs of the program.
+      parameters: the names of the inputs that are differentiated, in the order of the gradients.
       products: how many of them are narrow.
       faults: what is wrong with the arguments.
       lost: the constants of which zero or infinity was left, in float32, too.
@@ -45,8 +45,8 @@ class Question(NamedTuple):
     argnums: int | Sequence[int]
     has_aux: bool
     dtype: jnp.dtype
-    names: list[list[str]]
     inputs: list[str]
+    parameters: list[str]
     products: ProductFacts
     faults: ArgumentFaults
     lost: Sequence[LostConstant]
@@ -71,9 +71,9 @@ def asked(
     of_leaves, chosen = with_gradients(fun, args, argnums, f"{caller}(argnums=...)")
     program, planners = gradient_program(caller, of_leaves, chosen, kwargs, argnums, has_aux)
     named = named_leaves(fun, chosen, kwargs)
-    names = [[name for name, _ in leaves] for leaves in named]
-    every = ["the loss scale", *(name for leaves in names for name in leaves)]
-    inputs = [every[position] for position in program.positions]
+    names = ["the loss scale", *(name for leaves in named for name, _ in leaves)]
+    inputs = [names[position] for position in program.positions]
+    differentiated = [argnums] if isinstance(argnums, int) else argnums
     return Question(
         program=program,
         args=chosen,
@@ -81,8 +81,8 @@ def asked(
         argnums=argnums,
         has_aux=has_aux,
         dtype=dtype,
-        names=names,
         inputs=inputs,
+        parameters=[name for n in differentiated for name, _ in named[n % len(args)]],
         products=products_of(program, dtype, inputs, planners),
         faults=faults_of(named, dtype),
         lost=lost_constants(program),

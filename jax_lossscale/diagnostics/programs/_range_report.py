@@ -16,7 +16,6 @@ from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._blame import blame, fault_of
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
@@ -98,14 +97,11 @@ def range_report(
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
     """Make the report at a scale."""
-    traced, dtype, argnums = question.program, question.dtype, question.argnums
-    graph = Graph()
-    positions = [argnums] if isinstance(argnums, int) else argnums
-    of_gradients = [name for position in positions for name in question.names[position % len(question.args)]]
-    entering = {name: Parameter(-1, name, is_bare=True) for name in of_gradients}
+    traced, dtype, graph = question.program, question.dtype, Graph()
+    entering = {name: Parameter(-1, name, is_bare=True) for name in question.parameters}
     ends = graph.outputs(traced.jaxpr, [Value(parameter=entering.get(name)) for name in question.inputs])
     value, grads = traced.result([end.nodes for end in ends])
-    evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
+    evaluator = ShadowEvaluator(dtype, len(graph.sites) if progress else 0)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
@@ -114,7 +110,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    sites = told_apart(graph, dict(zip(of_gradients, jax.tree.leaves(grads), strict=True)))
+    sites = told_apart(graph, dict(zip(question.parameters, jax.tree.leaves(grads), strict=True)))
     operations = []
     for site, (node, of) in zip(sites, measured.items(), strict=True):
         operation = _operation_range(site, of, question.products, node in harmful, node in origins)
@@ -132,18 +128,6 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         facts=question.products,
         arguments=tuple(map(_words.nonfinite_argument, faults)),
     )
-
-
-def _told(total: int) -> Callable[[int], None]:
-    done = 0
-
-    def measured(rows: int) -> None:
-        nonlocal done
-        before, done = done, done + rows
-        if 10 * before // total < 10 * done // total:
-            tell("range_report", f"{done} of {total} operations")
-
-    return measured
 
 
 def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow, is_reference
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics._reduced import reduced
+from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator, Rows
 from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured
 
@@ -54,15 +55,15 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order in which a
     `Graph` has its sites. Outside of `jax.jit` each operation is compiled by itself, and once for all layers that are
-    alike; no number is kept longer than it is needed.
+    alike; no number is kept longer than it is needed. With a ``total`` of rows, each tenth of it is told.
     """
 
     fields = len(Statistics._fields)
 
-    def __init__(self, dtype: jnp.dtype, tell: Callable[[int], None] = lambda rows: None) -> None:
+    def __init__(self, dtype: jnp.dtype, total: int = 0) -> None:
         super().__init__()
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
-        self._tell = tell  # called with a number of rows that are done
+        self._done, self._total = 0, total
         self._limits = limits_of(dtype)
         self._unit = float(jnp.finfo(dtype).eps) / 2  # in the last place, half of it
         self._is_compiled = False
@@ -91,7 +92,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         self._is_compiled = True
         outputs, rows = compiled(inputs)
         self._is_compiled = False
-        self._tell(len(rows))
+        self._count(len(rows))
         return outputs, rows
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
@@ -113,9 +114,15 @@ class ShadowEvaluator(MeasuringEvaluator):
             if is_measured(eqn, variable)
         ]
         if not self._is_compiled:
-            self._tell(len(rows))
+            self._count(len(rows))
         self.rows += rows
         return outputs
+
+    def _count(self, rows: int) -> None:
+        """Tell each tenth of the total."""
+        before, self._done = self._done, self._done + rows
+        if self._total and 10 * before // self._total < 10 * self._done // self._total:
+            tell("range_report", f"{self._done} of {self._total} operations")
 
     def _pair(self, narrow: Any, wide: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
