@@ -347,13 +347,12 @@ BAD_STEPS = {
     "skip_if": "`skip_if` was true",
     "loss or skip_if": "its loss was not finite, or `skip_if` was true",
 }
-_COMPARE = "`compare_gradients(loss_fn, params, batch)` tells."
+_COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
 _LINE = "`range_report(loss_fn, params, batch)` names the line."
 _FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 _LOSS = (
-    f"No loss scale changes the loss. Is it finite in float32? {_COMPARE}\n"
-    f"If it is, the forward pass leaves float16's range: {_LINE}\n"
+    f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
     "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
 )
 _BATCH = (
@@ -381,15 +380,9 @@ RUN = {
     "to do.",
     "no lower": "The scale cannot go lower.",
     "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
-    "a NaN stays": "An overflow goes away when the scale falls, and this NaN does not. Is it there in float32? "
-    f"{_COMPARE}\n"
-    "If it is, look for NaN in the batch, for the derivative of a square root or a norm at zero, for a mean of "
-    "nothing, and for 0 * inf behind a `jnp.where`.\n"
-    f"If it is not, look for masks of -1e9 in float16; {_LINE}",
-    "an infinity stays": f"The gradients overflow almost without a scale. Look for {_FROZEN}.\n"
-    f"Look for a sum where a mean is meant, for inputs that are not normalized, and for a division by a tiny number; "
-    f"{_LINE}\n"
-    "Or allow a lower scale with `min_loss_scale`.",
+    "a NaN stays": f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins.",
+    "an infinity stays": "The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for "
+    f"{_FROZEN}.\n{_COMPARE} where they overflow. Or allow a lower scale with `min_loss_scale`.",
     "a high floor": "Allow a lower one with `min_loss_scale`.",
     "a fixed scale": 'Take a smaller one, or "dynamic", which finds one.',
     # The steps before.
@@ -412,17 +405,15 @@ RUN = {
     "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
     "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
     "`jls.value_and_scaled_grad` should.",
-    "all zero": f"All gradients of the last step were exactly zero. Are they in float32? {_COMPARE}\n"
-    "If they are, as behind a mask or where nothing is rewarded, there is nothing that float16 could lose.\n"
+    "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
     "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
     "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
     "`compare_gradients(loss_fn, params, batch)` does.",
     # The parameters.
     "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
     f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",
-    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. Steps "
-    "with bad gradients were skipped, so look at how the parameters began, at the optimizer (a learning rate that is "
-    f"not finite), and for {_FROZEN}. Restart from a checkpoint.",
+    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. "
+    f"Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}.",
     "large": "A parameter is as large as {largest}, in {where}. It leaves float16's range where it is cast or "
     "multiplied.\nIf training brought it there, restart from a checkpoint. Take a smaller learning rate.",
 }
