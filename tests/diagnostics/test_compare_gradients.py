@@ -42,9 +42,9 @@ def compared(name):
     return compare_gradients(fun, *args)
 
 
+@pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_cause_is_named(name, monkeypatch):
-    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
+def test_the_cause_is_named(name):
     cause, will_train, words = KNOWN[name]
     report = compared(name)
     assert (report.cause, report.will_train) == (cause, will_train)

@@ -14,17 +14,13 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import range_report
 
 SOURCE = "tests/diagnostics/workloads.py:"
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 
 @functools.cache
 def reported(name, loss_scale=1.0):
     fun, *args = getattr(workloads, name)()
     return range_report(fun, *args, loss_scale=loss_scale)
-
-
-@pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch):
-    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
 
 
 # What each workload is known to suffer from: the operation, whose derivative, the layer, and words of the cure.
