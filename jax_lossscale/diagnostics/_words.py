@@ -111,9 +111,11 @@ def large_argument(leaf: LeafReport, dtype: str) -> str:
 def lost_constant(constant: LostConstant) -> str:
     """Say that a constant became zero or infinite, without a full stop."""
     name = "epsilon" if constant.is_epsilon else "constant"
-    at = constant.place
-    layer = f" in {at.layer}" if at.layer else ""
-    return f"The {name} in `{constant.operation}`{layer} ({at.source}) is {constant.value:g} in 16 bits"
+    return f"The {name} in `{constant.operation}`{_at(constant.place)} is {constant.value:g} in 16 bits"
+
+
+def _at(where: Place | OperationRange) -> str:
+    return f"{f' in {where.layer}' if where.layer else ''} ({where.source or 'no line of your code'})"
 
 
 # What is wrong with an operation. Some faults have a cure for each operation.
@@ -176,20 +178,19 @@ def in_range(report: RangeReport) -> str:
 
 def _begins(operation: OperationRange, dtype: str) -> str:
     """Say where an error begins, with the cure."""
-    of = operation
-    name = f"the derivative of `{of.derivative_of}`" if of.derivative_of else f"`{of.operation}`"
-    it = f"{name}{f' in {of.layer}' if of.layer else ''} ({of.source or 'no line of your code'})"
-    if math.isnan(of.largest):
+    name = f"the derivative of `{operation.derivative_of}`" if operation.derivative_of else f"`{operation.operation}`"
+    it = name + _at(operation)
+    if math.isnan(operation.largest):
         what = f"{it} gives NaN"
-    elif of.overflow:
-        what = f"{it} reaches {of.largest:.2g}, and {_end_of(dtype)}"
-    elif of.zero > MANY_ZEROS:
+    elif operation.overflow:
+        what = f"{it} reaches {operation.largest:.2g}, and {_end_of(dtype)}"
+    elif operation.zero > MANY_ZEROS:
         what = f"the results of {it} become zero"
-    elif of.amplification < ACCUMULATED:
-        what = f"the error grows to {percent(of.error)} over the iterations at {it}"
+    elif operation.amplification < ACCUMULATED:
+        what = f"the error grows to {percent(operation.error)} over the iterations at {it}"
     else:
-        what = f"the error grows from {percent(of.error_in)} to {percent(of.error)} at {it}"
-    return f"{what[0].upper()}{what[1:]}. {of.cure}".rstrip()
+        what = f"the error grows from {percent(operation.error_in)} to {percent(operation.error)} at {it}"
+    return f"{what[0].upper()}{what[1:]}. {operation.cure}".rstrip()
 
 
 def _end_of(dtype: str) -> str:
@@ -233,7 +234,7 @@ def conclusion(question: Question, errors: GradientErrors, finding: Finding) -> 
     """Say what `compare_gradients` found."""
     dtype = question.dtype
     if finding.cause == "nothing narrow":
-        return nothing_narrow(question.products, [met.name for met in question.narrow_dtypes])
+        return nothing_narrow(question.products, [narrow.name for narrow in question.narrow_dtypes])
     said = _trains(question, errors, finding) if finding.will_train else _does_not_train(question, errors, finding)
     has_overflow = finding.cause in ("forward overflow", "backward overflow")
     if has_overflow and abs(errors.reference_value) > limits_of(dtype).largest:

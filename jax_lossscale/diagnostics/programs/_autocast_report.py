@@ -184,16 +184,16 @@ def autocast_report(
     )
 
 
-def _cells(of: OperationPrecision) -> list[str]:
+def _cells(operation: OperationPrecision) -> list[str]:
     return [
-        of.operation,
-        of.layer,
-        of.source,
-        "backward" if of.is_backward else "forward",
-        of.dtype if of.result == of.dtype else f"{of.dtype}, result {of.result}",
-        str(of.number),
-        f"{of.work:.2g}",
-        of.reason,
+        operation.operation,
+        operation.layer,
+        operation.source,
+        "backward" if operation.is_backward else "forward",
+        operation.dtype if operation.result == operation.dtype else f"{operation.dtype}, result {operation.result}",
+        str(operation.number),
+        f"{operation.work:.2g}",
+        operation.reason,
     ]
 
 

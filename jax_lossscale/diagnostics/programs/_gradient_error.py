@@ -137,8 +137,8 @@ def report_of_all(leaves: list[LeafGradientError]) -> LeafGradientError:
         parts = [error * norm for error, norm in zip(errors, norms, strict=True) if error and norm]
         return math.hypot(*parts) / norm if norm else 0.0
 
-    def share(shares: Iterable[float], of: list[int]) -> float:
-        return sum(share * number for share, number in zip(shares, of, strict=True)) / max(sum(of), 1)
+    def share(shares: Iterable[float], wholes: list[int]) -> float:
+        return sum(share * whole for share, whole in zip(shares, wholes, strict=True)) / max(sum(wholes), 1)
 
     nonzero = [leaf.nonzero for leaf in leaves]
     sizes = [math.prod(leaf.shape) for leaf in leaves]

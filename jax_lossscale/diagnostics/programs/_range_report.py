@@ -112,8 +112,8 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
     sites = told_apart(graph, dict(zip(question.parameters, jax.tree.leaves(grads), strict=True)))
     operations = []
-    for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, question.products, node in harmful, node in origins)
+    for site, (node, statistics) in zip(sites, measured.items(), strict=True):
+        operation = _operation_range(site, statistics, question.products, node in harmful, node in origins)
         if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
@@ -130,22 +130,22 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     )
 
 
-def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
+def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     """Tell whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
 
     By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
     as many digits as float32 has more.
     """
-    if of is None or math.isinf(of.error):
+    if measured is None or math.isinf(measured.error):
         return False
-    multiplied = of.error / max(of.error_in, 1.0)
+    multiplied = measured.error / max(measured.error_in, 1.0)
     return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
 
 
-def _severity(of: OperationRange) -> Any:
-    changes = bool(of.cure) and of.changes_result
-    begins = 0.0 if of.overflow else -of.amplification * changes
-    return not changes, of.is_backward, not of.overflow, begins, -of.zero
+def _severity(operation: OperationRange) -> Any:
+    changes = bool(operation.cure) and operation.changes_result
+    begins = 0.0 if operation.overflow else -operation.amplification * changes
+    return not changes, operation.is_backward, not operation.overflow, begins, -operation.zero
 
 
 def _scale_of(loss_scale: Any) -> float:
@@ -158,15 +158,15 @@ def _scale_of(loss_scale: Any) -> float:
 
 
 def _operation_range(
-    site: Site, of: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
+    site: Site, measured: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
     info = jnp.finfo(products.dtype)
-    fault = fault_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
+    fault = fault_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
     log2_above = log2_below = 0
-    if of.overflow:
-        log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
-    elif 0 < of.largest < float(info.smallest_normal):
-        log2_below = math.ceil(math.log2(float(info.smallest_normal) / of.largest))
+    if measured.overflow:
+        log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
+    elif 0 < measured.largest < float(info.smallest_normal):
+        log2_below = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,
@@ -175,15 +175,15 @@ def _operation_range(
         is_backward=site.place.is_backward,
         shape=site.aval.shape,
         dtype=site.aval.dtype.name,
-        largest=math.nan if of.nan and not of.overflow else of.largest,
-        overflow=of.overflow + of.nan,
-        zero=of.zero,
-        subnormal=of.subnormal,
+        largest=math.nan if measured.nan and not measured.overflow else measured.largest,
+        overflow=measured.overflow + measured.nan,
+        zero=measured.zero,
+        subnormal=measured.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
         cure=_words.cure(fault, site.derivative_of or site.operation),
-        error=of.error,
-        error_in=of.error_in,
-        amplification=of.amplification,
-        changes_result=is_harmful or of.nan > 0,
+        error=measured.error,
+        error_in=measured.error_in,
+        amplification=measured.amplification,
+        changes_result=is_harmful or measured.nan > 0,
     )

@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics.programs._question import gradient_program
 _EXACT = {"xla_allow_excess_precision": False}
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
-# No two scales' gradients are equally large; from the largest that fits, a little down.
+# From the largest scale that fits a little down, since batches differ.
 _LOG2_HEADROOM = 1
 # Roundings to float16, layer after layer, turn the sign of what goes into a ReLU as often as this does in float32. What
 # that changes is not the products', and may be so many times the tolerance.
@@ -54,8 +54,7 @@ class _Exact(NamedTuple):
     """What float32 gives for a batch.
 
     Attributes:
-      value: the value.
-      leaves: the gradients by path.
+      value: the value, beside the gradients by path, which are the ``leaves``.
       rounding: how much of each gradient is rounding in float32, too.
       weights: how much the errors of the value, of each leaf and of all count.
     """
@@ -142,9 +141,8 @@ class Program:
 
     def is_exact_finite(self) -> bool:
         """Tell whether value and gradients are finite in float32."""
-        return all(math.isfinite(each.value) for each in self.exact) and all(
-            math.isfinite(leaf.largest) for each in self.exact for leaf in each.rounding
-        )
+        numbers = (number for each in self.exact for number in (each.value, *(leaf.largest for leaf in each.rounding)))
+        return all(map(math.isfinite, numbers))
 
     def measured_at(self, scale: float) -> np.ndarray:
         """Give what the probes meet in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
@@ -245,10 +243,10 @@ class Program:
         return sum(jnp.sum(part * direction) for part, direction in zip(parts, directions, strict=True)).real
 
 
-def _direction(of: Any, exact: Any) -> Any:
+def _direction(leaf: Any, exact: Any) -> Any:
     """Give the unit deviation of a leaf, relative to its norm; where it is not finite, that of its numbers."""
     exact = np.asarray(exact)
-    error = np.asarray(of, exact.dtype) - exact
+    error = np.asarray(leaf, exact.dtype) - exact
     if not np.all(np.isfinite(error)):
         error = exact
     norm, size = np.linalg.norm(error), np.linalg.norm(exact)
