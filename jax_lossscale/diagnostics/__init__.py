@@ -11,10 +11,10 @@ from jax_lossscale.diagnostics.gradients._underflow import (
     underflow_fraction,
 )
 from jax_lossscale.diagnostics.programs._autocast_report import AutocastReport, autocast_report
-from jax_lossscale.diagnostics.programs._compare_gradients import compare_gradients
+from jax_lossscale.diagnostics.programs._compare_gradients import GradientComparison, compare_gradients
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._find_precision import find_precision
-from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision
 from jax_lossscale.diagnostics.programs._range_report import range_report

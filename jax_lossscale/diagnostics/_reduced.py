@@ -10,22 +10,22 @@ from jax import lax
 
 
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:
-    """The largest number of each of some arrays, at least 0, and the sums of others; all are of one shape.
+    """Find the largest number of each of some arrays, at least 0, and the sums of others; all are of one shape.
 
     Where an array holds NaN, so is its result. Flags are counted, in ``uint32``; on a mesh only the results travel.
     Floats are added up one by one, first along the last axis, then over the others: a sum of more than ``2**24`` along
     one of them may be too small.
     """
-    counted = [each.astype(jnp.uint32) if each.dtype == bool else each for each in sums]
-    found = tuple(map(jnp.atleast_1d, (*largest, *counted)))
-    start = tuple(each.dtype.type(0) for each in found)
+    counted = [array.astype(jnp.uint32) if array.dtype == bool else array for array in sums]
+    results = tuple(map(jnp.atleast_1d, (*largest, *counted)))
+    start = tuple(array.dtype.type(0) for array in results)
     combine = [lax.max] * len(largest) + [lax.add] * len(sums)
 
     def combined(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(both(*pair) for both, *pair in zip(combine, left, right, strict=True))
 
-    axes = range(found[0].ndim)
-    are_exact = not any(jnp.issubdtype(each.dtype, jnp.floating) for each in sums)
+    axes = range(results[0].ndim)
+    are_exact = not any(jnp.issubdtype(array.dtype, jnp.floating) for array in sums)
     for together in [axes] if are_exact else filter(None, [axes[-1:], axes[:-1]]):
-        found = lax.reduce(found, start, combined, together)
-    return found
+        results = lax.reduce(results, start, combined, together)
+    return results

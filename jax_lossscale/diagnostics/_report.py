@@ -13,7 +13,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Report(Sequence[Entry]):
-    """A sequence of entries. Printed, or shown in a notebook, it is a summary, a table, and notes below it."""
+    """A sequence of entries that prints as a summary, a table, and notes below it."""
 
     _name_columns: ClassVar[int] = 2  # set to the left; numbers, to the right
 
@@ -24,7 +24,7 @@ class Report(Sequence[Entry]):
         raise NotImplementedError
 
     def _rows(self) -> Rows:
-        """The table, the headings first; empty for none."""
+        """Give the table, the headings first; nothing for none."""
         raise NotImplementedError
 
     def _notes(self) -> Sequence[str]:
@@ -53,19 +53,8 @@ class Report(Sequence[Entry]):
         return "\n".join([self._summary(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, with every cell escaped."""
-
-        def line(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        def paragraphs(lines: Sequence[str]) -> str:
-            return "".join(f"<p>{html.escape(text)}</p>" for text in lines)
-
-        table, rows = "", self._rows()
-        if rows:
-            body = "".join(line(cells, "td") for cells in rows[1:])
-            table = f"<table><thead>{line(rows[0], 'th')}</thead><tbody>{body}</tbody></table>"
-        return paragraphs(self._summary().splitlines()) + table + paragraphs(self._notes())
+        """Give the same for a notebook, where a wide table is not to be wrapped."""
+        return f'<pre style="white-space: pre">{html.escape(repr(self))}</pre>'
 
 
 def tell(caller: str, what: str) -> None:
@@ -74,17 +63,17 @@ def tell(caller: str, what: str) -> None:
 
 
 def power_of_two(scale: float) -> str:
-    """2^k, or the number if it is none."""
+    """Write 2^k, or the number if it is none."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def percent(share: float) -> str:
-    """A share, with the digits that matter."""
+    """Write a share with the digits that matter."""
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
 def listed(paths: Sequence[str]) -> str:
-    """The first three paths, and how many more there are, as a part of a sentence."""
+    """Write the first three paths, and how many more there are, as a part of a sentence."""
     shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

@@ -10,11 +10,15 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import listed, percent, power_of_two
 
 if TYPE_CHECKING:
+    from jax_lossscale._program.place import Place
     from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport
     from jax_lossscale.diagnostics.programs._constants import LostConstant
-    from jax_lossscale.diagnostics.programs._facts import ProductFacts
-    from jax_lossscale.diagnostics.programs._finding import Evidence, Finding
+    from jax_lossscale.diagnostics.programs._facts import Origin, ProductFacts
+    from jax_lossscale.diagnostics.programs._finding import Finding
+    from jax_lossscale.diagnostics.programs._gradients_by_scale import GradientErrors
     from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
+    from jax_lossscale.diagnostics.programs._operations import OperationPrecision
+    from jax_lossscale.diagnostics.programs._question import Question
 
 # An error that an operation multiplies by less has come in a loop, from iteration to iteration.
 ACCUMULATED = 2
@@ -25,69 +29,65 @@ WORTH_SAYING = 0.05
 
 
 def off(error: float) -> str:
-    """How far something is from float32's, after "is"."""
+    """Say how far something is from float32's, after "is"."""
     if not math.isfinite(error):
         return "not finite"
     return f"off by {percent(error)}" if error < 1 else "wrong altogether"
 
 
-def place(layer: str, source: str) -> str:
-    """A layer and a line; "" if neither is known."""
-    return f"`{layer}` ({source})" if layer else source
+def place(at: Place | OperationPrecision) -> str:
+    """Name a layer and a line; "" if neither is known."""
+    return f"`{at.layer}` ({at.source})" if at.layer else at.source
 
 
 # The products.
 
 
-def product_counts(facts: ProductFacts) -> str:
-    """How many are in the dtype, and where the first is that is not."""
-    if not facts.products:
+def product_counts(counted: ProductFacts) -> str:
+    """Say how many are in the dtype, and where the first is that is not."""
+    if not counted.products:
         return "Matrix products and convolutions: none."
-    counts = f"Matrix products and convolutions: {facts.narrow_products} of {facts.products} in {facts.dtype}"
-    if not facts.first_wide:
+    counts = f"Matrix products and convolutions: {counted.narrow_products} of {counted.products} in {counted.dtype}"
+    if not counted.first_wide:
         return f"{counts}."
-    work = f", {percent(facts.narrow_work)} of their work" if facts.narrow_products else ""
-    return f"{counts}{work}. The first that is not: {facts.first_wide}."
+    work = f", {percent(counted.narrow_work)} of their work" if counted.narrow_products else ""
+    return f"{counts}{work}. The first that is not: {counted.first_wide}."
 
 
-# By where the float32 of a product's input comes from.
 _ORIGINS = {
     "met": "its input is float32 since {dtype} met float32 {name} at {there}",
     "cast": "its input becomes float32 at {there}",
     "argument": "its input is float32 from the beginning ({name})",
+    "constant": "its input is float32 from the beginning ({name})",
 }
 
 
-def wide_product(where: str, dtype: str, origin: str, name: str, there: str) -> str:
-    """Where a product is, and why its input is float32."""
-    name = f"`{name}`" if name else "a constant"
-    return f"{where}; {_ORIGINS[origin].format(dtype=dtype, name=name, there=there)}"
+def wide_product(dtype: str, at: Place, origin: Origin) -> str:
+    """Say where a product is, and why its input is float32."""
+    if not origin.kind:
+        return place(at)
+    name = f"`{origin.name}`" if origin.name else "a constant"
+    there = place(origin.place) if origin.place else ""
+    return f"{place(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
 
 
-def nothing_narrow(facts: ProductFacts, others: Sequence[str] = ()) -> str:
-    """Of a function that computes nothing in the dtype, though perhaps in others."""
-    if others:
+def nothing_narrow(counted: ProductFacts, met: Sequence[str] = ()) -> str:
+    """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that the function has."""
+    dtype, products = counted.dtype, f"{counted.products} matrix products and convolutions"
+    if met and dtype not in met:
+        return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+    if counted.is_autocast and not counted.products:
+        return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
+    if counted.is_autocast:
+        return f"`autocast` leaves all {products} as they are: {counted.first_wide}."
+    if not met:
         return (
-            f"`fun` computes in {listed(others)}, and nothing in {facts.dtype}. Pass `dtype={others[0]!r}`, and ask "
-            "again."
+            f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
+            "with `jls.cast_floating`."
         )
-    if not facts.is_autocast:
-        return (
-            f"`fun` computes nothing in {facts.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
-            "`fun`, with `jls.cast_floating`."
-        )
-    if not facts.products:
-        return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {facts.dtype}."
-    return f"`autocast` leaves all {facts.products} matrix products and convolutions as they are: {facts.first_wide}."
-
-
-def no_product_narrow(facts: ProductFacts) -> str:
-    """Of a function that computes something in the dtype, but no product."""
-    if facts.is_autocast:
-        return nothing_narrow(facts)
     return (
-        f"None of the {facts.products} matrix products and convolutions is computed in {facts.dtype}, so nothing is "
-        f"gained: {facts.first_wide}. `jls.autocast(fun)` computes them in {facts.dtype}."
+        f"None of the {products} is computed in {dtype}, so nothing is gained: {counted.first_wide}. "
+        f"`jls.autocast(fun)` computes them in {dtype}."
     )
 
 
@@ -95,7 +95,7 @@ def no_product_narrow(facts: ProductFacts) -> str:
 
 
 def nonfinite_argument(leaf: LeafReport) -> str:
-    """Of an argument that holds NaN or infinities."""
+    """Say that an argument holds NaN or infinities."""
     number = leaf.nan or leaf.nonfinite
     what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
     first = ", at" if number == 1 else ", the first at"
@@ -104,16 +104,18 @@ def nonfinite_argument(leaf: LeafReport) -> str:
 
 
 def large_argument(leaf: LeafReport, dtype: str) -> str:
-    """Of an argument that the dtype does not hold."""
+    """Say that the dtype does not hold an argument."""
     return f"`{leaf.path}` reaches {leaf.largest_finite:.2g}, and {_end_of(dtype)}."
 
 
 def lost_constant(constant: LostConstant) -> str:
-    """Of a constant that became zero or infinite, without a full stop."""
+    """Say that a constant became zero or infinite, without a full stop."""
     name = "epsilon" if constant.is_epsilon else "constant"
-    at = constant.place
-    layer = f" in {at.layer}" if at.layer else ""
-    return f"The {name} in `{constant.operation}`{layer} ({at.source}) is {constant.value:g} in 16 bits"
+    return f"The {name} in `{constant.operation}`{_at(constant.place)} is {constant.value:g} in 16 bits"
+
+
+def _at(where: Place | OperationRange) -> str:
+    return f"{f' in {where.layer}' if where.layer else ''} ({where.source or 'no line of your code'})"
 
 
 # What is wrong with an operation. Some faults have a cure for each operation.
@@ -131,7 +133,8 @@ FAULTS = {
     "forward overflow": "Compute it in float32.",
     "backward underflow": "A larger loss scale helps. If other gradients overflow then, give this branch a scale of "
     "its own: `jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs.",
-    "forward underflow": "No loss scale reaches the forward pass. Compute it in float32, or make it larger before.",
+    "forward underflow": "A loss scale does not help in the forward pass. Compute it in float32, or make it larger "
+    "before.",
     "sum": "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32.",
     "rounding": "It makes the rounding errors of its operands larger. Compute it and its operands in float32.",
 }
@@ -148,14 +151,14 @@ _FORWARD_OVERFLOWS = {
 
 
 def cure(fault: str, operation: str) -> str:
-    """What helps; ``operation``: the name of the one at fault, or of the one that it is the derivative of."""
+    """Say what helps; ``operation``: the name of the one at fault, or of the one that it is the derivative of."""
     if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
         return _FORWARD_OVERFLOWS[operation]
     return FAULTS[fault].replace("{}", operation) if fault else ""
 
 
 def in_range(report: RangeReport) -> str:
-    """How many operations of a range report leave the range."""
+    """Say how many operations of a range report leave the range."""
     if not report:
         return nothing_narrow(report.facts)
     over = [operation for operation in report.bad if operation.overflow]
@@ -174,21 +177,20 @@ def in_range(report: RangeReport) -> str:
 
 
 def _begins(operation: OperationRange, dtype: str) -> str:
-    """Where it begins, with the cure."""
-    of = operation
-    name = f"the derivative of `{of.derivative_of}`" if of.derivative_of else f"`{of.operation}`"
-    it = f"{name}{f' in {of.layer}' if of.layer else ''} ({of.source or 'no line of your code'})"
-    if math.isnan(of.largest):
+    """Say where an error begins, with the cure."""
+    name = f"the derivative of `{operation.derivative_of}`" if operation.derivative_of else f"`{operation.operation}`"
+    it = name + _at(operation)
+    if math.isnan(operation.largest):
         what = f"{it} gives NaN"
-    elif of.overflow:
-        what = f"{it} reaches {of.largest:.2g}, and {_end_of(dtype)}"
-    elif of.zero > MANY_ZEROS:
+    elif operation.overflow:
+        what = f"{it} reaches {operation.largest:.2g}, and {_end_of(dtype)}"
+    elif operation.zero > MANY_ZEROS:
         what = f"the results of {it} become zero"
-    elif of.amplification < ACCUMULATED:
-        what = f"the error grows to {percent(of.error)} over the iterations at {it}"
+    elif operation.amplification < ACCUMULATED:
+        what = f"the error grows to {percent(operation.error)} over the iterations at {it}"
     else:
-        what = f"the error grows from {percent(of.error_in)} to {percent(of.error)} at {it}"
-    return f"{what[0].upper()}{what[1:]}. {of.cure}".rstrip()
+        what = f"the error grows from {percent(operation.error_in)} to {percent(operation.error)} at {it}"
+    return f"{what[0].upper()}{what[1:]}. {operation.cure}".rstrip()
 
 
 def _end_of(dtype: str) -> str:
@@ -197,7 +199,7 @@ def _end_of(dtype: str) -> str:
 
 # What `compare_gradients` finds, by cause; and what to do where no operation is to blame.
 
-_VERDICTS = {
+_CAUSES = {
     "reference not finite": "In float32 {what} not finite either.",
     "no gradients": "All gradients are zero in float32, too, so there is nothing that {dtype} could lose.",
     "forward overflow": "The loss is {value} in {dtype} and {reference} in float32. No loss scale changes that.",
@@ -228,37 +230,34 @@ _ADVICE = {
 }
 
 
-def verdict(evidence: Evidence, finding: Finding) -> str:
-    """What `compare_gradients` found."""
-    facts, errors, dtype = evidence.question.facts, evidence.errors, evidence.question.dtype
+def conclusion(question: Question, errors: GradientErrors, finding: Finding) -> str:
+    """Say what `compare_gradients` found."""
+    dtype = question.dtype
     if finding.cause == "nothing narrow":
-        others = [other.name for other in evidence.dtypes_met]
-        return no_product_narrow(facts) if dtype in evidence.dtypes_met else nothing_narrow(facts, others)
-    said = _trains(evidence, finding) if finding.will_train else _does_not_train(evidence, finding)
-    if (
-        finding.cause in ("forward overflow", "backward overflow")
-        and abs(errors.reference_value) > limits_of(dtype).largest
-    ):
+        return nothing_narrow(question.products, [narrow.name for narrow in question.narrow_dtypes])
+    said = _trains(question, errors, finding) if finding.will_train else _does_not_train(question, errors, finding)
+    has_overflow = finding.cause in ("forward overflow", "backward overflow")
+    if has_overflow and abs(errors.reference_value) > limits_of(dtype).largest:
         said.insert(
             len(said) if finding.will_train else 0,
             f"The loss is {errors.reference_value:.2g} in float32, too. If training made it so large, it diverges in "
             f"float32 as well: look at the learning rate and at the sign of the loss, not at {dtype.name}.",
         )
     is_in_vain = finding.cause in ("reference not finite", "no gradients")
-    for constant in [each for each in evidence.lost if each.is_epsilon or is_in_vain][:1]:
-        constants = f"{lost_constant(constant)}, also in the float32 reference. Compute it in float32."
-        said.insert(0 if is_in_vain else len(said), constants)
+    for constant in [constant for constant in question.lost if constant.is_epsilon or is_in_vain][:1]:
+        lost = f"{lost_constant(constant)}, also in the float32 reference. Compute it in float32."
+        said.insert(0 if is_in_vain else len(said), lost)
     return " ".join(said)
 
 
-def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
-    errors, at, leaves = evidence.errors, finding.at, finding.leaves
+def _does_not_train(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
+    at, leaves, dtype = finding.at, finding.leaves, question.dtype.name
     whose, error = listed([leaf.path for leaf in leaves]), errors.total.relative_error[at]
     numbers = {
         "what": f"the gradients of {whose} are" if leaves else "the loss is",
         "whose": whose,
         "most": f", most of all those of {whose}" if leaves else "",
-        "dtype": evidence.errors.dtype.name,
+        "dtype": dtype,
         "loss_dtype": errors.loss_dtype.name,
         "value": f"{errors.value:.4g}",
         "reference": f"{errors.reference_value:.4g}",
@@ -273,27 +272,27 @@ def _does_not_train(evidence: Evidence, finding: Finding) -> list[str]:
         ratio = math.log2(errors.total.largest / max(leaf.largest for leaf in leaves))
         numbers["factor"] = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
     is_right = finding.cause == "forward overflow" and not errors.is_loss_wrong
-    said = [_VERDICTS[finding.cause + " of gradients" * is_right].format(**numbers)]
-    said += [_too_small(evidence)] if finding.cause == "underflow" and errors.is_loss_too_small else []
-    said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
+    said = [_CAUSES[finding.cause + " of gradients" * is_right].format(**numbers)]
+    said += [_too_small(errors)] if finding.cause == "underflow" and errors.is_loss_too_small else []
+    said += [_begins(finding.place, dtype)] if finding.place else []
     said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
     if finding.cause == "reference not finite":
-        arguments = list(map(nonfinite_argument, evidence.question.faults.nonfinite))
-        said = [*arguments, f"So i{said[0][1:]}"] if evidence.question.faults.nan else [*said, *arguments]
+        arguments = list(map(nonfinite_argument, question.faults.nan + question.faults.infinite))
+        said = [*arguments, f"So i{said[0][1:]}"] if question.faults.nan else [*said, *arguments]
     if finding.cause == "forward overflow":
-        said += [large_argument(leaf, evidence.errors.dtype.name) for leaf in evidence.question.faults.too_large]
+        said += [large_argument(leaf, dtype) for leaf in question.faults.too_large]
     return said
 
 
-def _too_small(evidence: Evidence) -> str:
-    return f"The loss is {evidence.errors.reference_value:.2g}, too small for {evidence.errors.loss_dtype.name}."
+def _too_small(errors: GradientErrors) -> str:
+    return f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
 
 
-def _trains(evidence: Evidence, finding: Finding) -> list[str]:
-    errors, facts, start = evidence.errors, evidence.question.facts, finding.loss_scale or 1.0
+def _trains(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
+    start, dtype, counted = finding.loss_scale or 1.0, question.dtype.name, question.products
     it = "It will train"
-    if facts.narrow_products < facts.products:
-        it += f", with {facts.narrow_products} of {facts.products} products in {facts.dtype}"
+    if counted.narrow_products < counted.products:
+        it += f", with {counted.narrow_products} of {counted.products} products in {dtype}"
     said = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
     if finding.cause == "backward overflow":
         made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
@@ -310,11 +309,11 @@ def _trains(evidence: Evidence, finding: Finding) -> list[str]:
         whose = f", most of all those of {listed([leaf.path for leaf in finding.leaves])}" if finding.leaves else ""
         said.append(f"Without a loss scale {lost}{whose}.")
     if errors.is_loss_noted and errors.is_loss_too_small:
-        said.append(f"{_too_small(evidence)} Return it in float32.")
+        said.append(f"{_too_small(errors)} Return it in float32.")
     elif errors.is_loss_noted:
         error = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
         said.append(f"But the loss is {errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({error:+.0%}).")
-        said += [_begins(finding.place, evidence.errors.dtype.name)] if finding.place else []
+        said += [_begins(finding.place, dtype)] if finding.place else []
     worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[finding.at] > WORTH_SAYING]
     if worse:
         most = max(leaf.relative_error[finding.at] for leaf in worse)
@@ -349,13 +348,12 @@ BAD_STEPS = {
     "skip_if": "`skip_if` was true",
     "loss or skip_if": "its loss was not finite, or `skip_if` was true",
 }
-_COMPARE = "`compare_gradients(loss_fn, params, batch)` tells."
+_COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
 _LINE = "`range_report(loss_fn, params, batch)` names the line."
 _FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 _LOSS = (
-    f"No loss scale changes the loss. Is it finite in float32? {_COMPARE}\n"
-    f"If it is, the forward pass leaves float16's range: {_LINE}\n"
+    f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
     "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
 )
 _BATCH = (
@@ -383,15 +381,9 @@ RUN = {
     "to do.",
     "no lower": "The scale cannot go lower.",
     "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
-    "a NaN stays": "An overflow goes away when the scale falls, and this NaN does not. Is it there in float32? "
-    f"{_COMPARE}\n"
-    "If it is, look for NaN in the batch, for the derivative of a square root or a norm at zero, for a mean of "
-    "nothing, and for 0 * inf behind a `jnp.where`.\n"
-    f"If it is not, look for masks of -1e9 in float16; {_LINE}",
-    "an infinity stays": f"The gradients overflow almost without a scale. Look for {_FROZEN}.\n"
-    f"Look for a sum where a mean is meant, for inputs that are not normalized, and for a division by a tiny number; "
-    f"{_LINE}\n"
-    "Or allow a lower scale with `min_loss_scale`.",
+    "a NaN stays": f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins.",
+    "an infinity stays": "The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for "
+    f"{_FROZEN}.\n{_COMPARE} where they overflow. Or allow a lower scale with `min_loss_scale`.",
     "a high floor": "Allow a lower one with `min_loss_scale`.",
     "a fixed scale": 'Take a smaller one, or "dynamic", which finds one.',
     # The steps before.
@@ -414,17 +406,15 @@ RUN = {
     "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
     "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
     "`jls.value_and_scaled_grad` should.",
-    "all zero": f"All gradients of the last step were exactly zero. Are they in float32? {_COMPARE}\n"
-    "If they are, as behind a mask or where nothing is rewarded, there is nothing that float16 could lose.\n"
+    "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
     "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
     "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
     "`compare_gradients(loss_fn, params, batch)` does.",
     # The parameters.
     "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
     f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",
-    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. Steps "
-    "with bad gradients were skipped, so look at how the parameters began, at the optimizer (a learning rate that is "
-    f"not finite), and for {_FROZEN}. Restart from a checkpoint.",
+    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. "
+    f"Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}.",
     "large": "A parameter is as large as {largest}, in {where}. It leaves float16's range where it is cast or "
     "multiplied.\nIf training brought it there, restart from a checkpoint. Take a smaller learning rate.",
 }

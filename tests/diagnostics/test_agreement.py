@@ -7,7 +7,6 @@ import pytest
 import workloads
 from test_compare_gradients import KNOWN
 
-import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 PROGRAMS = faults.FAULTS | faults.SOUND | {name: getattr(workloads, name)() for name in KNOWN}
@@ -18,8 +17,8 @@ QUICK = ("healthy", "tiny_loss", "square_too_large", "rounded_away", "layer_norm
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 )
-def test_a_verdict_and_a_list_agree(name, monkeypatch):
-    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
+@pytest.mark.usefixtures("in_the_checkout")
+def test_a_verdict_and_a_list_agree(name):
     fun, *args = PROGRAMS[name]
     verdict = compare_gradients(fun, *args, loss_scales=[2.0**8]).verdict
     report = range_report(fun, *args, loss_scale=2.0**8)

@@ -172,7 +172,6 @@ REFUSED = [
     ("autocast_report", {"argnums": "w"}, "argnums=...)` must be"),
     ("compare_gradients", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("compare_gradients", {"loss_scales": []}, f"loss_scales=...)` {NUMBERS} []"),
-    ("compare_gradients", {"loss_scales": [0.0, 1.0]}, f"loss_scales=...)` {NUMBERS} [0.0, 1.0]"),
     ("compare_gradients", {"loss_scales": [INF]}, f"loss_scales=...)` {NUMBERS} [inf]"),
     ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),  # none of float32's
     (
@@ -181,13 +180,11 @@ REFUSED = [
         "argnums=1)` selects no floating or complex argument",
     ),
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
-    ("find_precision", {"tolerance": 0}, "tolerance=...)` must be a number between 0 and 1, got 0"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
     ("find_precision", {"progress": 1}, "progress=...)` must be"),
     ("find_precision", {"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
     ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
-    ("range_report", {"loss_scale": "dynamc"}, "loss_scale=...)` must be a number"),
 ]
 
 

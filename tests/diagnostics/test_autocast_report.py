@@ -221,4 +221,3 @@ def test_a_function_without_products():
     assert str(report.facts) == "Matrix products and convolutions: none."
     assert report.products == ()
     assert "dot_general" not in str(report)
-    assert report._repr_html_()

@@ -292,16 +292,9 @@ def test_a_tree_of_another_structure_is_refused():
         explain(after_one_bad_step({"a": jnp.ones(1), "b": jnp.array([NAN])}), {"a": 1})
 
 
-BAD_ARGUMENTS = {
-    "a batch of runs": (lambda: explain(jax.vmap(jls.loss_scaled(optax.sgd(0.1)).init)(jnp.ones(2))), "batch of runs"),
-    "no state": (lambda: explain(optax.sgd(0.1).init(jnp.ones(2))), "explain"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_a_batch_of_runs_is_refused():
+    with pytest.raises(ValueError, match="batch of runs"):
+        explain(jax.vmap(jls.loss_scaled(optax.sgd(0.1)).init)(jnp.ones(2)))
 
 
 def test_a_traced_state_is_refused():

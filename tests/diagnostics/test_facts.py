@@ -1,13 +1,17 @@
 """What is computed in half precision at all is counted; of the first product that is not, the cause is named."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 import workloads
+from lines import line
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
 PARAMS = {"ln_1": {"scale": jnp.ones((1, 8))}, "c_attn": {"kernel": workloads.draw(8, 4, scale=0.3)}}
 X = workloads.draw(6, 8, seed=1)
 
@@ -48,23 +52,6 @@ def in_a_jitted_branch(params, x):
     return jnp.mean(jax.lax.cond(x[0, 0] > 0, branch, branch, x.astype(jnp.float16).astype(jnp.float32)) ** 2)  # cast
 
 
-def lines(fun):
-    """The lines of a function that are marked, by the mark."""
-    code = fun.__code__
-    with open(__file__) as file:
-        rows = list(enumerate(file, 1))[code.co_firstlineno - 1 :]
-    found = {}
-    for number, text in rows:
-        if "  # " in text:
-            found.setdefault(text.split("  # ")[1].strip(), f"tests/diagnostics/test_facts.py:{number}")
-    return found
-
-
-@pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch):
-    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
-
-
 @pytest.mark.parametrize(
     ("fun", "sentence"),
     [
@@ -88,7 +75,7 @@ def in_the_checkout(monkeypatch):
 )
 def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
-    assert report.facts.first_wide == sentence.format(**lines(fun))
+    assert report.facts.first_wide == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
     counts = f"Matrix products and convolutions: 0 of {report.facts.products} in float16. The first that is not: "
     assert repr(report).startswith(f"{counts}{report.facts.first_wide}.")
     assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", False, None)

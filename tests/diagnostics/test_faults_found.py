@@ -1,11 +1,10 @@
 """Faults that people make, each led to its cause by one call that docs/wrong.md names for what is seen."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from lines import line
 from workloads import draw
 
 import jax_lossscale as jls
@@ -51,12 +50,6 @@ def run(fun, batches, learning_rate=0.01, steps=40, loss_scale="auto"):
 
 def as_it_is(fun):
     return fun
-
-
-def here(fun):
-    lines, first = inspect.getsourcelines(fun)
-    (offset,) = [n for n, line in enumerate(lines) if "# here" in line]
-    return f"test_faults_found.py:{first + offset}"
 
 
 # The faults.
@@ -135,7 +128,7 @@ FOUND = {
     "the norm of zero": (lambda: worst(norm, PARAMS, EMPTY_ROW), ["not a number in float32 either", "a norm"]),
     "an empty selection": (
         lambda: verdict(mean_of_the_chosen, PARAMS, X),
-        ["In float32 the loss is not finite either", "`div`", here(mean_of_the_chosen)],
+        ["In float32 the loss is not finite either", "`div`", line(mean_of_the_chosen)],
     ),
     "a wrong sign": (
         lambda: verdict(wrong_sign, run(wrong_sign, [X], learning_rate=0.3, steps=400)[1], X),
@@ -143,11 +136,11 @@ FOUND = {
     ),
     "exponentials without a maximum": (
         lambda: verdict(softmax_by_hand, PARAMS, X),
-        ["`exp`", here(softmax_by_hand), "Subtract the maximum before"],
+        ["`exp`", line(softmax_by_hand), "Subtract the maximum before"],
     ),
     "the logarithm of a probability": (
         lambda: verdict(log_of_a_probability, PARAMS, X),
-        ["In float32", "not finite either", here(log_of_a_probability)],
+        ["In float32", "not finite either", line(log_of_a_probability)],
     ),
     "labels that begin at one": (
         lambda: verdict(labels_from_one, PARAMS, X),
@@ -156,7 +149,7 @@ FOUND = {
     "a gradient that is stopped": (lambda: verdict(stopped, PARAMS, X), ["zero in float32, too", "stop_gradient"]),
     "an epsilon that float16 does not hold": (
         lambda: verdict(epsilon_of_a_norm, PARAMS, EMPTY_ROW, cast=as_it_is),
-        ["epsilon", here(epsilon_of_a_norm), "is 0 in 16 bits"],
+        ["epsilon", line(epsilon_of_a_norm), "is 0 in 16 bits"],
     ),
     "sums of pixels": (
         lambda: verdict(sum_of_pixels, PARAMS, X),
@@ -164,7 +157,7 @@ FOUND = {
     ),
     "a mask of a billion": (
         lambda: worst(mask_of_a_billion, PARAMS, X, cast=as_it_is),
-        [here(mask_of_a_billion), "If it is a mask, choose by it"],
+        [line(mask_of_a_billion), "If it is a mask, choose by it"],
     ),
     "a batch that is not cast": (
         lambda: verdict(batch_forgotten_in_float32, PARAMS, X, cast=as_it_is),
@@ -173,6 +166,7 @@ FOUND = {
 }
 
 
+@pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize(("ask", "named"), FOUND.values(), ids=FOUND)
 def test_a_fault_is_led_to_its_cause(ask, named):
     text = ask()

@@ -1,28 +1,15 @@
 """What reports call things: operations by the name that a reader knows, infinities and constants for what they are."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import pytest
 import workloads
+from lines import line
 
-import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 half = jnp.float16
-
-
-@pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch):
-    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
-
-
-def here(fun):
-    """The line of a function that is marked."""
-    lines, first = inspect.getsourcelines(fun)
-    (offset,) = [n for n, line in enumerate(lines) if "# here" in line]
-    return f"tests/diagnostics/test_names_and_truth.py:{first + offset}"
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 
 # Names.
@@ -70,7 +57,7 @@ def softmax_of_an_empty_row(x):
 @pytest.mark.parametrize("fun", [log_times_zero, softmax_of_an_empty_row])
 def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
     worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.cure)
-    assert (worst.source, worst.dtype) == (here(fun), "float32")
+    assert (worst.source, worst.dtype) == (line(fun), "float32")
     assert "not a number" in worst.cure
 
 
@@ -80,7 +67,7 @@ def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
 def test_the_verdict_names_the_line_of_a_nan_too(fun, operation):
     report = compare_gradients(fun, jnp.zeros((2, 3)), loss_scales=[1.0])
     assert report.cause == "reference not finite"
-    assert f" not finite either. {operation} ({here(fun)}) gives NaN." in report.verdict
+    assert f" not finite either. {operation} ({line(fun)}) gives NaN." in report.verdict
 
 
 def test_what_handles_effects_is_no_layer():
@@ -141,10 +128,10 @@ def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
     report = compare_gradients(epsilon, *args, loss_scales=[1.0])
     assert report.will_train
     assert report.verdict == (
-        f"It will train, without a loss scale. The epsilon in `add` ({here(epsilon)}) is 0 in 16 bits, also in the "
+        f"It will train, without a loss scale. The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, also in the "
         "float32 reference. Compute it in float32."
     )
-    assert f"The epsilon in `add` ({here(epsilon)}) is 0 in 16 bits, in float32, too." in repr(
+    assert f"The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, in float32, too." in repr(
         range_report(epsilon, *args, loss_scale=1.0)
     )
 
@@ -160,7 +147,7 @@ def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
 def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
-    assert report.verdict.startswith(words.format(here(fun)))
+    assert report.verdict.startswith(words.format(line(fun)))
     assert report.verdict.count("in 16 bits") == 1
 
 

@@ -270,16 +270,3 @@ def test_on_a_mesh_only_results_travel(of_tree):
     shapes = re.findall(collective, program)
     assert shapes
     assert all(math.prod(map(int, filter(None, shape.split(",")))) <= 256 + 8 for shape in shapes)
-
-
-BAD_ARGUMENTS = {
-    "dtype, underflow": (lambda: underflow_fraction(jnp.ones(2), jnp.int32), r"underflow_fraction\(dtype=...\)"),
-    "dtype, suggestion": (lambda: suggest_loss_scale(jnp.ones(2), "complex64"), r"suggest_loss_scale\(dtype=...\)"),
-    "headroom": (lambda: suggest_loss_scale(jnp.ones(2), headroom=0.5), "headroom.*0.5"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

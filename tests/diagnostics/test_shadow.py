@@ -1,18 +1,18 @@
 """Where an error begins is found by evaluating a program as it is and in float32, side by side: operation and line."""
 
 import functools
-import inspect
 
 import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lines import line
 
-import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 half = jnp.float16
+pytestmark = pytest.mark.usefixtures("in_the_checkout")
 
 # Of each planted fault, the operation that it is called by, and words of the cure.
 KNOWN = {
@@ -31,17 +31,6 @@ def reported(name):
     return range_report(fun, *args, loss_scale=2.0**4)
 
 
-@pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch):
-    monkeypatch.chdir(jls.__path__[0] + "/..")  # sources are told from where one stands
-
-
-def place_of(name):
-    lines, first = inspect.getsourcelines(faults.FAULTS[name][0])
-    (offset,) = [n for n, line in enumerate(lines) if "# here" in line]
-    return f"tests/diagnostics/faults.py:{first + offset}"
-
-
 def test_every_fault_is_here():
     assert set(KNOWN) == set(faults.FAULTS)
 
@@ -50,7 +39,7 @@ def test_every_fault_is_here():
 def test_a_fault_is_called_by_its_name_and_line(name):
     operation, cure = KNOWN[name]
     worst = reported(name).begin_forward()[0]
-    assert (worst.operation, worst.source, worst.changes_result) == (operation, place_of(name), True)
+    assert (worst.operation, worst.source, worst.changes_result) == (operation, line(faults.FAULTS[name][0]), True)
     assert cure in worst.cure
     assert worst.error > 0.1
 
@@ -74,7 +63,7 @@ def test_the_verdict_has_the_place(name):
     fun, *args = faults.FAULTS[name]
     report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])
     assert not report.will_train
-    assert f"`{KNOWN[name][0]}` ({place_of(name)})" in report.verdict
+    assert f"`{KNOWN[name][0]}` ({line(faults.FAULTS[name][0])})" in report.verdict
 
 
 @pytest.mark.ci
@@ -84,7 +73,7 @@ def test_a_loss_that_is_wrong_while_its_gradients_are_right_is_said():
     assert report.will_train
     assert f"But the loss is {report.value:.4g}, and {report.reference_value:.4g} in float32 (-" in report.verdict
     assert f"The error grows to {range_of_loss(report):.0f}% over the " in report.verdict
-    assert f"({place_of('loss_in_a_carry')})" in report.verdict
+    assert f"({line(faults.FAULTS['loss_in_a_carry'][0])})" in report.verdict
 
 
 def range_of_loss(report):

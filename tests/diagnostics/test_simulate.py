@@ -165,10 +165,8 @@ def test_many_settings_at_once(make, numbers):
 
 
 BAD_ARGUMENTS = {
-    "no loss scale": (lambda: simulate(8.0, jnp.ones(2, bool)), "jls.get"),
     "no trace": (lambda: simulate(jls.get("dynamic")), "one of them"),
     "two traces": (lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), largest=jnp.ones(2)), "one of them"),
-    "a trace of numbers": (lambda: simulate(jls.get("dynamic"), jnp.ones(2)), "must be booleans, got float32"),
     "magnitudes that are flags": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)),
         "must be real numbers",

@@ -151,7 +151,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
 
 
 def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
-    """A report for each leaf, in their order. Each call is compiled once for all leaves that are alike."""
+    """Report on each leaf, in their order. Each call is compiled once for all leaves that are alike."""
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
     pairs = zip(named, statistics, strict=True)
     first = jax.device_get([_first_bad_index(leaf) if any(counts) else None for (_, leaf), (_, *counts) in pairs])
@@ -197,7 +197,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
 
 @jax.jit
 def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
-    """The magnitude of the largest finite number, and one more, or 0 if there is none; how many are NaN, +inf, -inf."""
+    """Give the magnitude of the largest finite number plus one, or 0 for none; and how many are NaN, +inf, -inf."""
     nan, posinf, neginf = _faults(leaf)
     numbers = magnitudes(leaf)
     if jnp.iscomplexobj(leaf):
@@ -206,7 +206,7 @@ def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
 
 
 def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which elements are NaN, which +inf, which -inf: one of them at most."""
+    """Tell which elements are NaN, which are +inf and which are -inf; each is one of them at most."""
     leaf = jnp.asarray(leaf)
     parts = jnp.stack([leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf])
     nan, posinf, neginf = (is_so(parts).any(axis=0) for is_so in (jnp.isnan, jnp.isposinf, jnp.isneginf))
@@ -215,7 +215,7 @@ def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @jax.jit
 def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
-    """An axis at a time: flat indices do not fit into 32 bits, nor on a mesh."""
+    """Find the first index axis by axis, since a flat one may need more than 32 bits, and is none on a mesh."""
     flags = functools.reduce(jnp.logical_or, _faults(leaf))
     index: list[jax.Array] = []
     for axis in range(flags.ndim):

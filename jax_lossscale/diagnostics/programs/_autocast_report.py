@@ -17,9 +17,7 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.programs._arguments import faults_of, names_of_leaves
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, facts_of_operations
-from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
+from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_among
 from jax_lossscale.diagnostics.programs._operations import (
     OperationPrecision,
     bytes_kept,
@@ -28,6 +26,7 @@ from jax_lossscale.diagnostics.programs._operations import (
     opaque,
     operations,
 )
+from jax_lossscale.diagnostics.programs._question import faults_of, named_leaves, with_gradients
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
@@ -78,7 +77,7 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def facts(self) -> ProductFacts:
         """How many products are narrow; if not all, where the first is that is not, and why."""
-        return facts_of_operations(self.operations, self.dtype, is_autocast=True)
+        return products_among(self.operations, self.dtype, is_autocast=True)
 
     def _summary(self) -> str:
         forward = sum(each.number for each in self.products if not each.is_backward)
@@ -172,7 +171,7 @@ def autocast_report(
     program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
     found = operations(program, dtype, planner.exceptions)
     found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
-    faults = faults_of(names_of_leaves(fun, chosen, kwargs), chosen, kwargs, dtype)
+    faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
     return AutocastReport(
         operations=tuple(found),
         dtype=dtype.name,
@@ -185,16 +184,16 @@ def autocast_report(
     )
 
 
-def _cells(of: OperationPrecision) -> list[str]:
+def _cells(operation: OperationPrecision) -> list[str]:
     return [
-        of.operation,
-        of.layer,
-        of.source,
-        "backward" if of.is_backward else "forward",
-        of.dtype if of.result == of.dtype else f"{of.dtype}, result {of.result}",
-        str(of.number),
-        f"{of.work:.2g}",
-        of.reason,
+        operation.operation,
+        operation.layer,
+        operation.source,
+        "backward" if operation.is_backward else "forward",
+        operation.dtype if operation.result == operation.dtype else f"{operation.dtype}, result {operation.result}",
+        str(operation.number),
+        f"{operation.work:.2g}",
+        operation.reason,
     ]
 
 

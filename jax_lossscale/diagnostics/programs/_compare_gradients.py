@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,17 +13,93 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
-from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
+from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import power_of_two, tell
-from jax_lossscale.diagnostics.programs._constants import lost_constants
-from jax_lossscale.diagnostics.programs._finding import Evidence, find_cause
-from jax_lossscale.diagnostics.programs._gradient_error import GradientComparison
-from jax_lossscale.diagnostics.programs._gradient_program import with_gradients
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
+from jax_lossscale.diagnostics.programs._facts import ProductFacts
+from jax_lossscale.diagnostics.programs._finding import find_cause
+from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale
-from jax_lossscale.diagnostics.programs._question import asked
+from jax_lossscale.diagnostics.programs._question import asked, with_gradients
 from jax_lossscale.diagnostics.programs._range_report import ranges_at
+
+_MOST_ROWS = 12
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GradientComparison(Report[LeafGradientError]):
+    """Gradients in float16 compared with those in float32: whether it will train, and the numbers that show it.
+
+    Printed, or shown in a notebook, it says how many products are in half precision, where the first is that is not,
+    and whether the function will train. A table of the leaves follows, the worst first. Iterating over it gives a
+    `LeafGradientError` for each leaf.
+
+    Attributes:
+      verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
+      cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
+        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, or ``"forward rounding"``.
+      will_train: whether there is a loss scale with which all gradients are right.
+      loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
+      suffering: the paths of the leaves that are wrong at the best of the scales.
+      dtype: the name of the narrow dtype.
+      loss_scales: the scales that were compared, in ascending order.
+      leaves: a `LeafGradientError` for each leaf, the worst first.
+      total: the same for all leaves together.
+      value: the value of the function, which a loss scale does not change.
+      reference_value: that of the reference.
+      as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
+      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      working_scales: those of the scales compared at which all gradients are right.
+    """
+
+    verdict: str
+    cause: str
+    will_train: bool
+    loss_scale: float | None
+    suffering: tuple[str, ...]
+    dtype: str
+    loss_scales: tuple[float, ...]
+    leaves: tuple[LeafGradientError, ...]
+    total: LeafGradientError
+    value: float
+    reference_value: float
+    as_they_are: tuple[str, ...]
+    facts: ProductFacts = ProductFacts()
+    working_scales: tuple[float, ...] = ()
+
+    def _entries(self) -> tuple[LeafGradientError, ...]:
+        return self.leaves
+
+    def _summary(self) -> str:
+        lines = [str(self.facts), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        if self.will_train and len(self.working_scales) > 1:
+            ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
+            lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
+        if self.as_they_are:
+            lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
+        if any(leaf.is_rounding for leaf in self):
+            lines.append("*: its true gradient is nothing but rounding, in float32 too, so its errors say nothing.")
+        lines.append("Relative error of the gradients, by loss scale (lost: zero, where the reference is not):")
+        return "\n".join(lines)
+
+    def _rows(self) -> list[list[str]]:
+        scales = [power_of_two(scale) for scale in self.loss_scales]
+        rows = [["leaf", "shape", "largest", "smallest", *scales]]
+        rows.append(["all leaves", "", *_numbers(self.total)])
+        rows.append(["  lost", "", "", "", *(f"{share:.1%}" for share in self.total.lost)])
+        for leaf in self.leaves[:_MOST_ROWS]:
+            name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
+            rows.append([name, str(list(leaf.shape)), *_numbers(leaf)])
+        if len(self) > _MOST_ROWS:
+            rows.append([f"... {len(self) - _MOST_ROWS} more", *[""] * (3 + len(scales))])
+        return rows
+
+
+def _numbers(leaf: LeafGradientError) -> list[str]:
+    pairs = zip(leaf.relative_error, leaf.nonfinite, strict=True)
+    errors = ("overflow" if nonfinite else percent(error) for error, nonfinite in pairs)
+    return [f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}", *errors]
 
 
 def compare_gradients(
@@ -97,22 +174,15 @@ def compare_gradients(
     if reference is not None:
         of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
         wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), question.args, kwargs)
-    shown = progress if callable(progress) else _told if progress else iter
-    errors = errors_by_scale(question, wide, given, shown)
+        question = question._replace(lost=())  # of the function alone
+    errors = errors_by_scale(question, wide, given, progress if callable(progress) else _told if progress else iter)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
-    evidence = Evidence(
-        question=question,
-        errors=errors,
-        dtypes_met=narrow_dtypes(question.program.jaxpr.jaxpr),
-        lost=lost_constants(question.program) if reference is None else (),
-        ranges=functools.cache(lambda scale: ranges_at(question, scale, progress is True)),
-    )
-    finding = find_cause(evidence)
+    finding = find_cause(question, errors, functools.cache(lambda scale: ranges_at(question, scale, progress is True)))
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=_words.verdict(evidence, finding),
+        verdict=_words.conclusion(question, errors, finding),
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,
@@ -125,7 +195,7 @@ def compare_gradients(
         value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
-        facts=question.facts,
+        facts=question.products,
     )
 
 

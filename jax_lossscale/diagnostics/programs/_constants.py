@@ -35,21 +35,21 @@ class LostConstant(NamedTuple):
 
 
 def lost_constants(traced: Traced) -> list[LostConstant]:
-    """Those of the forward pass, epsilons first, in the order of the program."""
+    """Find the constants of the forward pass that were lost, epsilons first, in the order of the program."""
     flow = _Constants()
     flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
     return sorted(dict.fromkeys(flow.found), key=lambda each: not each.is_epsilon)
 
 
 class _Value(NamedTuple):
-    """``number``: of a constant of 16 bits, the one; ``sums``: the lost constants added in it."""
+    """What is known of a value: its ``number``, if it is a constant of 16 bits, and the lost constants added in it."""
 
     number: float | None = None
     sums: tuple[LostConstant, ...] = ()
 
 
 class _Constants(Flow[_Value]):
-    """Of each value, whether it is a constant of 16 bits, or one was added in it."""
+    """Finds out of each value whether it is a constant of 16 bits, or one was added in it."""
 
     def __init__(self) -> None:
         self.found: list[LostConstant] = []

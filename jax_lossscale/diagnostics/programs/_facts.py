@@ -44,94 +44,86 @@ class ProductFacts(NamedTuple):
         return _words.nothing_narrow(self)
 
 
-def facts_of(traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()) -> ProductFacts:
-    """The facts of a traced program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
+def products_of(
+    traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()
+) -> ProductFacts:
+    """Count the products of a program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
     exceptions = [exception for planner in planners for exception in planner.exceptions]
-    facts = facts_of_operations(operations(traced.jaxpr.jaxpr, dtype, exceptions), dtype.name, bool(planners))
-    if not facts.first_wide or planners:  # which know why
-        return facts
+    counted = products_among(operations(traced.jaxpr.jaxpr, dtype, exceptions), dtype.name, bool(planners))
+    if not counted.first_wide or planners:  # which know why
+        return counted
     origins = _Origins(dtype)
-    origins.outputs(traced.jaxpr, [_Origin("argument", name) for name in names])
-    wide = sorted(origins.wide, key=lambda found: found[0].is_backward)
-    if not wide:
-        return facts
-    place, why = wide[0]
-    where = _where(place)
-    if why is None:
-        return facts._replace(first_wide=where)
-    there = _where(why.place) if why.place else ""
-    return facts._replace(first_wide=_words.wide_product(where, dtype.name, why.kind, why.name, there))
+    origins.outputs(traced.jaxpr, [Origin("argument", name) for name in names])
+    wide = sorted(origins.wide, key=lambda product: product[0].is_backward)
+    return counted._replace(first_wide=_words.wide_product(dtype.name, *wide[0])) if wide else counted
 
 
-def facts_of_operations(found: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
-    """The facts of operations whose reasons are known."""
-    products = [each for each in found if each.is_product]
-    narrow, wide = ([each for each in products if (each.dtype == dtype) == is_narrow] for is_narrow in (True, False))
-    number, of_narrow = (sum(each.number for each in some) for some in (products, narrow))
-    work, narrow_work = (sum(each.work for each in some) for some in (products, narrow))
-    wide.sort(key=lambda each: (each.is_backward, each.position))
-    first = "".join(f"{_where(each) or 'no line of your code'}; {each.reason}" for each in wide[:1])
-    return ProductFacts(dtype, number, of_narrow, first, narrow_work / work if work else 1.0, is_autocast)
+def products_among(found: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
+    """Count the products among operations whose reasons are known."""
+    products = [operation for operation in found if operation.is_product]
+    narrow = [product for product in products if product.dtype == dtype]
+    wide = sorted(
+        (product for product in products if product.dtype != dtype),
+        key=lambda product: (product.is_backward, product.position),
+    )
+    work = sum(product.work for product in products)
+    return ProductFacts(
+        dtype=dtype,
+        products=sum(product.number for product in products),
+        narrow_products=sum(product.number for product in narrow),
+        first_wide=f"{_words.place(wide[0]) or 'no line of your code'}; {wide[0].reason}" if wide else "",
+        narrow_work=sum(product.work for product in narrow) / work if work else 1.0,
+        is_autocast=is_autocast,
+    )
 
 
-class _Origin(NamedTuple):
+class Origin(NamedTuple):
     """Where a float32 value comes from.
 
-    ``kind``: "argument", which was float32 at the beginning, as was a constant, which has no name; "cast", which gave
-    float32 from narrow numbers; "met", where narrow numbers were promoted since ``name`` was float32.
+    ``kind``: "met", where narrow numbers were promoted since ``name`` was float32; "cast", which gave float32 from
+    narrow numbers; "argument" or "constant", which was float32 at the beginning; "" of what is not float32.
     """
 
     kind: str
     name: str = ""
     place: Place | None = None
 
+    @property
+    def rank(self) -> int:
+        """The order in which origins are told: what comes from narrow numbers is first."""
+        return ("met", "cast", "argument", "constant", "").index(self.kind)
 
-class _Origins(Flow[_Origin | None]):
-    """Of each value that is float32, why; ``None`` of all others; ``wide``: the products that take such."""
+
+class _Origins(Flow[Origin]):
+    """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
 
     follows = Flow.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.wide: list[tuple[Place, _Origin | None]] = []
+        self.wide: list[tuple[Place, Origin]] = []
 
-    def constant(self, value: Any) -> _Origin | None:
-        return _Origin("argument")
+    def constant(self, value: Any) -> Origin:
+        return Origin("constant")
 
-    def joined(self, values: Sequence[_Origin | None]) -> _Origin | None:
-        return min(values, key=_from_narrow)
+    def joined(self, values: Sequence[Origin]) -> Origin:
+        return min(values, key=lambda origin: origin.rank)
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Origin | None]) -> Sequence[_Origin | None]:
+    def operation(self, eqn: Any, place: Place, operands: Sequence[Origin]) -> Sequence[Origin]:
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
         takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
-        why = _why(origins, place, takes_narrow=takes_narrow)
+        casts = [origin.place.column for origin in origins if origin.kind == "cast" and origin.place]
+        given = [origin for origin in origins if origin.kind in ("argument", "constant")]
+        if given and (takes_narrow or (place.column and place.column in casts)):
+            origin = Origin("met", given[0].name, place)
+        else:
+            origin = min(origins, key=lambda origin: origin.rank, default=Origin(""))
         if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
-            self.wide.append((place, why))
+            self.wide.append((place, origin))
         if takes_narrow and not origins:
-            why = _Origin("cast", place=place)
-        return [why if _is_wide_float(variable.aval) else None for variable in eqn.outvars]
-
-
-def _why(origins: Sequence[_Origin | None], place: Place, *, takes_narrow: bool) -> _Origin | None:
-    """Why a result is float32 whose operands are."""
-    known = [origin for origin in origins if origin is not None]
-    casts = [each.place.column for each in known if each.kind == "cast" and each.place]
-    others = [each for each in known if each.kind == "argument"]
-    if others and (takes_narrow or (place.column and place.column in casts)):
-        return _Origin("met", others[0].name, place)
-    return min(known, key=_from_narrow, default=None)
-
-
-def _from_narrow(origin: _Origin | None) -> int:
-    """An order, in which what comes from narrow numbers is first, and an argument before a constant."""
-    if origin is None:
-        return 4
-    return ("met", "cast", "argument").index(origin.kind) + (origin.kind == "argument" and not origin.name)
+            origin = Origin("cast", place=place)
+        return [origin if _is_wide_float(variable.aval) else Origin("") for variable in eqn.outvars]
 
 
 def _is_wide_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
-
-
-def _where(place: Place | OperationPrecision) -> str:
-    return _words.place(place.layer, place.source)

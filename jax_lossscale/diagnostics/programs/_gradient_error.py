@@ -1,13 +1,18 @@
-"""What `compare_gradients` gives: what it found, and the errors of the gradients by leaf and scale."""
+"""The errors of the gradients of a leaf: a few numbers are measured on the device, and become a report on the host."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two
-from jax_lossscale.diagnostics.programs._facts import ProductFacts
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-_MOST_ROWS = 12
+from jax_lossscale import _tree
+
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
 _MOSTLY_ROUNDING = 0.05
 
@@ -49,79 +54,103 @@ class LeafGradientError:
         return self.rounding > _MOSTLY_ROUNDING
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class GradientComparison(Report[LeafGradientError]):
-    """Gradients in float16 compared with those in float32: whether it will train, and the numbers that show it.
+class Measurement(NamedTuple):
+    """What is measured of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
 
-    Printed, or shown in a notebook, it says how many products are in half precision, where the first is that is not,
-    and whether the function will train. A table of the leaves follows, the worst first. Iterating over it gives a
-    `LeafGradientError` for each leaf.
-
-    Attributes:
-      verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
-      cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
-        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, or ``"forward rounding"``.
-      will_train: whether there is a loss scale with which all gradients are right.
-      loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
-      suffering: the paths of the leaves that are wrong at the best of the scales.
-      dtype: the name of the narrow dtype.
-      loss_scales: the scales that were compared, in ascending order.
-      leaves: a `LeafGradientError` for each leaf, the worst first.
-      total: the same for all leaves together.
-      value: the value of the function, which a loss scale does not change.
-      reference_value: that of the reference.
-      as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
-      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
-      working_scales: those of the scales compared at which all gradients are right.
-    """
-
-    verdict: str
-    cause: str
-    will_train: bool
-    loss_scale: float | None
-    suffering: tuple[str, ...]
-    dtype: str
-    loss_scales: tuple[float, ...]
-    leaves: tuple[LeafGradientError, ...]
-    total: LeafGradientError
-    value: float
-    reference_value: float
-    as_they_are: tuple[str, ...]
-    facts: ProductFacts = ProductFacts()
-    working_scales: tuple[float, ...] = ()
-
-    def _entries(self) -> tuple[LeafGradientError, ...]:
-        return self.leaves
-
-    def _summary(self) -> str:
-        lines = [str(self.facts), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
-        if self.will_train and len(self.working_scales) > 1:
-            ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
-            lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
-        if self.as_they_are:
-            lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
-        if any(leaf.is_rounding for leaf in self):
-            lines.append("*: its true gradient is nothing but rounding, in float32 too, so its errors say nothing.")
-        lines.append("Relative error of the gradients, by loss scale (lost: zero, where the reference is not):")
-        return "\n".join(lines)
-
-    def _rows(self) -> list[list[str]]:
-        scales = [power_of_two(scale) for scale in self.loss_scales]
-        rows = [["leaf", "shape", "largest", "smallest", *scales]]
-        rows.append(["all leaves", "", *_magnitudes(self.total), *_errors(self.total)])
-        rows.append(["  lost", "", "", "", *(f"{share:.1%}" for share in self.total.lost)])
-        for leaf in self.leaves[:_MOST_ROWS]:
-            name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
-            rows.append([name, str(list(leaf.shape)), *_magnitudes(leaf), *_errors(leaf)])
-        if len(self) > _MOST_ROWS:
-            rows.append([f"... {len(self) - _MOST_ROWS} more", *[""] * (3 + len(scales))])
-        return rows
+    largest: Any
+    smallest: Any
+    squares: Any
+    squared_errors: Any
+    nonzero: Any
+    lost: Any
+    nonfinite: Any
 
 
-def _magnitudes(leaf: LeafGradientError) -> tuple[str, str]:
-    return f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}"
+def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
+    """Measure each leaf, for the host; this is compiled once for all leaves of one shape."""
+    measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
+    fetched: list[Measurement] = jax.device_get(measured)
+    return fetched
 
 
-def _errors(leaf: LeafGradientError) -> list[str]:
-    pairs = zip(leaf.relative_error, leaf.nonfinite, strict=True)
-    return ["overflow" if nonfinite else percent(error) for error, nonfinite in pairs]
+@jax.jit
+def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
+    (unscaled,), (reference,) = _tree.unscale([leaf], scale), _tree.widen([exact])
+    magnitudes = jnp.abs(reference)
+    largest = jnp.max(magnitudes, initial=0)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    is_nonzero = magnitudes > 0
+    flags = is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)
+    nonzero, lost, nonfinite = (jnp.sum(flag, dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
+    return Measurement(
+        largest=largest,
+        smallest=jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero),
+        squares=jnp.sum(jnp.square(magnitudes / unit)),
+        squared_errors=jnp.sum(jnp.square(jnp.abs(unscaled - reference) / unit)),
+        nonzero=nonzero,
+        lost=lost,
+        nonfinite=nonfinite,
+    )
+
+
+def reports_of_leaves(
+    exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
+) -> list[LeafGradientError]:
+    """Report on each leaf, from the measurements by scale and leaf; in ``rounding`` the reference was nudged."""
+    return [
+        _report(path, jnp.shape(leaf), [at_scale[n] for at_scale in measured], rounding[n])
+        for n, (path, leaf) in enumerate(exact.items())
+    ]
+
+
+def _report(
+    path: str, shape: tuple[int, ...], at_scales: list[Measurement], rounding: Measurement
+) -> LeafGradientError:
+    first = at_scales[0]
+    return LeafGradientError(
+        path=path,
+        shape=shape,
+        norm=float(first.largest) * math.sqrt(first.squares),
+        largest=float(first.largest),
+        smallest=float(first.smallest) if first.nonzero else 0.0,
+        nonzero=int(first.nonzero),
+        relative_error=tuple(_relative(m.squared_errors, m.squares) for m in at_scales),
+        lost=tuple(float(m.lost) / max(float(m.nonzero), 1.0) for m in at_scales),
+        nonfinite=tuple(float(m.nonfinite) / max(math.prod(shape), 1) for m in at_scales),
+        rounding=_relative(rounding.squared_errors, rounding.squares),
+    )
+
+
+def _relative(squared_errors: float, squares: float) -> float:
+    if squared_errors == 0:
+        return 0.0
+    ratio = math.sqrt(squared_errors / squares) if squares else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
+
+
+def report_of_all(leaves: list[LeafGradientError]) -> LeafGradientError:
+    """Report on all leaves as one."""
+    norms = [leaf.norm for leaf in leaves]
+    norm = math.hypot(*norms)
+
+    def error(errors: Iterable[float]) -> float:
+        parts = [error * norm for error, norm in zip(errors, norms, strict=True) if error and norm]
+        return math.hypot(*parts) / norm if norm else 0.0
+
+    def share(shares: Iterable[float], wholes: list[int]) -> float:
+        return sum(share * whole for share, whole in zip(shares, wholes, strict=True)) / max(sum(wholes), 1)
+
+    nonzero = [leaf.nonzero for leaf in leaves]
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    return LeafGradientError(
+        path="all leaves",
+        shape=(sum(sizes),),
+        norm=norm,
+        largest=max(leaf.largest for leaf in leaves),
+        smallest=min((leaf.smallest for leaf in leaves if leaf.smallest), default=0.0),
+        nonzero=sum(nonzero),
+        relative_error=tuple(map(error, zip(*(leaf.relative_error for leaf in leaves), strict=True))),
+        lost=tuple(share(column, nonzero) for column in zip(*(leaf.lost for leaf in leaves), strict=True)),
+        nonfinite=tuple(share(column, sizes) for column in zip(*(leaf.nonfinite for leaf in leaves), strict=True)),
+        rounding=error(leaf.rounding for leaf in leaves),
+    )

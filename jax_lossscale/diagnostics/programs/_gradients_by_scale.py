@@ -15,8 +15,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._gradient_measure import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.programs._gradient_error import (
+    LeafGradientError,
+    measure,
+    report_of_all,
+    reports_of_leaves,
+)
 from jax_lossscale.diagnostics.programs._question import Question
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
@@ -34,18 +38,18 @@ _LOG2_HEADROOM = 3
 
 
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
-    """The error of a loss that is worth a word: more in a dtype with fewer digits than float16."""
+    """Give the error of a loss that is worth a word: more in a dtype with fewer digits than float16."""
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
 
 def relative_error(value: Any, exact: Any) -> float:
-    """How far one number is from another, relative to that; NaN if one is not finite."""
+    """Tell how far one number is from another, relative to that; NaN if one is not finite."""
     error = abs(float(value) - float(exact))
     return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0
 
 
 class GradientErrors(NamedTuple):
-    """Of each leaf, and of all together, the errors at each of the scales; value and reference."""
+    """The errors of each leaf, and of all together, at each of the scales; value and reference."""
 
     dtype: jnp.dtype
     leaves: list[LeafGradientError]
@@ -83,25 +87,25 @@ class GradientErrors(NamedTuple):
         return [leaf for leaf in self.leaves if leaf.norm > 0 and not leaf.is_rounding]
 
     def finite(self) -> list[int]:
-        """The scales at which all gradients are finite, by their positions."""
+        """List the scales at which all gradients are finite, by their positions."""
         return [n for n in range(len(self.scales)) if not any(leaf.nonfinite[n] for leaf in self.leaves)]
 
     def suffering_at(self, n: int) -> list[LeafGradientError]:
-        """The leaves that are wrong at a scale, the largest gradients first; not those without a true gradient."""
+        """List the leaves with a true gradient that is wrong at a scale, the largest first."""
         wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
     def working(self) -> list[int]:
-        """The scales at which all gradients are right."""
+        """List the scales at which all gradients are right."""
         return [n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.suffering_at(n)]
 
     def best(self) -> int:
-        """The scale with the smallest errors; of scales that are alike, the largest, at which the least underflows."""
+        """Find the scale with the smallest errors; of scales that are alike, the largest, which loses least."""
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.suffering_at(n)), float(f"{errors[n]:.1g}"), -n))
 
     def start(self) -> float:
-        """The largest scale that is as good as the best, with room above it if there is any; the least, if none is."""
+        """Give the largest scale that is as good as the best, with room above it if there is any; else the least."""
         finite, errors, scales = self.finite(), self.total.relative_error, self.scales
         if not finite:
             return scales[0]
@@ -120,9 +124,9 @@ def errors_by_scale(
     question: Question,
     wide: Traced | None = None,
     scales: Sequence[float] | None = None,
-    progress: Callable[[Sequence[float]], Iterable[float]] = lambda scales: scales,
+    progress: Callable[[Sequence[float]], Iterable[float]] = iter,
 ) -> GradientErrors | None:
-    """The errors of the gradients; ``None`` if there are none.
+    """Give the errors of the gradients; ``None`` if there are none.
 
     Args:
       question: what is asked about.
@@ -130,52 +134,43 @@ def errors_by_scale(
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    narrow, has_aux, dtype = question.program, question.has_aux, question.dtype
+    narrow, has_aux = question.program, question.has_aux
     moved = nudged(question.args, question.argnums, keep_dtypes=wide is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
     if wide is None:
         wide, moved = narrow, [np.float32(1), *moved]
-        inputs = [jnp.float32(1), *narrow.inputs[1:]]
         computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
     else:
-        inputs = wide.inputs
         computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
-    reference_value, exact = value_and_leaves(wide.result(computed(*inputs)), has_aux)
+    reference_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), has_aux)
     if not exact:
         return None
     of_moved = computed(*wide.inputs_from(moved, question.kwargs))
     rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
-    scales = scales or _useful_scales(exact, dtype)
-    value, measured = _at_scales(narrow, exact, progress(scales), has_aux)
-    leaves = reports_of_leaves(exact, measured, rounding)
+    scales = scales or _useful_scales(exact, question.dtype)
+    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    value: Any = math.nan  # that of every scale
+    measured = []
+    for scale in progress(scales):
+        value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+        measured.append(measure(leaves, exact, scale))
+        del leaves
+    reports = reports_of_leaves(exact, measured, rounding)
     return GradientErrors(
-        dtype,
-        leaves,
-        report_of_all(leaves),
-        scales,
-        float(value),
-        jnp.result_type(value),
-        float(reference_value),
-        tuple(evaluator.as_they_are),
+        dtype=question.dtype,
+        leaves=reports,
+        total=report_of_all(reports),
+        scales=scales,
+        value=float(value),
+        loss_dtype=jnp.result_type(value),
+        reference_value=float(reference_value),
+        as_they_are=tuple(evaluator.as_they_are),
     )
 
 
-def _at_scales(
-    narrow: Traced, exact: dict[str, Any], scales: Iterable[float], has_aux: bool
-) -> tuple[Any, list[list[Measurement]]]:
-    """The value, which is that of every scale, and a measurement of each leaf for each scale."""
-    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    value: Any = math.nan
-    measured = []
-    for scale in scales:
-        value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
-        measured.append(measure(leaves, exact, scale))  # waits, so that no two scales' gradients are held at a time
-    return value, measured
-
-
 def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
-    """Powers of two around 1, around the default, and around those that bring the largest gradient near the top."""
+    """Choose powers of two around 1 and the default, and around those that bring the largest gradient near the top."""
     largest = max(float(jnp.max(jnp.abs(leaf), initial=0)) for leaf in exact.values())
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
@@ -185,7 +180,7 @@ def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
 
 
 def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
-    """The arguments, those that are differentiated changed a little."""
+    """Give the arguments, those that are differentiated changed a little."""
     positions = [argnums] if isinstance(argnums, int) else list(argnums)
     chosen = [args[position] for position in positions]
     leaves, structure = jax.tree.flatten(chosen)
@@ -209,7 +204,7 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
 
 
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
-    """The value, and the gradients by path."""
+    """Give the value, and the gradients by path."""
     value, grads = result
     with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
     return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}

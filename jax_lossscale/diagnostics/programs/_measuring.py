@@ -24,7 +24,7 @@ Rows: TypeAlias = list[jax.Array]
 
 
 class MeasuringEvaluator(Walk[Any]):
-    """Evaluates jaxprs; values are pytrees of arrays.
+    """Evaluates jaxprs, with pytrees of arrays for values.
 
     Attributes:
       fields: how many numbers a row has.
@@ -41,38 +41,38 @@ class MeasuringEvaluator(Walk[Any]):
         return constant
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """The outputs of an equation that is not gone into; what is measured of it is added to the rows."""
+        """Give the outputs of an equation that is not gone into, and add what is measured of it to the rows."""
         raise NotImplementedError
 
     def measured_of(self, eqn: Any) -> list[Any]:
-        """What names the rows that an operation adds."""
+        """Name the rows that an operation adds."""
         raise NotImplementedError
 
     def decided(self, value: Any) -> Any:
-        """The array by which a loop goes on, or a branch is taken."""
+        """Give the array by which a loop goes on, or a branch is taken."""
         return value
 
     def to_scan(self, values: list[Any]) -> list[Any]:
-        """The values as `jax.lax.scan` takes them apart, and puts them together, along the first axis."""
+        """Give the values as `jax.lax.scan` takes them apart, and puts them together, along the first axis."""
         return values
 
     def from_scan(self, values: list[Any], atoms: Sequence[Any]) -> list[Any]:
-        """The values again, of the types of these variables."""
+        """Give the values back, of the types of these variables."""
         return values
 
     def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
-        """The outputs, and what is measured."""
+        """Give the outputs, and what is measured."""
         outside, self.rows = self.rows, []
         outputs = self.outputs(program, inputs)
         rows, self.rows = self.rows, outside
         return outputs, rows
 
     def names(self, program: ClosedJaxpr) -> list[Any]:
-        """What names the rows of a program."""
+        """Name the rows of a program."""
         return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
     def names_within(self, eqn: Any) -> list[Any]:
-        """What names the rows of an equation, gone into or not."""
+        """Name the rows of an equation, gone into or not."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
         bodies = (body for body in inside(eqn).bodies if -1 not in body.results)
@@ -86,17 +86,17 @@ class MeasuringEvaluator(Walk[Any]):
         return outputs
 
     def goes_into(self, eqn: Any) -> bool:
-        """Whether the jaxprs in an equation are evaluated here."""
+        """Tell whether the jaxprs in an equation are evaluated here."""
         return eqn.primitive.name in self.rules
 
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
-        """The outputs of an equation that is, and what is measured inside."""
+        """Give the outputs of such an equation, and what is measured inside."""
         with in_context(eqn):
             outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
             return outputs, rows
 
     def nothing(self, program: ClosedJaxpr) -> Rows:
-        """The rows of a program that is not evaluated."""
+        """Give rows for a program that is not evaluated."""
         return [jnp.zeros(self.fields)] * len(self.names(program))
 
     def _call(self, eqn: Any, inputs: list[Any]) -> Any:

@@ -143,16 +143,25 @@ _HEADINGS = ["operation", "layer", "line", "pass", "shape", "largest", "off by"]
 _HEADINGS += ["overflow", "zero", "subnormal", "error in", "error", "cure"]
 
 
-def _cells(of: OperationRange) -> list[str]:
+def _cells(operation: OperationRange) -> list[str]:
     return [
-        f"{of.operation} (derivative of {of.derivative_of})" if of.derivative_of else of.operation,
-        of.layer,
-        of.source,
-        "backward" if of.is_backward else "forward",
-        str(list(of.shape)),
-        f"{of.largest:.2g}",
-        f"2^{of.log2_above}" if of.log2_above else f"2^-{of.log2_below}" if of.log2_below else "",
-        *(_share(share) for share in (of.overflow, of.zero, of.subnormal, of.error_in, of.error)),
+        f"{operation.operation} (derivative of {operation.derivative_of})"
+        if operation.derivative_of
+        else operation.operation,
+        operation.layer,
+        operation.source,
+        "backward" if operation.is_backward else "forward",
+        str(list(operation.shape)),
+        f"{operation.largest:.2g}",
+        f"2^{operation.log2_above}"
+        if operation.log2_above
+        else f"2^-{operation.log2_below}"
+        if operation.log2_below
+        else "",
+        *(
+            _share(share)
+            for share in (operation.overflow, operation.zero, operation.subnormal, operation.error_in, operation.error)
+        ),
     ]
 
 

@@ -55,19 +55,19 @@ class OperationPrecision:
     position: int
 
 
-class _Met(NamedTuple):
-    """An equation, on the way through a program."""
+class _Step(NamedTuple):
+    """An equation, as it is met on the way through a program."""
 
     eqn: Any
     place: Place
-    within: tuple[Any, ...]
-    times: float
+    within: tuple[Any, ...]  # the equations that it lies in, the outermost first
+    times: float  # how often it is computed, as far as that is known
 
 
 def operations(
     program: Jaxpr, dtype: jnp.dtype, exceptions: Sequence[tuple[tuple[Any, ...], str]]
 ) -> list[OperationPrecision]:
-    """The operations on floats in a program, those of one kind and place as one.
+    """List the operations on floats in a program, those of one kind and place as one.
 
     Args:
       program: the program.
@@ -79,20 +79,19 @@ def operations(
         place = place_within(path[-1], path[:-1])
         reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
     found: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
-    for position, met in enumerate(_walked(program)):
-        eqn, place = met.eqn, met.place
-        name = _name(eqn)
+    for position, step in enumerate(_steps(program)):
+        eqn, name = step.eqn, _name(step.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
             continue
         work, result = _work(eqn), eqn.outvars[0].aval.dtype
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        where = name, step.place.layer, step.place.source
         is_exception = work > 0 and {widest, result} != {dtype}
-        reason = _reason(met, reasons.get((name, place.layer, place.source), {})) if is_exception else ""
-        where = name, place.layer, place.source, place.is_backward
-        kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
+        reason = _reason(step, reasons.get(where, {})) if is_exception else ""
+        kind = OperationPrecision(*where, step.place.is_backward, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
         number, total, first = found.get(kind, (0, 0.0, position))
-        found[kind] = number + 1, total + met.times * work, first
+        found[kind] = number + 1, total + step.times * work, first
     return [
         dataclasses.replace(kind, number=number, work=work, position=position)
         for kind, (number, work, position) in found.items()
@@ -100,23 +99,23 @@ def operations(
 
 
 def casts(program: Jaxpr) -> int:
-    """How many casts between floating dtypes a program holds."""
+    """Count the casts between floating dtypes in a program."""
     return sum(
-        met.eqn.primitive.name == "convert_element_type"
-        and _is_inexact([*met.eqn.invars, *met.eqn.outvars])
-        and met.eqn.invars[0].aval.dtype != met.eqn.outvars[0].aval.dtype
-        for met in _walked(program)
+        step.eqn.primitive.name == "convert_element_type"
+        and _is_inexact([*step.eqn.invars, *step.eqn.outvars])
+        and step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype
+        for step in _steps(program)
     )
 
 
 def opaque(program: Jaxpr) -> list[str]:
-    """What in a program is computed as it was written, or is not known, each by its name and line."""
-    found = [(met.eqn.primitive.name, met.place.source) for met in _walked(program)]
+    """List what is computed as it was written, or is not known, each by its name and line."""
+    found = [(step.eqn.primitive.name, step.place.source) for step in _steps(program)]
     return list(dict.fromkeys(f"{name} ({at})" for name, at in found if name in OPAQUE or name not in KNOWN | HOLDING))
 
 
 def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[str]:
-    """Where the other function of an `in_half` is computed, and why.
+    """Tell where the other function of an `in_half` is computed, and why.
 
     Args:
       program: the program without `autocast`.
@@ -126,16 +125,16 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
     for path, reason in exceptions:
         if path[-1].primitive.name == IN_HALF:
             found.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
-    for met in _walked(program):
-        if is_otherwise(met.place.stack):
-            found.setdefault("differentiated before `autocast`", {})[met.place.source] = None
+    for step in _steps(program):
+        if is_otherwise(step.place.stack):
+            found.setdefault("differentiated before `autocast`", {})[step.place.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in found.items()]
 
 
 def bytes_kept(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: Any, has_aux: bool
 ) -> int:
-    """The bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
+    """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
 
     def kept(*args: Any, **kwargs: Any) -> list[Any]:
@@ -152,13 +151,13 @@ def bytes_kept(
     return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
 
 
-def _walked(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Met]:
-    """The equations of a program and of all jaxprs in it, in order."""
+def _steps(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Step]:
+    """Go through the equations of a program and of all jaxprs in it, in order."""
     for eqn in jaxpr.eqns:
         place = place_of(eqn, at)
-        yield _Met(eqn, place, within, times)
+        yield _Step(eqn, place, within, times)
         for inner in _inner(eqn):
-            yield from _walked(inner, (*within, eqn), place, times * inside(eqn).times)
+            yield from _steps(inner, (*within, eqn), place, times * inside(eqn).times)
 
 
 def _inner(eqn: Any) -> list[Jaxpr]:
@@ -166,34 +165,34 @@ def _inner(eqn: Any) -> list[Jaxpr]:
 
 
 def _is_inexact(atoms: Sequence[Any]) -> bool:
-    """Whether all are floats or complex; what is written to and read from is none."""
+    """Tell whether all are floats or complex; what is written to and read from is none."""
     return not any(map(is_reference, atoms)) and all(
         jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
     )
 
 
-def _reason(met: _Met, exceptions: Mapping[str, None]) -> str:
-    for eqn in met.within:
+def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
+    for eqn in step.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which is computed as it was"
-    if is_otherwise(met.place.stack):
+    if is_otherwise(step.place.stack):
         return "in `otherwise` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)
-    precision = met.eqn.params.get("precision")
+    precision = step.eqn.params.get("precision")
     if isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision:
         return "marked exact by its author"
-    return f"made by differentiating what is computed in {met.eqn.outvars[0].aval.dtype.name}"
+    return f"made by differentiating what is computed in {step.eqn.outvars[0].aval.dtype.name}"
 
 
 def _name(eqn: Any) -> str:
-    """That of the primitive, and of a product with a float32 result that of the product."""
+    """Name the primitive; for a product with a float32 result, the product."""
     name: str = eqn.primitive.name
     return eqn.params["product"].name if name == WIDE_PRODUCT else name
 
 
 def _work(eqn: Any) -> float:
-    """The multiplications and additions of a product; 0 if nothing is summed up, and for anything else."""
+    """Count the multiplications and additions of a product; 0 if nothing is summed up, and for anything else."""
     name, params = _name(eqn), eqn.params
     if name not in PRODUCTS:
         return 0.0

@@ -1,4 +1,4 @@
-"""Which parameter belongs to an operation: what tells those of several layers of one class apart."""
+"""Which layer an operation belongs to, where several of one class, or of one line, are to be told apart."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ from typing import Any
 from jax_lossscale.diagnostics.programs._sites import Graph, Site
 
 
-def parameters_of_sites(graph: Graph, gradients: Mapping[str, Collection[int]]) -> list[str]:
-    """For each site of the graph the parameter that entered last before it, "" if none has.
+def told_apart(graph: Graph, gradients: Mapping[str, Collection[int]]) -> list[Site]:
+    """Give the sites of the graph, with layers that tell apart those of a line that is run more than once.
 
-    In the backward pass, where none enters, it is that of the operation which is differentiated; and of what only one
-    gradient is made of, the parameter that this is the gradient of.
+    Sites that are alike are told apart by a parameter, and those of the forward pass that still are, by a number. The
+    parameter is the one that entered last before the site. In the backward pass, where none enters, it is that of the
+    operation which is differentiated; and of what is a part of only one gradient, the parameter of that.
 
     Args:
       graph: the operations of the program of value and gradients.
       gradients: by name of a parameter, the nodes that its gradient is.
     """
-    only = _part_of_one(graph, gradients)
-    names = []
+    only = _parts_of_one(graph, gradients)
+    parameters = []
     for time, (node, site) in enumerate(graph.sites.items()):
         entered = site.parameter
         is_entering = entered is not None and entered.time == time
         of_gradient = only.get(node) if site.place.is_backward and not is_entering else ""
-        names.append(of_gradient or (entered.name if entered else ""))
-    return names
+        parameters.append(of_gradient or (entered.name if entered else ""))
+    sites = list(graph.sites.values())
+    for alike in _groups(sites):
+        if len({parameters[n] for n in alike}) > 1:
+            for n in alike:
+                sites[n] = _with(sites[n], parameters[n])
+    for alike in _groups(sites):
+        runs = [n for n in alike if not sites[n].place.is_backward]
+        if len(runs) > 1:
+            for run, n in enumerate(runs, 1):
+                sites[n] = _with(sites[n], f"run {run} of {len(runs)}")
+    return sites
 
 
-def _part_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
-    """For the nodes that gradients are made of, whose that is; ``None`` where it is that of several."""
+def _parts_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
+    """Name the gradient that each node is a part of; ``None`` where it is a part of several."""
     whose: dict[int, str | None] = {}
     ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
     while ahead:
@@ -42,31 +53,14 @@ def _part_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict
     return whose
 
 
-def told_apart(sites: Sequence[Site], parameters: Sequence[str]) -> list[Site]:
-    """The sites, with layers that tell apart those of a line that is run more than once.
-
-    By the parameter, where there are several; those of the forward pass that are still alike, by their number.
-    """
-    of_alike: dict[Any, set[str]] = defaultdict(set)
-    for site, parameter in zip(sites, parameters, strict=True):
-        of_alike[_alike(site)].add(parameter)
-    named = [
-        _with(site, parameter if len(of_alike[_alike(site)]) > 1 else "")
-        for site, parameter in zip(sites, parameters, strict=True)
-    ]
-    runs: dict[Any, list[int]] = defaultdict(list)
-    for n, site in enumerate(named):
-        if not site.place.is_backward:
-            runs[_alike(site)].append(n)
-    for alike in runs.values():
-        for run, n in enumerate(alike, 1):
-            named[n] = _with(named[n], f"run {run} of {len(alike)}" if len(alike) > 1 else "")
-    return named
-
-
-def _alike(site: Site) -> Any:
-    place = site.place
-    return site.operation, site.aval.dtype, site.derivative_of, place.layer, place.source, place.instructions
+def _groups(sites: Sequence[Site]) -> list[list[int]]:
+    """Group the positions of sites that nothing tells apart."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for n, site in enumerate(sites):
+        at = site.place
+        kind = site.operation, site.aval.dtype, site.derivative_of, at.layer, at.source, at.instructions
+        groups[kind].append(n)
+    return list(groups.values())
 
 
 def _with(site: Site, which: str) -> Site:

@@ -21,7 +21,7 @@ _PRECISIONS = ("narrow", "wide_result", "wide")
 
 
 def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequence[str]) -> list[PrecisionRule]:
-    """A rule for each product that is not narrow, or for several that are alike.
+    """Make a rule for each product that is not narrow, or for several that are alike.
 
     The first that matches decides, so the widest come first: where names do not tell products apart, too much is wide.
     """
@@ -40,13 +40,13 @@ def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequenc
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
-    """Whether a rule says all that another one says, and more."""
+    """Tell whether one rule matches all that the other matches, and decides it alike."""
     patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
     return patterns < others
 
 
 def _names(site: ProductSite) -> list[dict[str, str]]:
-    """Ways to name a product, the one that survives most edits first."""
+    """List ways to name a product, the one that survives most edits first."""
     place, operation = site.place, {"operation": site.operation}
     layer = {"layer": glob.escape(place.layer)} if place.layer else {}
     parameter = {"parameter": place.parameter}  # "" if it takes none
@@ -57,7 +57,7 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
 
 
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
-    """For each product that is not narrow, what would be wrong if it were; until so many gradients are spent."""
+    """Say of each product that is not narrow what would be wrong if it were; until so many gradients are spent."""
     measured: dict[float, np.ndarray] = {}
     reasons = [""] * len(trial.levels)
     for site in map(int, np.flatnonzero(trial.levels)):
@@ -78,7 +78,7 @@ def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
 
 
 def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, dtype: jnp.dtype) -> tuple[str, dict[str, Any]]:
-    """What leaves the range of a dtype if a product is narrow, at the best loss scale that there is then."""
+    """Find what leaves the range of a dtype if a product is narrow, at the best loss scale that there is then."""
     overflow = limits_of(dtype).overflow
     largest, error = Statistics(*np.moveaxis(measured, -1, 0))
     is_too_small = error > 2 * float(jnp.finfo(dtype).eps)  # in range, rounding makes errors of an eighth of that

@@ -35,7 +35,7 @@ NUMBER_OF_ROLES = 3
 
 
 class Statistics(NamedTuple):
-    """Of the numbers at a probe: the largest magnitude, and the sum of the errors of rounding, relative to theirs."""
+    """What a probe measures: the largest magnitude, and the sum of rounding errors, relative to that of magnitudes."""
 
     largest: Any
     error: Any
@@ -134,7 +134,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         self._axes = axes
 
     def measured(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], dict[Key, jax.Array]]:
-        """The outputs, and of each probe the worst: ``float32[2]``, the fields of `Statistics`."""
+        """Give the outputs, and the worst of each probe: ``float32[2]``, the fields of `Statistics`."""
         outputs, rows = self.evaluate(program, inputs)
         worst: dict[Key, jax.Array] = {}
         for key, row in zip(self.names(program), rows, strict=True):
@@ -163,7 +163,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         return [jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value)]
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
-        """What each shard measures is an output that is divided over the mesh."""
+        """Return what each shard measures as an output that is divided over the mesh."""
         axes = custom_rules.axes_of_shard_map(eqn)
         of_shards = RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
 

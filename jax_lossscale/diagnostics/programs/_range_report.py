@@ -16,13 +16,11 @@ from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._blame import blame, fault_of
-from jax_lossscale.diagnostics.programs._constants import lost_constants
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.programs._parameters import parameters_of_sites, told_apart
+from jax_lossscale.diagnostics.programs._parameters import told_apart
 from jax_lossscale.diagnostics.programs._question import Question, asked
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Parameter, Site, Value
@@ -98,15 +96,12 @@ def range_report(
 
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
-    """The report at a scale."""
-    traced, dtype, argnums = question.program, question.dtype, question.argnums
-    graph = Graph()
-    positions = [argnums] if isinstance(argnums, int) else argnums
-    of_gradients = [name for position in positions for name in question.names[position % len(question.args)]]
-    entering = {name: Parameter(-1, name, is_bare=True) for name in of_gradients}
+    """Make the report at a scale."""
+    traced, dtype, graph = question.program, question.dtype, Graph()
+    entering = {name: Parameter(-1, name, is_bare=True) for name in question.parameters}
     ends = graph.outputs(traced.jaxpr, [Value(parameter=entering.get(name)) for name in question.inputs])
     value, grads = traced.result([end.nodes for end in ends])
-    evaluator = ShadowEvaluator(dtype, _told(len(graph.sites)) if progress else lambda rows: None)
+    evaluator = ShadowEvaluator(dtype, len(graph.sites) if progress else 0)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
@@ -115,55 +110,46 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    gradients = dict(zip(of_gradients, jax.tree.leaves(grads), strict=True))
-    parameters = parameters_of_sites(graph, gradients)
-    sites = told_apart(list(graph.sites.values()), parameters)
+    sites = told_apart(graph, dict(zip(question.parameters, jax.tree.leaves(grads), strict=True)))
     operations = []
-    for site, (node, of) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, of, question.facts, node in harmful, node in origins)
+    for site, (node, statistics) in zip(sites, measured.items(), strict=True):
+        operation = _operation_range(site, statistics, question.products, node in harmful, node in origins)
         if (is_narrow(site.aval) or operation.cure) and not site.place.source.startswith(_OURS):
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
-    lost = tuple(_words.lost_constant(each) for each in lost_constants(traced) if each.is_epsilon or has_nan)
-    as_they_are = tuple(evaluator.evaluator.as_they_are)
-    faults = question.faults.nonfinite if has_nan else question.faults.nan
-    of_args = tuple(map(_words.nonfinite_argument, faults))
-    return RangeReport(tuple(operations), dtype.name, loss_scale, as_they_are, lost, question.facts, of_args)
+    faults = question.faults.nan + (question.faults.infinite if has_nan else [])
+    return RangeReport(
+        operations=tuple(operations),
+        dtype=dtype.name,
+        loss_scale=loss_scale,
+        as_they_are=tuple(evaluator.evaluator.as_they_are),
+        lost_constants=tuple(_words.lost_constant(each) for each in question.lost if each.is_epsilon or has_nan),
+        facts=question.products,
+        arguments=tuple(map(_words.nonfinite_argument, faults)),
+    )
 
 
-def _told(total: int) -> Callable[[int], None]:
-    done = 0
-
-    def measured(rows: int) -> None:
-        nonlocal done
-        before, done = done, done + rows
-        if 10 * before // total < 10 * done // total:
-            tell("range_report", f"{done} of {total} operations")
-
-    return measured
-
-
-def _is_noise(of: Statistics | None, dtype: jnp.dtype) -> bool:
-    """Whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
+def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
+    """Tell whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
 
     By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
     as many digits as float32 has more.
     """
-    if of is None or math.isinf(of.error):
+    if measured is None or math.isinf(measured.error):
         return False
-    multiplied = of.error / max(of.error_in, 1.0)
+    multiplied = measured.error / max(measured.error_in, 1.0)
     return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
 
 
-def _severity(of: OperationRange) -> Any:
-    changes = bool(of.cure) and of.changes_result
-    begins = 0.0 if of.overflow else -of.amplification * changes
-    return not changes, of.is_backward, not of.overflow, begins, -of.zero
+def _severity(operation: OperationRange) -> Any:
+    changes = bool(operation.cure) and operation.changes_result
+    begins = 0.0 if operation.overflow else -operation.amplification * changes
+    return not changes, operation.is_backward, not operation.overflow, begins, -operation.zero
 
 
 def _scale_of(loss_scale: Any) -> float:
-    """The scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
+    """Give the scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
     if not 0 < float(loss_scale) < math.inf:
@@ -172,15 +158,15 @@ def _scale_of(loss_scale: Any) -> float:
 
 
 def _operation_range(
-    site: Site, of: Statistics, facts: ProductFacts, is_harmful: bool, is_origin: bool
+    site: Site, measured: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
-    info = jnp.finfo(facts.dtype)
-    fault = fault_of(site, of, is_harmful=is_harmful, is_origin=is_origin, is_autocast=facts.is_autocast)
+    info = jnp.finfo(products.dtype)
+    fault = fault_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
     log2_above = log2_below = 0
-    if of.overflow:
-        log2_above = math.ceil(math.log2(of.largest / float(info.max))) if math.isfinite(of.largest) else 128
-    elif 0 < of.largest < float(info.smallest_normal):
-        log2_below = math.ceil(math.log2(float(info.smallest_normal) / of.largest))
+    if measured.overflow:
+        log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
+    elif 0 < measured.largest < float(info.smallest_normal):
+        log2_below = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,
@@ -189,15 +175,15 @@ def _operation_range(
         is_backward=site.place.is_backward,
         shape=site.aval.shape,
         dtype=site.aval.dtype.name,
-        largest=math.nan if of.nan and not of.overflow else of.largest,
-        overflow=of.overflow + of.nan,
-        zero=of.zero,
-        subnormal=of.subnormal,
+        largest=math.nan if measured.nan and not measured.overflow else measured.largest,
+        overflow=measured.overflow + measured.nan,
+        zero=measured.zero,
+        subnormal=measured.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
         cure=_words.cure(fault, site.derivative_of or site.operation),
-        error=of.error,
-        error_in=of.error_in,
-        amplification=of.amplification,
-        changes_result=is_harmful or of.nan > 0,
+        error=measured.error,
+        error_in=measured.error_in,
+        amplification=measured.amplification,
+        changes_result=is_harmful or measured.nan > 0,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow, is_reference
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics._reduced import reduced
+from jax_lossscale.diagnostics._report import tell
 from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator, Rows
 from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured
 
@@ -54,21 +55,21 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order in which a
     `Graph` has its sites. Outside of `jax.jit` each operation is compiled by itself, and once for all layers that are
-    alike; no number is kept longer than it is needed.
+    alike; no number is kept longer than it is needed. With a ``total`` of rows, each tenth of it is told.
     """
 
     fields = len(Statistics._fields)
 
-    def __init__(self, dtype: jnp.dtype, tell: Callable[[int], None] = lambda rows: None) -> None:
+    def __init__(self, dtype: jnp.dtype, total: int = 0) -> None:
         super().__init__()
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
-        self._tell = tell  # called with a number of rows that are done
+        self._done, self._total = 0, total
         self._limits = limits_of(dtype)
         self._unit = float(jnp.finfo(dtype).eps) / 2  # in the last place, half of it
         self._is_compiled = False
 
     def value_of(self, constant: Any, aval: Any) -> Pair:
-        """A value of which nothing is wrong yet."""
+        """Give a value of which nothing is wrong yet."""
         return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
 
     def decided(self, value: Pair) -> Any:
@@ -91,7 +92,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         self._is_compiled = True
         outputs, rows = compiled(inputs)
         self._is_compiled = False
-        self._tell(len(rows))
+        self._count(len(rows))
         return outputs, rows
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
@@ -113,9 +114,15 @@ class ShadowEvaluator(MeasuringEvaluator):
             if is_measured(eqn, variable)
         ]
         if not self._is_compiled:
-            self._tell(len(rows))
+            self._count(len(rows))
         self.rows += rows
         return outputs
+
+    def _count(self, rows: int) -> None:
+        """Tell each tenth of the total."""
+        before, self._done = self._done, self._done + rows
+        if self._total and 10 * before // self._total < 10 * self._done // self._total:
+            tell("range_report", f"{self._done} of {self._total} operations")
 
     def _pair(self, narrow: Any, wide: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
@@ -125,7 +132,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: bool) -> jax.Array:
-    """``float32[fields]``, the statistics of an array, as far as it tells them itself."""
+    """Give the statistics of an array, ``float32[fields]``, as far as it tells them itself."""
     narrow, wide = (jnp.asarray(value).astype(jnp.float32) for value in (narrow, wide))
     is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
     magnitude = jnp.where(is_nan, 0, jnp.abs(wide))
@@ -150,7 +157,7 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: boo
 
 @partial(jax.jit, static_argnums=3)
 def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool) -> jax.Array:
-    """``float32[fields]``, the statistics of a result, from those of itself and of the operands."""
+    """Give the statistics of a result, ``float32[fields]``, from its own and those of the operands."""
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, error_in = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)

@@ -25,7 +25,7 @@ _OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
 
 
 class Parameter(NamedTuple):
-    """The one that entered a value last.
+    """The parameter that entered a value last.
 
     Attributes:
       time: how many results had been measured when it entered.
@@ -128,7 +128,7 @@ class Graph(Flow[Value]):
         return results
 
     def _entered(self, eqn: Any, place: Place, known: Sequence[Parameter]) -> Parameter | None:
-        """The parameter that entered the results last; ``known``: those of the operands."""
+        """Find the parameter that entered the results last; ``known``: those of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and eqn.primitive.name not in _MOVES_OF_ONE:
             found: Parameter | None = Parameter(len(self.sites), bare[-1].name)
@@ -148,7 +148,7 @@ class Graph(Flow[Value]):
         return len(self.made_of) - 1
 
     def _derivative_of(self, eqn: Any, place: Place, operands: Sequence[Value]) -> str:
-        """The operation that this equation differentiates: one of the same expression, of whose result it is made."""
+        """Name the operation that an equation differentiates: one of the same expression, which made an operand."""
         name = eqn.primitive.name
         if name not in _OF_A_DERIVATIVE or "jvp(" not in place.stack:
             return ""
@@ -161,7 +161,7 @@ class Graph(Flow[Value]):
 
 
 def is_measured(eqn: Any, variable: Any) -> bool:
-    """Whether this result of an equation is a float that is made there."""
+    """Tell whether this result of an equation is a float that is made there."""
     aval = variable.aval
     if is_reference(variable) or eqn.primitive.name in _MOVES:
         return False
@@ -174,7 +174,7 @@ def is_measured(eqn: Any, variable: Any) -> bool:
 
 
 def _operation(name: str, operands: Sequence[Value]) -> str:
-    """The name of the primitive; of a cast of a sum that was computed in float32, that of the sum."""
+    """Name the primitive; for a cast of a sum that was computed in float32, the sum."""
     if name == "convert_element_type" and operands[0].operation in _REDUCTIONS:
         return operands[0].operation
     return name

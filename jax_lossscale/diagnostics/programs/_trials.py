@@ -14,15 +14,15 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._gradient_measure import measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics.programs._gradient_program import gradient_program
+from jax_lossscale.diagnostics.programs._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
 from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
+from jax_lossscale.diagnostics.programs._question import gradient_program
 
+_EXACT = {"xla_allow_excess_precision": False}
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
-# No two scales' gradients are equally large; from the largest that fits, a little down.
+# From the largest scale that fits a little down, since batches differ.
 _LOG2_HEADROOM = 1
 # Roundings to float16, layer after layer, turn the sign of what goes into a ReLU as often as this does in float32. What
 # that changes is not the products', and may be so many times the tolerance.
@@ -42,14 +42,37 @@ class Trial(NamedTuple):
       error: the worst of the errors of the value, of all gradients, and of each leaf that matters; infinite if anything
         is not finite.
       where: of what that error is, in words.
-      results: by batch, the value and the gradients of the leaves, divided by the scale; empty if forgotten.
     """
 
     levels: np.ndarray
     scale: float
     error: float
     where: str
-    results: Sequence[list[Any]] = ()
+
+
+class _Exact(NamedTuple):
+    """What float32 gives for a batch.
+
+    Attributes:
+      value: the value, beside the gradients by path, which are the ``leaves``.
+      rounding: how much of each gradient is rounding in float32, too.
+      weights: how much the errors of the value, of each leaf and of all count.
+    """
+
+    value: Any
+    leaves: dict[str, Any]
+    rounding: list[Measurement]
+    weights: list[float]
+
+    def errors(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, str]]:
+        """Give the weighted errors of a result at a loss scale, and of what each is."""
+        reports = reports_of_leaves(self.leaves, [measure(leaves, self.leaves, scale)], self.rounding)
+        errors = [relative_error(value, self.value), *(leaf.relative_error[0] for leaf in reports)]
+        errors.append(report_of_all(reports).relative_error[0])
+        names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
+        names.append("the whole gradient")
+        judged = zip(errors, self.weights, names, strict=True)
+        return [(error * weight, name) for error, weight, name in judged if weight]
 
 
 class Program:
@@ -86,58 +109,48 @@ class Program:
         self.sites = tuple(probes.sites)
         self.numbers = np.array([len(probes.equations[site]) for site in self.sites], int)
         self._known: dict[bytes, Trial] = {}
-        self._compiled = jax.jit(self._outputs, compiler_options={"xla_allow_excess_precision": False})
+
+        def measured(strengths: Any, scale: Any, inputs: Any) -> Any:
+            return RoundingEvaluator(dtype, strengths).measured(self._traced.jaxpr, [scale, *inputs])
+
+        self._compiled = jax.jit(measured, compiler_options=_EXACT)
         self._slope = jax.jit(jax.grad(self._deviation))
-        exact = self._run(np.full(len(self.sites), WIDE), 1.0, batches)
-        self.exact = [(value, leaves) for value, leaves, _ in exact]
+        wide = np.full(len(self.sites), WIDE)
+        exact = self._run(wide, 1.0, batches)
         self.largest = np.max([measured[..., 0] for *_, measured in exact], axis=0)
-        moved = self._run(
-            np.full(len(self.sites), WIDE), 1.0, [nudged(args, argnums, keep_dtypes=False) for args in batches]
-        )
-        coarse = [nudged(args, argnums, keep_dtypes=False, by=_COARSE) for args in batches]
-        rounded = self._run(np.full(len(self.sites), WIDE), 1.0, coarse)
-        self._rounding, self._weights = [], []
-        for (value, leaves, _), (rounded_value, at_rounded, _), (exact_value, exact) in zip(
-            moved, rounded, self.exact, strict=True
-        ):
-            rounding = measure(leaves, exact, 1.0)
-            self._rounding.append(rounding)
-            reports = reports_of_leaves(exact, [measure(at_rounded, exact, 1.0)], rounding)
-            self._weights.append(self._weights_of((value, rounded_value, exact_value), reports))
+        moved = ([nudged(args, argnums, keep_dtypes=False, by=by) for args in batches] for by in (NUDGE, _COARSE))
+        results = zip(exact, *(self._run(wide, 1.0, each) for each in moved), strict=True)
+        self.exact = [self._exact(*(result[:2] for result in of_batch)) for of_batch in results]
 
     def trial(self, levels: np.ndarray) -> Trial:
-        """With the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
-        if levels.tobytes() in self._known:
-            return self._known[levels.tobytes()]
-        scale = self.best_scale(levels)
-        found = self._run(levels, scale, self.batches)
-        error, where = self.error([(value, leaves) for value, leaves, _ in found], scale)
-        self._known[levels.tobytes()] = trial = Trial(levels, scale, error, where)
-        return trial._replace(
-            results=[[value, *(leaf / scale for leaf in leaves.values())] for value, leaves, _ in found]
-        )
+        """Try the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
+        if levels.tobytes() not in self._known:
+            scale = self.best_scale(levels)
+            error, where = self._worst([found[:2] for found in self._run(levels, scale, self.batches)], scale)
+            self._known[levels.tobytes()] = Trial(levels, scale, error, where)
+        return self._known[levels.tobytes()]
 
     def verified(self, policy: PrecisionPolicy) -> tuple[float, str]:
-        """The error of the function itself, under `autocast` with a policy."""
+        """Give the error of the function itself, under `autocast` with a policy, and of what it is."""
         self.spent += 1
         traced = self._traced_with(autocast(self._fun, self.dtype, policy=policy))
-        compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+        compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
         inputs = (traced.inputs_from((np.float32(scale), *batch), self._kwargs) for batch in self.batches)
-        return self.error([value_and_leaves(traced.result(compiled(*each)), self._has_aux) for each in inputs], scale)
+        return self._worst([value_and_leaves(traced.result(compiled(*each)), self._has_aux) for each in inputs], scale)
 
     def is_exact_finite(self) -> bool:
-        """Whether value and gradients are finite in float32."""
-        largest = [value for value, _ in self.exact] + [m.largest for of in self._rounding for m in of]
-        return all(math.isfinite(each) for each in largest)
+        """Tell whether value and gradients are finite in float32."""
+        numbers = (number for each in self.exact for number in (each.value, *(leaf.largest for leaf in each.rounding)))
+        return all(map(math.isfinite, numbers))
 
     def measured_at(self, scale: float) -> np.ndarray:
-        """What is met at the probes in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
+        """Give what the probes meet in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
         found = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
         return np.max([measured for *_, measured in found], axis=0)
 
     def best_scale(self, levels: np.ndarray) -> float:
-        """The largest power of two with which no cotangent of a narrow product overflows, with a little room above."""
+        """Give the largest power of two with which no cotangent of a narrow product overflows, with a little room."""
         if self.dtype != jnp.float16:
             return 1.0
         largest = self.largest[levels < WIDE, NUMBER_OF_ROLES:].max(initial=0.0)
@@ -146,75 +159,70 @@ class Program:
         log2 = math.floor(math.log2(limits_of(self.dtype).overflow / largest)) - _LOG2_HEADROOM
         return 2.0 ** min(max(log2, -100), 100)
 
-    def damages(self, trial: Trial) -> np.ndarray | None:
-        """``float[2, sites]``: what rounding the result of each product, and all else of it, adds to the error.
+    def damages(self, levels: np.ndarray, scale: float) -> np.ndarray | None:
+        """Give what rounding the result of each product, and all else of it, adds to the error: ``float[2, sites]``.
 
         To first order, from one backward pass through the program of the gradients: rounding errors times the
-        derivative of the deviation from float32, in the direction that it had in a trial. ``None`` if JAX cannot
+        derivative of the deviation from float32, in the direction that it has with these levels. ``None`` if JAX cannot
         differentiate the gradients, of a loop of unknown length for one.
         """
-        if not trial.results:
-            self._known.pop(trial.levels.tobytes())
-            trial = self.trial(trial.levels)
-        self.spent += 4
+        self.spent += 3
         total = np.zeros((2, len(self.sites)))
-        for batch, (value, leaves), weights, results in zip(
-            self.batches, self.exact, self._weights, trial.results, strict=True
-        ):
-            exact = [value, *leaves.values()]
-            directions = [_direction(a, b) * weight for a, b, weight in zip(results, exact, weights, strict=False)]
+        found = self._run(levels, scale, self.batches)
+        for batch, (value, leaves, _), exact in zip(self.batches, found, self.exact, strict=True):
+            results = [value, *(leaf / scale for leaf in leaves.values())]
+            exact_results = [exact.value, *exact.leaves.values()]
+            *weights, _ = exact.weights  # but that of all leaves together
+            directions = [
+                _direction(*each) * weight for *each, weight in zip(results, exact_results, weights, strict=True)
+            ]
             try:
-                slope = self._slope(
-                    jnp.zeros((2, len(self.sites))), jnp.float32(trial.scale), self._inputs(batch), directions
-                )
+                slope = self._slope(jnp.zeros_like(total), jnp.float32(scale), self._inputs(batch), directions)
             except (TypeError, ValueError, NotImplementedError):
                 return None
             total = np.maximum(total, np.abs(np.nan_to_num(slope, nan=np.inf, posinf=np.inf, neginf=np.inf)))
         return total
 
-    def error(self, found: Sequence[tuple[Any, dict[str, Any]]], scale: float) -> tuple[float, str]:
-        """The worst error, and of what."""
-        worst = (0.0, "nothing")
-        for (value, leaves), (exact_value, exact), rounding, weights in zip(
-            found, self.exact, self._rounding, self._weights, strict=True
-        ):
-            reports = reports_of_leaves(exact, [measure(leaves, exact, scale)], rounding)
-            errors = [relative_error(value, exact_value), *(leaf.relative_error[0] for leaf in reports)]
-            names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
-            of_all = report_of_all(reports).relative_error[0]
-            judged = zip([*errors, of_all], [*names, "the whole gradient"], weights, strict=True)
-            worst = max([worst, *((error * weight, name) for error, name, weight in judged if weight)])
-        return (math.inf if math.isnan(worst[0]) else worst[0]), worst[1]
+    def _worst(self, found: Sequence[Sequence[Any]], scale: float) -> tuple[float, str]:
+        """Give the worst error in the values and gradients of the batches, and of what it is."""
+        errors = [(0.0, "nothing")]
+        for (value, leaves), exact in zip(found, self.exact, strict=True):
+            errors += exact.errors(value, leaves, scale)
+        error, where = max(errors)
+        return (math.inf if math.isnan(error) else error), where
 
-    def _weights_of(self, values: Sequence[Any], leaves: list[LeafGradientError]) -> list[float]:
-        """How much the errors of the value, of each leaf and of all count: not at all, if a nudge moves it as far.
+    def _exact(self, exact: Sequence[Any], at_fine: Sequence[Any], at_coarse: Sequence[Any]) -> _Exact:
+        """Weigh the errors by what two nudges of the parameters change in float32.
 
-        And less by what parameters rounded to half precision make in float32, too, as where they turn the sign of
-        what goes into a ReLU.
+        An error does not count if the fine nudge makes one as large. It counts less if the coarse nudge, which is like
+        rounding to half precision, makes one, as where it turns the sign of what goes into a ReLU.
         """
-        value, rounded, exact = values
-        total, of_value = report_of_all(leaves), relative_error(value, exact)
-        weights = [self._counts(relative_error(rounded, exact), of_value) * (of_value <= self._tolerance / 2)]
-        for leaf in leaves:
+        (value, leaves), (fine, fine_leaves), (coarse, coarse_leaves) = exact, at_fine, at_coarse
+        rounding = measure(fine_leaves, leaves, 1.0)
+        reports = reports_of_leaves(leaves, [measure(coarse_leaves, leaves, 1.0)], rounding)
+        total, of_value = report_of_all(reports), relative_error(fine, value)
+        weights = [self._weight(relative_error(coarse, value), of_value) * (of_value <= self._tolerance / 2)]
+        for leaf in reports:
             is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
             share = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
-            weights.append(is_judged * self._counts(leaf.relative_error[0], leaf.rounding) / share)
-        return [*weights, self._counts(total.relative_error[0], total.rounding)]
+            weights.append(is_judged * self._weight(leaf.relative_error[0], leaf.rounding) / share)
+        return _Exact(value, leaves, rounding, [*weights, self._weight(total.relative_error[0], total.rounding)])
 
-    def _counts(self, coarse: float, fine: float) -> float:
-        """``coarse`` and ``fine``: what the two nudges change. Without kinks that is in proportion to the nudges."""
+    def _weight(self, coarse: float, fine: float) -> float:
+        """Weigh by what the two nudges change. Without kinks that is in proportion to the nudges."""
         if coarse <= 2 * fine * _COARSE / NUDGE:
             return 1.0
         return max(self._tolerance / max(coarse, self._tolerance), 1 / _MOST_SENSITIVE)
 
     def _traced_with(self, fun: Callable[..., Any]) -> Traced:
-        args = (1.0, self.batches[0], self._kwargs, self._argnums, self._has_aux)
+        args = (self.batches[0], self._kwargs, self._argnums, self._has_aux)
         return gradient_program("find_precision", fun, *args)[0]
 
     def _inputs(self, batch: Sequence[Any]) -> list[Any]:
         return self._traced.inputs_from((np.float32(1), *batch), self._kwargs)[1:]
 
     def _run(self, levels: np.ndarray, scale: float, batches: Sequence[Sequence[Any]]) -> list[Any]:
+        """Give the value, the gradients by path and what the probes measure, for each batch."""
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < WIDE_RESULT, levels < WIDE]), jnp.float32)
         found = []
@@ -226,9 +234,6 @@ class Program:
             found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
         return found
 
-    def _outputs(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        return RoundingEvaluator(self.dtype, strengths).measured(self._traced.jaxpr, [scale, *inputs])
-
     def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
         evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)
         outputs, _ = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
@@ -238,10 +243,10 @@ class Program:
         return sum(jnp.sum(part * direction) for part, direction in zip(parts, directions, strict=True)).real
 
 
-def _direction(of: Any, exact: Any) -> Any:
-    """A unit deviation of a leaf, relative to its norm; where it is not finite, that of its numbers themselves."""
+def _direction(leaf: Any, exact: Any) -> Any:
+    """Give the unit deviation of a leaf, relative to its norm; where it is not finite, that of its numbers."""
     exact = np.asarray(exact)
-    error = np.asarray(of, exact.dtype) - exact
+    error = np.asarray(leaf, exact.dtype) - exact
     if not np.all(np.isfinite(error)):
         error = exact
     norm, size = np.linalg.norm(error), np.linalg.norm(exact)

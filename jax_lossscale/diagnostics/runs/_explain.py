@@ -87,7 +87,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
 
 
 def findings_of(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Finding]:
-    """What is found in a state, in the order in which it is told."""
+    """Find what there is to tell of a state, in the order in which it is told."""
     loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
     scale, kind = float(loss_scale()), type(loss_scale).__name__
     power = f"{power_of_two(scale)} = " if math.log2(scale).is_integer() else ""
@@ -118,7 +118,7 @@ def findings_of(state: LossScaledState, params: chex.ArrayTree | None) -> Iterat
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Why the last step was bad; "" if it was good."""
+    """Find out why the last step was bad; "" if it was good."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -137,7 +137,7 @@ def _why(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> s
 
 
 def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """The bad leaf, by its path in the parameters, or in a part of the optimizer's state with the same names."""
+    """Name the bad leaf by its path in the parameters, or in a part of the optimizer's state with the same names."""
     if params is None:
         parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) > leaf]
         named = [part for part in parts if not jax.tree_util.all_leaves([part])]
@@ -154,14 +154,14 @@ def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> 
 
 
 def _parts(inner_state: Any) -> list[Any]:
-    """What the states of transformations hold, which are tuples."""
+    """List what the states of transformations hold, which are tuples."""
     if not isinstance(inner_state, tuple):
         return [inner_state]
     return [part for each in inner_state for part in _parts(each)]
 
 
 def _cures(cause: str, state: LossScaledState) -> Iterator[Finding]:
-    """What to do about a step that was skipped."""
+    """Say what to do about a step that was skipped."""
     if cause not in _OF_GRADIENTS:
         yield cause, {}
         return
@@ -185,7 +185,7 @@ def _cures(cause: str, state: LossScaledState) -> Iterator[Finding]:
 
 
 def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Finding]:
-    """Of the steps before the last, which was good."""
+    """Look at the steps before the last, which was good."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
@@ -212,7 +212,7 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[F
 
 
 def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Finding]:
-    """What to do about many steps that were skipped, of which the last that is known had this cause."""
+    """Say what to do about many skipped steps, of which the last that is known had this cause."""
     if cause and cause not in _OF_GRADIENTS:
         yield cause, {}
     elif not loss_scale.skip_nonfinite:
@@ -227,13 +227,13 @@ def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Finding]:
 
 
 def _steps_of_a_search(loss_scale: LossScale) -> float:
-    """How many steps may have been skipped on the way down from where the scale started."""
+    """Count the steps that may have been skipped on the way down from where the scale started."""
     start = getattr(loss_scale, "initial_loss_scale", None)
     return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
 def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
-    """Of the gradients of a last step that was good."""
+    """Look at the gradients of a last step that was good."""
     if not int(state.applied_steps):
         return
     if state.largest is None or not state.loss_scale.needs_largest:
@@ -258,7 +258,7 @@ def _steps(number: int) -> str:
 
 
 def _are_finite(params: chex.ArrayTree | None) -> bool | None:
-    """Whether the parameters are finite; ``None`` where they are not given, or have no values."""
+    """Tell whether the parameters are finite; ``None`` where they are not given, or have no values."""
     leaves = _tree.inexact_leaves(params)
     if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
         return None

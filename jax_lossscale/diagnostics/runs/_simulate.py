@@ -126,7 +126,7 @@ def simulate(
 
 
 def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
-    """Flags, or magnitudes in float32 or wider: ``[steps]``."""
+    """Give flags, or magnitudes in float32 or wider: ``[steps]``."""
     try:
         trace = jnp.asarray(given)
     except (TypeError, ValueError) as error:
@@ -163,6 +163,6 @@ def _replay(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype:
 
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``number`` as ``dtype`` would have it, in its own dtype."""
+    """Round ``number`` to ``dtype``, in its own dtype."""
     # Without the barrier a compiler may leave out a conversion and its inverse.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)
