@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, options.steps))
     )
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
 
     @eqx.filter_jit
     def train_step(law: Law, opt_state: Any, true: jax.Array) -> tuple[Law, Any, Any]:

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
-    loss_scale = jls.loss_scale_for(dtype)  # float16 needs one, the others none
+    loss_scale = jls.loss_scale_for(dtype)  # float16 needs one
     rate = optax.cosine_decay_schedule(1e-3, options.steps)
     generator_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
     critic_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)

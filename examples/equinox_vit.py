@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     dtype = jnp.dtype(options.dtype)
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, options.steps // 10, options.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
 
     @eqx.filter_jit
     def train_step(model: Any, opt_state: Any, images: Any, labels: Any, key: Any) -> tuple[Any, Any, jax.Array]:

@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
 
     @jax.jit
     def train_step(params: Any, opt_state: Any, systems: Graph) -> tuple[Any, Any, Any]:

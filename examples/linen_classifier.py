@@ -56,7 +56,7 @@ def make_train_state(dtype: Any, steps: int, seed: int) -> TrainState:
     network = Network()
     variables = network.init(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)), train=False)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
     return TrainState.create(apply_fn=network.apply, tx=tx, **variables)
 
 

@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     dtype = jnp.dtype(options.dtype)
     steps = options.steps * EPOCHS * MINIBATCHES  # of the optimizer
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(2.5e-3, 0.0, steps)))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
 
     @jax.jit
     def update(learner: TrainState, state: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:

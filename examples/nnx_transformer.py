@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = Transformer(nnx.Rngs(options.seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, options.steps // 10, options.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
     opt = Optimizer(model, tx, wrt=nnx.Param)
 
     random = np.random.default_rng(options.seed)

@@ -136,7 +136,7 @@ def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array
 def train(dtype: Any, seeds: jax.Array, steps: int) -> dict[str, np.ndarray]:
     """Train from some seeds, side by side; what is measured is ``[steps, seeds]``."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(3e-3, 0.0, steps)))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
 
     @jax.jit
     @jax.vmap

@@ -69,7 +69,7 @@ def train(options: argparse.Namespace) -> None:
     split = NamedSharding(mesh, P("devices"))  # the first axis of each array: of batches, of parameters
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one, the others none
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
     params = jax.jit(init_params, out_shardings=split)(jax.random.key(options.seed))
     opt_state = tx.init(params)  # laid out like the parameters
 
@@ -119,7 +119,7 @@ def report(
 
 
 def run_process(process: int, port: int, options: argparse.Namespace) -> None:
-    """Join the others, and train."""
+    """Join the other process, and train."""
     jax.config.update("jax_num_cpu_devices", DEVICES // PROCESSES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)

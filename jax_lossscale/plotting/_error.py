@@ -21,8 +21,8 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     """Draw the relative error of the gradients against the loss scale: a thin line for each leaf, a thick one for all.
 
     A line that falls shows underflow, which a larger scale cures. A line that is high and flat shows rounding, or a
-    branch that gets no gradients, which no scale cures. Where a line ends, the gradients overflow from the next scale
-    on; a cross marks the scales at which they do in any leaf.
+    branch that gets no gradients, which no scale cures. Where a line ends, the gradients overflow at all larger
+    scales. A cross marks the scales at which those of any leaf overflow.
 
     Args:
       comparison: what `jax_lossscale.diagnostics.compare_gradients` returned. Leaves whose true gradient is nothing but
