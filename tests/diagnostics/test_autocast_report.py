@@ -1,6 +1,7 @@
 """`autocast_report`: what it says of programs whose products can be counted by hand."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,17 @@ def test_bytes_kept_are_what_vjp_keeps_beside_arguments():
     assert kept.bytes_after > report.bytes_after
     nothing = autocast_report(lambda w, x: jnp.sum(x @ w) + jnp.sum(x), W, X, dtype=jnp.float32)
     assert (nothing.bytes_before, nothing.bytes_after) == (0, 0)
+
+
+def test_a_kernel_for_16_bits_keeps_bytes_under_autocast_only():
+    def kernel(x, w):
+        assert x.dtype != jnp.float32
+        return x @ w
+
+    report = autocast_report(lambda w, x: jnp.sum(jls.in_half(kernel)(x, w) ** 2), W, X)
+    assert report.bytes_before is None
+    assert report.bytes_after > 0
+    assert re.search(r"backward pass: \d+ bytes\. Casts", str(report))
 
 
 def test_casts_are_counted():

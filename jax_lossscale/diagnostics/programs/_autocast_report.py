@@ -42,7 +42,8 @@ class AutocastReport(Report[OperationPrecision]):
     Attributes:
       operations: the operations of value and gradient.
       dtype: the name of the dtype of `autocast`.
-      bytes_before: what the function without `autocast` keeps for its backward pass, beside its own arguments.
+      bytes_before: what the function without `autocast` keeps for its backward pass, beside its own arguments; `None`
+        if it is not to be had without, as a kernel in `in_half` that takes 16 bits only.
       bytes_after: the same with `autocast`.
       casts: how many casts between floating dtypes value and gradient hold with `autocast`.
       not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
@@ -52,7 +53,7 @@ class AutocastReport(Report[OperationPrecision]):
 
     operations: tuple[OperationPrecision, ...]
     dtype: str
-    bytes_before: int
+    bytes_before: int | None
     bytes_after: int
     casts: int
     not_followed: tuple[str, ...]
@@ -82,12 +83,12 @@ class AutocastReport(Report[OperationPrecision]):
     def _summary(self) -> str:
         forward = sum(each.number for each in self.products if not each.is_backward)
         backward = sum(each.number for each in self.products if each.is_backward)
+        without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
         return (
             f"{self.facts}\n"
             f"Forward pass: {forward}. Backward pass: {backward}. "
             f"{percent(self.narrow_share)} of their work is in {self.dtype}.\n"
-            f"Kept for the backward pass: {_in_bytes(self.bytes_after)}, without `autocast` "
-            f"{_in_bytes(self.bytes_before)}. Casts: {self.casts}."
+            f"Kept for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
         )
 
     def _rows(self) -> list[list[str]]:
@@ -172,10 +173,14 @@ def autocast_report(
     found = operations(program, dtype, planner.exceptions)
     found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
     faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
+    try:
+        bytes_before = bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux)
+    except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
+        bytes_before = None
     return AutocastReport(
         operations=tuple(found),
         dtype=dtype.name,
-        bytes_before=bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux),
+        bytes_before=bytes_before,
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
