@@ -16,6 +16,7 @@ from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
+from jax_lossscale._program import nnx_objects
 
 
 def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
@@ -129,7 +130,8 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
     are those of ``fun``, without a scale. Derivatives of derivatives are as in `scale_gradient`.
 
     Args:
-      fun: a pure function, mostly ``jls.autocast(loss_fn)``. It takes float32 arrays, and anything else.
+      fun: a function, mostly ``jls.autocast(loss_fn)``, of float32 arrays, nnx modules, and anything else. What it
+        changes in a module, such as batch statistics, is changed.
       loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale. It does not move.
 
     Returns:
@@ -165,8 +167,12 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
         def unscaled(leaf: Any) -> Any:  # Python's numbers have no gradients, and may be settings
             return _map_adjoint(_unscale_cotangent, leaf, scale) if isinstance(leaf, jax.Array) else leaf
 
-        args, kwargs = jax.tree.map(unscaled, (args, kwargs))
-        return scale_gradient(fun(*args, **kwargs), loss_scale)
+        leaves, objects, made_anew = nnx_objects.flattened((args, kwargs))
+        (args, kwargs), copies = made_anew(list(map(unscaled, leaves)))
+        before = nnx_objects.contents(copies)
+        result = fun(*args, **kwargs)
+        nnx_objects.change(objects, nnx_objects.changes(copies, before))
+        return scale_gradient(result, loss_scale)
 
     return scaled
 

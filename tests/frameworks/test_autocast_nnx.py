@@ -50,9 +50,10 @@ def changeable(model):
     "transform",
     [pytest.param(lambda fun: fun, id="eager", marks=pytest.mark.slow), pytest.param(nnx.jit, id="nnx.jit")],
 )
-def test_gradients_and_all_that_changed_are_those_of_float32(transform):
+@pytest.mark.parametrize("inside", [lambda fun: fun, lambda fun: jls.scaled_inside(fun, 2.0**10)])
+def test_gradients_and_all_that_changed_are_those_of_float32(inside, transform):
     models, results = (Network(), Network()), []
-    for model, fun in zip(models, (loss_fn, jls.autocast(loss_fn)), strict=True):
+    for model, fun in zip(models, (loss_fn, inside(jls.autocast(loss_fn))), strict=True):
         gradient = transform(lambda model, fun=fun: nnx.value_and_grad(fun)(model, X, Y))
         gradient(model)
         results.append(gradient(model))
