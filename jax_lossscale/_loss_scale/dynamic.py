@@ -40,7 +40,7 @@ class DynamicLossScale(BoundedLossScale):
         ``1 / multiplier``.
       min_loss_scale: the floor, positive.
       max_loss_scale: the ceiling; by default the largest finite float32.
-      hysteresis: the scale goes down only from this many bad steps on; every bad step is skipped in any case.
+      hysteresis: how many bad steps it takes to lower the scale. Every bad step is skipped in any case.
       hysteresis_refill: what makes the count of bad steps start again: ``"growth"``, the N-th finite step in a row,
         or ``"finite"``, any finite step, so that only consecutive bad steps count.
       current_loss_scale: the state to start with instead of a fresh one, any positive number that float32 holds, also
