@@ -142,6 +142,8 @@ jls.loss_scaled(optax.sgd(0.1), skip="other")
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
     alone.
+TX.update(PARAMS, STATE, PARAMS, parts_finite=jnp.array(True))
+    `update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
     `update(skip_if=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, (), PARAMS)
