@@ -100,7 +100,9 @@ class Wrapper:
         check_state(state)
         check_told(told)
         if "parts_finite" in extra_args:  # It would go to the chain, silently, and the step would be applied.
-            raise ValueError("`update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite.")
+            raise ValueError(
+                "`update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite."
+            )
         if state.loss_scale.checks_gradients:
             _check_not_masked(scaled_grads, "update(updates=...)")
             _check_not_scaled(extra_args, scaled_grads)
