@@ -91,7 +91,9 @@ def _is_relu(eqn: Any) -> bool:
     try:
         with eqn.ctx.manager:
             return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
-    except (NameError, TypeError):  # Its operand varies over axes of a mesh, which are known in `shard_map` only.
+    except (
+        Exception
+    ):  # Its operand varies over axes of a mesh, known in `shard_map` only; or a rule of a user's raises.
         return False
 
 

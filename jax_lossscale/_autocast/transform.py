@@ -30,15 +30,16 @@ def autocast(
     **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward. Operations that only
     move numbers, or choose among them (relu, max, clip, sort), follow their operands. All other arithmetic is float32.
     So nothing but a product can overflow, cancel or round away in 16 bits. A pool whose result goes into a product is
-    computed in ``dtype``. A product that sums nothing up, such as an outer product, is arithmetic.
+    computed in ``dtype``. A product without a contracted axis, such as `jnp.outer`, is arithmetic.
 
     **The exceptions.** These products stay float32:
 
     - products marked by the author or by JAX: ``precision="highest"``, unless `jax.default_matmul_precision` marks all
       of them, or an algorithm;
     - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
-    - products with an operand that ``dtype`` cannot hold, if the operand is a constant or made of constants alone by
-      plain operations (no product, loop, solver, ``.at[...].add``, or function with a rule of its own);
+    - products of constants alone, and products with an operand that ``dtype`` cannot hold, if the operand is a constant
+      or made of constants alone by plain operations (no loop, solver, ``.at[...].add``, or function with a rule of its
+      own);
     - products in `keep_float32`, and those that a rule of ``policy`` speaks of.
 
     Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
@@ -59,7 +60,8 @@ def autocast(
     cotangent, rounded once.
 
     The function is rewritten as a program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
-    `jax.export` on either side. ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
+    `jax.export` on either side; with `jax.experimental.jet` under a ``PrecisionPolicy(recompute=False)``.
+    ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
     ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the products of the backward
     pass are products like any, and their results do not pass through the casts of the forward pass.
 

@@ -88,7 +88,7 @@ KNOWN = PRODUCTS | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHM
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether an equation is a matrix product or a convolution: what sums nothing up is a multiplication."""
+    """Whether an equation is a matrix product or a convolution: what has no contracted axis is none."""
     if eqn.primitive.name != "dot_general":
         return eqn.primitive.name in PRODUCTS
     (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -451,3 +451,19 @@ def test_complex_numbers_may_lie_between_products(loss):
     narrow, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)
     assert set(product_dtypes(jax.grad(jls.autocast(loss)), W, X)) >= {"float16"}
     assert distance(narrow, expected) < 4e-3
+
+
+def test_a_function_without_a_derivative_may_stand_between_products():
+    @jax.custom_jvp
+    def fixed(time):
+        return 2 * time
+
+    @fixed.defjvp
+    def refuse(primals, tangents):
+        raise RuntimeError("no derivative")
+
+    def loss(w, x, time):
+        return jnp.sum(jnp.sin(x @ w) * fixed(time) @ w)
+
+    inputs = W, X, jnp.full(X.shape, 2.0)
+    assert distance(jax.grad(jls.autocast(loss))(*inputs), jax.grad(loss)(*inputs)) < 4e-3
