@@ -213,14 +213,14 @@ def _log2_suggested(counts: list[_Counts]) -> jax.Array:
     if not counts:
         return jnp.int32(0)
     # Sorted, since XLA would fuse a minimum with the second reading of each leaf: a program quadratic in their number.
-    room = jnp.sort(jnp.stack([one.log2_room for one in counts]))[0]
+    room = jnp.sort(jnp.stack([leaf.log2_room for leaf in counts]))[0]
     return jnp.where(_sums(counts)[0] > 0, jnp.maximum(room, 0), 0)
 
 
 @jax.jit
 def _suggestion(counts: list[_Counts], log2_scale: jax.Array, rescued: list[jax.Array]) -> LossScaleSuggestion:
     nonzero, zeros, *_ = _sums(counts)
-    largest = jnp.stack([jnp.uint32(0), *(one.largest for one in counts)]).max()
+    largest = jnp.stack([jnp.uint32(0), *(leaf.largest for leaf in counts)]).max()
     return LossScaleSuggestion(
         loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
         rescued=_share(_sum(rescued), nonzero),
@@ -231,7 +231,7 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, rescued: list[jax.
 
 def _sums(counts: list[_Counts]) -> list[jax.Array]:
     """Add up the counts of all leaves."""
-    return [_sum([one[field] for one in counts]) for field in range(2, len(_Counts._fields))]
+    return [_sum([leaf[field] for leaf in counts]) for field in range(2, len(_Counts._fields))]
 
 
 def _sum(counts: Sequence[jax.Array]) -> jax.Array:

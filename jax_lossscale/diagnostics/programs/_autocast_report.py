@@ -64,7 +64,7 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def products(self) -> tuple[OperationPrecision, ...]:
         """The matrix products and convolutions."""
-        return tuple(each for each in self.operations if each.is_product)
+        return tuple(operation for operation in self.operations if operation.is_product)
 
     @property
     def narrow_share(self) -> float:
@@ -80,8 +80,8 @@ class AutocastReport(Report[OperationPrecision]):
         return products_among(self.operations, self.dtype, is_autocast=True)
 
     def _summary(self) -> str:
-        forward = sum(each.number for each in self.products if not each.is_backward)
-        backward = sum(each.number for each in self.products if each.is_backward)
+        forward = sum(operation.number for operation in self.products if not operation.is_backward)
+        backward = sum(operation.number for operation in self.products if operation.is_backward)
         return (
             f"{self.facts}\n"
             f"Forward pass: {forward}. Backward pass: {backward}. "
@@ -169,11 +169,11 @@ def autocast_report(
         return computed_by(planner, of_leaves, args, kwargs) if dtype != jnp.float32 else of_leaves(*args, **kwargs)
 
     program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
-    found = operations(program, dtype, planner.exceptions)
-    found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
+    entries = operations(program, dtype, planner.exceptions)
+    entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
     faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
     return AutocastReport(
-        operations=tuple(found),
+        operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux),
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),

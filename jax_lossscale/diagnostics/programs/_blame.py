@@ -39,14 +39,14 @@ def blame(
 
 def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
     """Collect some nodes and all that they are made of, as far as a condition holds."""
-    found: set[int] = set()
+    reached: set[int] = set()
     ahead = list(results)
     while ahead:
         node = ahead.pop()
-        if node not in found and holds(node):
-            found.add(node)
+        if node not in reached and holds(node):
+            reached.add(node)
             ahead += graph.made_of[node]
-    return found
+    return reached
 
 
 def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:

@@ -51,9 +51,9 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
     layer = {"layer": glob.escape(place.layer)} if place.layer else {}
     parameter = {"parameter": place.parameter}  # "" if it takes none
     function = {"function": place.functions[0]} if place.functions else {}
-    found = [layer, parameter if place.parameter else {}, function]
-    found += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
-    return [names | operation for names in found if names]
+    ways = [layer, parameter if place.parameter else {}, function]
+    ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
+    return [names | operation for names in ways if names]
 
 
 def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:

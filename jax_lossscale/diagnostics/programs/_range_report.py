@@ -86,13 +86,13 @@ def range_report(
       ('dot_general', 'energy', 80000.0)
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
-    given = None if loss_scale is None else _scale_of(loss_scale)
+    scale = None if loss_scale is None else _scale_of(loss_scale)
     check_flag(progress, "range_report(progress=...)")
     question = asked("range_report", fun, args, kwargs, argnums, has_aux, dtype)
-    if given is None:
+    if scale is None:
         errors = errors_by_scale(question)
-        given = errors.start() if errors else 1.0
-    return ranges_at(question, given, progress)
+        scale = errors.start() if errors else 1.0
+    return ranges_at(question, scale, progress)
 
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:

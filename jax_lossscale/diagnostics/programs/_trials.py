@@ -126,7 +126,7 @@ class Program:
         """Try the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
         if levels.tobytes() not in self._known:
             scale = self.best_scale(levels)
-            error, where = self._worst([found[:2] for found in self._run(levels, scale, self.batches)], scale)
+            error, where = self._worst([result[:2] for result in self._run(levels, scale, self.batches)], scale)
             self._known[levels.tobytes()] = Trial(levels, scale, error, where)
         return self._known[levels.tobytes()]
 
@@ -146,8 +146,8 @@ class Program:
 
     def measured_at(self, scale: float) -> np.ndarray:
         """Give what the probes meet in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
-        found = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
-        return np.max([measured for *_, measured in found], axis=0)
+        results = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
+        return np.max([measured for *_, measured in results], axis=0)
 
     def best_scale(self, levels: np.ndarray) -> float:
         """Give the largest power of two with which no cotangent of a narrow product overflows, with a little room."""
@@ -168,8 +168,8 @@ class Program:
         """
         self.spent += 3
         total = np.zeros((2, len(self.sites)))
-        found = self._run(levels, scale, self.batches)
-        for batch, (value, leaves, _), exact in zip(self.batches, found, self.exact, strict=True):
+        at_levels = self._run(levels, scale, self.batches)
+        for batch, (value, leaves, _), exact in zip(self.batches, at_levels, self.exact, strict=True):
             results = [value, *(leaf / scale for leaf in leaves.values())]
             exact_results = [exact.value, *exact.leaves.values()]
             *weights, _ = exact.weights  # but that of all leaves together
@@ -183,10 +183,10 @@ class Program:
             total = np.maximum(total, np.abs(np.nan_to_num(slope, nan=np.inf, posinf=np.inf, neginf=np.inf)))
         return total
 
-    def _worst(self, found: Sequence[Sequence[Any]], scale: float) -> tuple[float, str]:
+    def _worst(self, results: Sequence[Sequence[Any]], scale: float) -> tuple[float, str]:
         """Give the worst error in the values and gradients of the batches, and of what it is."""
         errors = [(0.0, "nothing")]
-        for (value, leaves), exact in zip(found, self.exact, strict=True):
+        for (value, leaves), exact in zip(results, self.exact, strict=True):
             errors += exact.errors(value, leaves, scale)
         error, where = max(errors)
         return (math.inf if math.isnan(error) else error), where
@@ -225,14 +225,14 @@ class Program:
         """Give the value, the gradients by path and what the probes measure, for each batch."""
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < WIDE_RESULT, levels < WIDE]), jnp.float32)
-        found = []
+        results = []
         for batch in batches:
             outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
             by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Statistics._fields)))
             for key, statistics in jax.device_get(measured).items():
                 by_site[key] = statistics
-            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
-        return found
+            results.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
+        return results
 
     def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
         evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)
