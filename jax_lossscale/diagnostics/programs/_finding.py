@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-Ranges: TypeAlias = Callable[[float], RangeReport]  # takes a compilation, so that it is asked only if need be
+Ranges: TypeAlias = Callable[[float], RangeReport]  # each is a compilation, so it is asked only if need be
 
 
 def find_cause(question: Question, errors: GradientErrors, ranges: Ranges) -> Finding:
@@ -93,7 +93,7 @@ def _forward_overflow(at: int, suffering: Sequence[LeafGradientError], report: R
 
 def _overflow_at_every_scale(errors: GradientErrors, report: RangeReport) -> Finding:
     bad = [leaf for leaf in errors.leaves if leaf.nonfinite[0]]
-    if report.forward_overflows():  # the loss hides it: it is finite
+    if report.forward_overflows():  # though the loss is finite
         return _forward_overflow(0, bad, report)
     derivatives = [operation for operation in report.bad if operation.derivative_of]
     before = [operation for operation in report.begin_forward() if not operation.overflow]

@@ -133,8 +133,8 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     """Tell whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
 
-    By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
-    as many digits as float32 has more.
+    Its last operation multiplies the rounding errors of float32 by as much as those of the dtype, which are larger by
+    as many digits as it has less.
     """
     if measured is None or math.isinf(measured.error):
         return False

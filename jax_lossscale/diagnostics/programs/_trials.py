@@ -16,16 +16,16 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
-from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
+from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Measured, Probes, RoundingEvaluator
 from jax_lossscale.diagnostics.programs._question import gradient_program
 
 _EXACT = {"xla_allow_excess_precision": False}
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
-# From the largest scale that fits a little down, since batches differ.
+# How far the loss scale is below the largest that fits, since batches differ.
 _LOG2_HEADROOM = 1
-# Roundings to float16, layer after layer, turn the sign of what goes into a ReLU as often as this does in float32. What
-# that changes is not the products', and may be so many times the tolerance.
+# Parameters moved by this much turn the sign of what goes into a ReLU as often as float16 does, layer after layer. The
+# products are not to blame for what that changes, up to so many times the tolerance.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # A leaf with less than this share of the gradient may have ten times its error: it is small because much cancels.
@@ -54,7 +54,8 @@ class _Exact(NamedTuple):
     """What float32 gives for a batch.
 
     Attributes:
-      value: the value, beside the gradients by path, which are the ``leaves``.
+      value: the value.
+      leaves: the gradients by path.
       rounding: how much of each gradient is rounding in float32, too.
       weights: how much the errors of the value, of each leaf and of all count.
     """
@@ -75,8 +76,8 @@ class _Exact(NamedTuple):
         return [(error * weight, name) for error, weight, name in judged if weight]
 
 
-class Program:
-    """A function on some batches, that can be computed with some products wide.
+class Trials:
+    """A function on some batches, that is tried with some products wide.
 
     Attributes:
       sites: the products that `autocast` makes narrow.
@@ -228,7 +229,7 @@ class Program:
         results = []
         for batch in batches:
             outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
-            by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Statistics._fields)))
+            by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Measured._fields)))
             for key, statistics in jax.device_get(measured).items():
                 by_site[key] = statistics
             results.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
