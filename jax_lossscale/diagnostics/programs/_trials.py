@@ -39,8 +39,7 @@ class Trial(NamedTuple):
     Attributes:
       levels: ``int[sites]``: `NARROW`, `WIDE_RESULT` or `WIDE`.
       scale: the loss scale.
-      error: the worst of the errors of the value, of all gradients, and of each leaf that matters; infinite if anything
-        is not finite.
+      error: the worst error of the value, of all gradients, or of a leaf that counts; infinite if it is not finite.
       where: of what that error is, in words.
     """
 
@@ -68,11 +67,10 @@ class _Exact(NamedTuple):
     def errors(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, str]]:
         """Give the weighted errors of a result at a loss scale, and of what each is."""
         reports = reports_of_leaves(self.leaves, [measure(leaves, self.leaves, scale)], self.rounding)
-        errors = [relative_error(value, self.value), *(leaf.relative_error[0] for leaf in reports)]
-        errors.append(report_of_all(reports).relative_error[0])
+        errors = (leaf.relative_error[0] for leaf in (*reports, report_of_all(reports)))
         names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
         names.append("the whole gradient")
-        judged = zip(errors, self.weights, names, strict=True)
+        judged = zip([relative_error(value, self.value), *errors], self.weights, names, strict=True)
         return [(error * weight, name) for error, weight, name in judged if weight]
 
 
@@ -163,9 +161,8 @@ class Trials:
     def damages(self, levels: np.ndarray, scale: float) -> np.ndarray | None:
         """Give what rounding the result of each product, and all else of it, adds to the error: ``float[2, sites]``.
 
-        To first order, from one backward pass through the program of the gradients: rounding errors times the
-        derivative of the deviation from float32, in the direction that it has with these levels. ``None`` if JAX cannot
-        differentiate the gradients, of a loop of unknown length for one.
+        To first order: rounding errors times the derivative of the deviation from float32, in the direction that it
+        has with these levels. ``None`` if JAX cannot differentiate the gradients, as of a loop of unknown length.
         """
         self.spent += 3
         total = np.zeros((2, len(self.sites)))
