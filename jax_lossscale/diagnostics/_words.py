@@ -383,7 +383,7 @@ RUN = {
     "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
     "a NaN stays": f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins.",
     "an infinity stays": "The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for "
-    f"{_FROZEN}.\n{_COMPARE} where they overflow. Or allow a lower scale with `min_loss_scale`.",
+    f"{_FROZEN}.\nOr allow a lower scale with `min_loss_scale`. {_COMPARE} where they overflow.",
     "a high floor": "Allow a lower one with `min_loss_scale`.",
     "a fixed scale": 'Take a smaller one, or "dynamic", which finds one.',
     # The steps before.

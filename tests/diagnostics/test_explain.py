@@ -17,6 +17,13 @@ HIGH_FLOOR = jls.DynamicLossScale(2.0**10, min_loss_scale=2.0**10)
 BELOW_ONE = jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10)
 SKIPPING, SHORT = jls.FixedLossScale(8.0, skip_nonfinite=True), jls.DynamicLossScale(2.0**15, 9)
 LARGE_GRADS, HUGE_GRADS, BOTH = ([4096.0, -8192.0], 1.0, False), ([1.0, 1e38], 1.0, False), ([INF, NAN], 1.0, False)
+TENTH = [INF_GRADS, *[GOOD] * 9] * 10
+
+
+def every_fifth(step):
+    return [step, *[GOOD] * 4] * 20
+
+
 EXPLAINED = {
     # loss scale, recorded, steps: what is found after scale and steps, in this order
     "a healthy run": ("dynamic", True, [GOOD] * 3, "right or wrong"),
@@ -39,29 +46,14 @@ EXPLAINED = {
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
-    "often": (SHORT, True, [INF_GRADS, *[GOOD] * 9] * 10, "bad step ago | often | rarer | right or wrong"),
-    "often, not recorded": (
-        SHORT,
-        False,
-        [INF_GRADS, *[GOOD] * 9] * 10,
-        "often | have it kept | rarer | right or wrong",
-    ),
-    "often on condition": (
-        "dynamic",
-        True,
-        [CONDITION, *[GOOD] * 4] * 20,
-        "bad step ago | often | skip_if | right or wrong",
-    ),
-    "often, a loss": (
-        "dynamic",
-        True,
-        [NAN_LOSS, *[GOOD] * 4] * 20,
-        "bad step ago | one loss | often | loss | right or wrong",
-    ),
+    "often": (SHORT, True, TENTH, "bad step ago | often | rarer | right or wrong"),
+    "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer | right or wrong"),
+    "often on condition": ("dynamic", True, every_fifth(CONDITION), "bad step ago | often | skip_if | right or wrong"),
+    "a loss": ("dynamic", True, every_fifth(NAN_LOSS), "bad step ago | one loss | often | loss | right or wrong"),
     "often, a NaN at the floor": (
         jls.DynamicLossScale(1.0),
         True,
-        [NAN_GRADS, *[GOOD] * 4] * 20,
+        every_fifth(NAN_GRADS),
         "bad step ago | scale is back | at the floor | often | right or wrong",
     ),
 }
@@ -114,7 +106,7 @@ def test_what_is_found(loss_scale, record, steps, found):
         ),
         (
             jls.DynamicLossScale(1.0),
-            [NAN_GRADS, *[GOOD] * 4] * 20,
+            every_fifth(NAN_GRADS),
             [
                 "The scale is as high again, 2^0 now and 2^0 then, and steps are finite: so it was that batch, and not "
                 "the scale.",

@@ -483,7 +483,9 @@ def test_a_print_does_no_harm(capfd):
     assert "x 40000" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("dtype", "words"), [("pear", "no dtype"), ("float64", "enable_x64")])
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("int32", "real floating dtype"), ("pear", "no dtype"), ("float64", "enable_x64")]
+)
 def test_a_dtype_must_be_one_to_compute_in(dtype, words):
     with pytest.raises(ValueError, match=rf"in_precision\(dtype=\.\.\.\).*{words}"):
         in_precision(jnp.sin, dtype)

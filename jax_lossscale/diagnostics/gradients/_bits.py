@@ -1,4 +1,4 @@
-"""Numbers as integers in the order of their magnitudes.
+"""Numbers as integers in the order of their magnitudes, and how the leaves of a tree are read as such.
 
 XLA takes subnormal numbers for zero on a CPU; their bits it does not. So whatever is told about the range of numbers is
 told by their bits.
@@ -6,12 +6,16 @@ told by their bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+
+# Leaves of up to this many elements that lie on one device are read together.
+_SMALL_LEAF = 2**14
 
 
 class Layout(NamedTuple):
@@ -80,3 +84,36 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
     converted = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.uint32)
     # The bits of a subnormal float32, of which the conversion may have made a zero, count multiples of 2**-149.
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
+
+
+def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
+    """Give the leaves in lists that are read by one compiled call each.
+
+    Called eagerly, a call for each large leaf, which is compiled once for all that are alike, and one for many small
+    leaves of the same dtype. Under a user's `jax.jit`, or on a mesh, each leaf alone: to join leaves that are split
+    differently XLA would have to gather them.
+    """
+    small: dict[Any, list[Any]] = {}
+    for leaf in leaves:
+        device = _only_device(leaf)
+        if device is None or np.size(leaf) > _SMALL_LEAF:
+            yield [leaf]
+        else:
+            small.setdefault((jnp.result_type(leaf), device), []).append(leaf)
+    yield from small.values()
+
+
+def _only_device(leaf: Any) -> Any:
+    """Where a leaf lies, if that is one device and known; ``"host"`` for what is no `jax.Array`."""
+    if not isinstance(leaf, jax.Array):
+        return "host"
+    if isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) > 1:
+        return None
+    return next(iter(leaf.sharding.device_set))
+
+
+def joined(part: Sequence[ArrayLike]) -> jax.Array:
+    """Give the magnitudes of a part: of one leaf in its shape, of several as a vector."""
+    if len(part) == 1:
+        return magnitudes(part[0])
+    return jnp.concatenate([magnitudes(leaf).ravel() for leaf in part])

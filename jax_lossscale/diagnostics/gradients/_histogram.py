@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag
-from jax_lossscale.diagnostics.gradients._bits import DOUBLE, SINGLE, Layout, bits_of, layout_of, magnitudes
+from jax_lossscale.diagnostics.gradients._bits import DOUBLE, SINGLE, Layout, bits_of, joined, layout_of, parts
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 
@@ -92,20 +92,20 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
                 f"{cure}"
             )
     if per_leaf:
-        return jax.tree.map(lambda leaf: _histogram_of([leaf]), _tree.inexact_only(tree))
+        return jax.tree.map(lambda leaf: _histogram_of([leaf]) if _tree.is_inexact(leaf) else None, tree)
     return _histogram_of(leaves)
 
 
 def _histogram_of(leaves: list[Any]) -> ExponentHistogram:
     layouts = {layout_of(jnp.result_type(leaf)) for leaf in leaves}
     layout = DOUBLE if DOUBLE in layouts else SINGLE
-    return _histogram([_table(leaf, layout) for leaf in leaves], layout)
+    return _histogram([_table(part, layout) for part in parts(leaves)], layout)
 
 
 @partial(jax.jit, static_argnums=1)
-def _table(leaf: ArrayLike, layout: Layout) -> jax.Array:
+def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
     """Count zeros, subnormal numbers, those of each exponent of the layout, and what is not finite: ``uint32``."""
-    numbers, dtype = magnitudes(leaf), jnp.result_type(leaf)
+    numbers, dtype = joined(part), jnp.result_type(part[0])
     own = layout_of(dtype)
     smallest_normal = bits_of(float(jnp.finfo(dtype).smallest_normal), own)
     field = (numbers >> own.mantissa_bits).astype(jnp.int32)

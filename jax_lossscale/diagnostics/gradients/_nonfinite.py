@@ -7,7 +7,6 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import chex
 import jax
@@ -153,9 +152,23 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
 def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
     """Report on each leaf, in their order. Each call is compiled once for all leaves that are alike."""
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
-    pairs = zip(named, statistics, strict=True)
-    first = jax.device_get([_first_bad_index(leaf) if any(counts) else None for (_, leaf), (_, *counts) in pairs])
-    return [_report(*of_leaf) for of_leaf in zip(named, statistics, first, strict=True)]
+    reports = []
+    for (path, leaf), (largest, nan, posinf, neginf) in zip(named, statistics, strict=True):
+        index = jax.device_get(_first_bad_index(leaf)) if nan or posinf or neginf else None
+        dtype = jnp.result_type(leaf)
+        reports.append(
+            LeafReport(
+                path=path,
+                dtype=str(dtype),
+                shape=jnp.shape(leaf),
+                nan=int(nan),
+                posinf=int(posinf),
+                neginf=int(neginf),
+                largest_finite=number_of(int(largest) - 1, layout_of(dtype)) if largest else None,
+                first_bad_index=None if index is None else tuple(map(int, index)),
+            )
+        )
+    return reports
 
 
 def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
@@ -224,18 +237,3 @@ def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
         at = jnp.arange(flags.shape[axis]) == index[-1]
         flags = flags & jnp.expand_dims(at, [other for other in range(flags.ndim) if other != axis])
     return index
-
-
-def _report(named: tuple[str, Any], statistics: Sequence[Any], first: Sequence[Any] | None) -> LeafReport:
-    path, leaf = named
-    largest, nan, posinf, neginf = map(int, statistics)
-    return LeafReport(
-        path=path,
-        dtype=str(jnp.result_type(leaf)),
-        shape=jnp.shape(leaf),
-        nan=nan,
-        posinf=posinf,
-        neginf=neginf,
-        largest_finite=number_of(largest - 1, layout_of(jnp.result_type(leaf))) if largest else None,
-        first_bad_index=None if first is None else tuple(map(int, first)),
-    )

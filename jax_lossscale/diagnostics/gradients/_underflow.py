@@ -16,7 +16,15 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._reduced import reduced
-from jax_lossscale.diagnostics.gradients._bits import Layout, as_float32_bits, bits_of, layout_of, magnitudes
+from jax_lossscale.diagnostics.gradients._bits import (
+    DOUBLE,
+    SINGLE,
+    as_float32_bits,
+    bits_of,
+    joined,
+    layout_of,
+    parts,
+)
 
 _LARGEST_LOG2_SCALE = 127
 _ALL_ZERO = (
@@ -113,8 +121,10 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
     dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
     check_flag(per_leaf, "underflow_fraction(per_leaf=...)")
     if per_leaf:
-        return jax.tree.map(lambda leaf: _underflow([_counted(leaf, dtype)]), _tree.inexact_only(grads))
-    return _underflow([_counted(leaf, dtype) for leaf in _tree.inexact_leaves(grads)])
+        return jax.tree.map(
+            lambda leaf: _underflow([_counted([leaf], dtype)]) if _tree.is_inexact(leaf) else None, grads
+        )
+    return _underflow([_counted(part, dtype) for part in parts(_tree.inexact_leaves(grads))])
 
 
 def suggest_loss_scale(
@@ -154,34 +164,31 @@ def suggest_loss_scale(
     given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
     if headroom < 1:
         raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1, got {given!r}.")
-    leaves = _tree.inexact_leaves(grads)
-    counts = [_counted(leaf, dtype, headroom) for leaf in leaves]
-    log2_scale = _log2_suggested(counts)
-    return _suggestion(counts, log2_scale, [_rescued(leaf, dtype, log2_scale) for leaf in leaves])
+    in_parts = list(parts(_tree.inexact_leaves(grads)))
+    counts = [_counted(part, dtype) for part in in_parts]
+    log2_scale = _log2_suggested(counts, float(jnp.finfo(dtype).max) / headroom)
+    return _suggestion(counts, log2_scale, [_counted(part, dtype, log2_scale) for part in in_parts])
 
 
 class _Counts(NamedTuple):
-    """What one reading of a leaf tells: numbers of its elements, ``uint32[]``, and the other two."""
+    """What one reading of some leaves tells: counts, ``uint32[]``, and the largest number, in their `Layout`."""
 
-    largest: jax.Array  # the largest finite magnitude, as the bits of a float32
-    log2_room: jax.Array  # by how many powers of two it may be multiplied: ``int32[]``
-    nonzero: jax.Array  # of what is finite
+    largest: jax.Array  # that is finite
+    numbers: jax.Array  # finite and not zero
     zeros: jax.Array
     become_zero: jax.Array
     become_subnormal: jax.Array
 
 
-def _by_scale(limit: float, layout: Layout) -> jax.Array:
-    """Give the largest magnitudes that are not above a limit at the loss scales 1, 2, 4 and so on."""
-    return jnp.asarray(np.array([bits_of(limit * 2.0**-k, layout) for k in range(_LARGEST_LOG2_SCALE + 1)]))
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _counted(leaf: ArrayLike, dtype: jnp.dtype, headroom: float = 1.0) -> _Counts:
-    numbers, layout = magnitudes(leaf), layout_of(jnp.result_type(leaf))
-    limits = limits_of(dtype)
-    zero = bits_of(limits.zero, layout)
-    subnormal = bits_of(np.nextafter(limits.subnormal, 0), layout)  # the limit itself rounds to a normal number
+@partial(jax.jit, static_argnums=1)
+def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
+    """Count what is in some leaves, and what a cast makes of them with a loss scale of ``2**log2_scale``."""
+    numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
+    limits = limits_of(dtype)  # of which the last is a tie, and rounds to the smallest normal number
+    at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
+    # A scale of 2**k moves the limits down by k powers of two.
+    at_scales = [[bits_of(limit * 2.0**-k, layout) for limit in at_scale_1] for k in range(_LARGEST_LOG2_SCALE + 1)]
+    zero, subnormal = jnp.asarray(np.array(at_scales))[log2_scale]
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
     flags = (
         is_finite & ~is_zero,
@@ -189,49 +196,36 @@ def _counted(leaf: ArrayLike, dtype: jnp.dtype, headroom: float = 1.0) -> _Count
         ~is_zero & (numbers <= zero),
         (numbers > zero) & (numbers <= subnormal),
     )
-    largest, *counts = reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags)
-    room = jnp.sum(largest <= _by_scale(limits.largest / headroom, layout), dtype=jnp.int32) - 1
-    return _Counts(as_float32_bits(largest), room, *counts)
-
-
-@partial(jax.jit, static_argnums=1)
-def _rescued(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: jax.Array) -> jax.Array:
-    """Count the numbers that would be zero without a loss scale, and not with this one: ``uint32[]``."""
-    numbers, zero = magnitudes(leaf), _by_scale(limits_of(dtype).zero, layout_of(jnp.result_type(leaf)))
-    return jnp.sum((numbers > zero[log2_scale]) & (numbers <= zero[0]), dtype=jnp.uint32)
+    return _Counts(*reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
 
 
 @jax.jit
 def _underflow(counts: list[_Counts]) -> Underflow:
-    nonzero, zeros, become_zero, become_subnormal = _sums(counts)
-    return Underflow(_share(become_zero, nonzero), _share(become_subnormal, nonzero), _share(zeros, zeros + nonzero))
-
-
-@jax.jit
-def _log2_suggested(counts: list[_Counts]) -> jax.Array:
-    """Give the largest scale that leaves room for all leaves, from 0 to 127; 0 if nothing is to be scaled."""
-    if not counts:
-        return jnp.int32(0)
-    # Sorted, since XLA would fuse a minimum with the second reading of each leaf: a program quadratic in their number.
-    room = jnp.sort(jnp.stack([one.log2_room for one in counts]))[0]
-    return jnp.where(_sums(counts)[0] > 0, jnp.maximum(room, 0), 0)
-
-
-@jax.jit
-def _suggestion(counts: list[_Counts], log2_scale: jax.Array, rescued: list[jax.Array]) -> LossScaleSuggestion:
-    nonzero, zeros, *_ = _sums(counts)
-    largest = jnp.stack([jnp.uint32(0), *(one.largest for one in counts)]).max()
-    return LossScaleSuggestion(
-        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(_sum(rescued), nonzero),
-        largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
-        already_zero=_share(zeros, zeros + nonzero),
+    total = _total(counts)
+    return Underflow(
+        zero=_share(total.become_zero, total.numbers),
+        subnormal=_share(total.become_subnormal, total.numbers),
+        already_zero=_share(total.zeros, total.zeros + total.numbers),
     )
 
 
-def _sums(counts: list[_Counts]) -> list[jax.Array]:
-    """Add up the counts of all leaves."""
-    return [_sum([one[field] for one in counts]) for field in range(2, len(_Counts._fields))]
+@jax.jit
+def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Counts]) -> LossScaleSuggestion:
+    total = _total(counts)
+    rescued = [one.become_zero - left.become_zero for one, left in zip(counts, at_scale, strict=True)]
+    return LossScaleSuggestion(
+        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
+        rescued=_share(_sum(rescued), total.numbers),
+        largest=jax.lax.bitcast_convert_type(total.largest, jnp.float32),
+        already_zero=_share(total.zeros, total.zeros + total.numbers),
+    )
+
+
+def _total(counts: list[_Counts]) -> _Counts:
+    """Add the counts up; the largest comes as the bits of a float32."""
+    largest = [as_float32_bits(one.largest) for one in counts]
+    _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
+    return _Counts(jnp.stack([jnp.uint32(0), *largest]).max(), *map(_sum, columns))
 
 
 def _sum(counts: Sequence[jax.Array]) -> jax.Array:
@@ -242,3 +236,23 @@ def _sum(counts: Sequence[jax.Array]) -> jax.Array:
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
     """Divide: ``float32[]``; 0 of nothing."""
     return part / jnp.maximum(whole, 1)
+
+
+@partial(jax.jit, static_argnums=1)
+def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
+    """Give the largest scale that leaves room for all leaves: ``int32[]``, from 0 to 127."""
+    if not counts:
+        return jnp.int32(0)
+    # Sorted, since XLA would fuse a minimum with the second reading of each leaf: a program quadratic in their number.
+    room = jnp.sort(jnp.stack([_log2_room(one.largest, top) for one in counts]))[0]
+    return jnp.where(_total(counts).numbers > 0, jnp.clip(room, 0, _LARGEST_LOG2_SCALE), 0)
+
+
+def _log2_room(largest: jax.Array, top: float) -> jax.Array:
+    """Give the largest k for which the number times ``2**k`` is not above the top: ``int32[]``."""
+    layout = DOUBLE if largest.dtype == jnp.uint64 else SINGLE
+    top_bits = bits_of(top, layout)
+    mantissa = layout.integer((1 << layout.mantissa_bits) - 1)
+    field = (largest >> layout.mantissa_bits).astype(jnp.int32)
+    exceeds = ((largest & mantissa) > (top_bits & mantissa)).astype(jnp.int32)
+    return (int(top_bits) >> layout.mantissa_bits) - field - exceeds

@@ -65,7 +65,7 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def products(self) -> tuple[OperationPrecision, ...]:
         """The matrix products and convolutions."""
-        return tuple(each for each in self.operations if each.is_product)
+        return tuple(operation for operation in self.operations if operation.is_product)
 
     @property
     def narrow_share(self) -> float:
@@ -81,8 +81,8 @@ class AutocastReport(Report[OperationPrecision]):
         return products_among(self.operations, self.dtype, is_autocast=True)
 
     def _summary(self) -> str:
-        forward = sum(each.number for each in self.products if not each.is_backward)
-        backward = sum(each.number for each in self.products if each.is_backward)
+        forward = sum(operation.number for operation in self.products if not operation.is_backward)
+        backward = sum(operation.number for operation in self.products if operation.is_backward)
         without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
         return (
             f"{self.facts}\n"
@@ -170,15 +170,15 @@ def autocast_report(
         return computed_by(planner, of_leaves, args, kwargs) if dtype != jnp.float32 else of_leaves(*args, **kwargs)
 
     program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
-    found = operations(program, dtype, planner.exceptions)
-    found.sort(key=lambda each: (not each.is_product, each.dtype == dtype.name, -each.work, each.position))
+    entries = operations(program, dtype, planner.exceptions)
+    entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
     faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
     try:
         bytes_before = bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux)
     except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
         bytes_before = None
     return AutocastReport(
-        operations=tuple(found),
+        operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),

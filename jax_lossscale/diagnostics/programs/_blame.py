@@ -1,4 +1,4 @@
-"""Which of the measured operations an error goes on from to a result, and what is wrong with them."""
+"""Which operations make a result wrong, where their error begins, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax_lossscale.diagnostics._words import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics.programs._shadow import Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Site
 
-# An error above this is one that goes on; float16 rounds by 0.0005, and what works stays below a hundredth.
+# An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
@@ -32,21 +32,21 @@ def blame(
     # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
     harmful |= {node for node in _followed(graph, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].error_in <= least and measured[node].amplification > 1}
-    # In a loop that adds up an error over its iterations, no operation multiplies it: what makes the carry is told.
+    # Where the iterations of a loop add up an error, no operation multiplies it: the one that makes the carry is told.
     ends = {node for loop in wrong - measured.keys() for node in graph.ends_of_loops[loop]}
     return harmful, begins or harmful & ends
 
 
 def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
     """Collect some nodes and all that they are made of, as far as a condition holds."""
-    found: set[int] = set()
+    reached: set[int] = set()
     ahead = list(results)
     while ahead:
         node = ahead.pop()
-        if node not in found and holds(node):
-            found.add(node)
+        if node not in reached and holds(node):
+            reached.add(node)
             ahead += graph.made_of[node]
-    return found
+    return reached
 
 
 def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:

@@ -168,14 +168,14 @@ def compare_gradients(
     if progress and not isinstance(progress, bool):
         check_function(progress, "compare_gradients(progress=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
-    given = None if loss_scales is None else _checked_scales(loss_scales)
+    scales = None if loss_scales is None else _checked_scales(loss_scales)
     question = asked("compare_gradients", fun, args, kwargs, argnums, has_aux, dtype)
     wide = None
     if reference is not None:
         of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
         wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), question.args, kwargs)
         question = question._replace(lost=())  # of the function alone
-    errors = errors_by_scale(question, wide, given, progress if callable(progress) else _told if progress else iter)
+    errors = errors_by_scale(question, wide, scales, progress if callable(progress) else _told if progress else iter)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
     finding = find_cause(question, errors, functools.cache(lambda scale: ranges_at(question, scale, progress is True)))
@@ -206,10 +206,10 @@ def _told(scales: Sequence[float]) -> Iterator[float]:
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
-    given = np.asarray(loss_scales, object).ravel().tolist() if np.ndim(loss_scales) == 1 else []
-    scales = sorted({float(scale) for scale in given if is_number(scale)})
+    numbers = np.asarray(loss_scales, object).ravel().tolist() if np.ndim(loss_scales) == 1 else []
+    scales = sorted({float(scale) for scale in numbers if is_number(scale)})
     are_positive = all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales)
-    if not scales or not are_positive or not all(map(is_number, given)):
+    if not scales or not are_positive or not all(map(is_number, numbers)):
         raise ValueError(
             f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
             "useful ones are chosen."

@@ -38,7 +38,7 @@ def lost_constants(traced: Traced) -> list[LostConstant]:
     """Find the constants of the forward pass that were lost, epsilons first, in the order of the program."""
     flow = _Constants()
     flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
-    return sorted(dict.fromkeys(flow.found), key=lambda each: not each.is_epsilon)
+    return sorted(dict.fromkeys(flow.lost), key=lambda constant: not constant.is_epsilon)
 
 
 class _Value(NamedTuple):
@@ -52,7 +52,7 @@ class _Constants(Flow[_Value]):
     """Finds out of each value whether it is a constant of 16 bits, or one was added in it."""
 
     def __init__(self) -> None:
-        self.found: list[LostConstant] = []
+        self.lost: list[LostConstant] = []
 
     def constant(self, value: Any) -> _Value:
         if not is_narrow(value) or np.size(value) != 1 or isinstance(value, jax.core.Tracer):
@@ -66,7 +66,7 @@ class _Constants(Flow[_Value]):
         sums: tuple[LostConstant, ...] = ()
         if name in _FROM_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
-                self.found.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
+                self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
         if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             for operand in operands:
                 if operand.number is not None and (operand.number == 0 or np.isinf(operand.number)):
@@ -74,7 +74,7 @@ class _Constants(Flow[_Value]):
                     is_epsilon = name in _KEEPS_AWAY and operand.number == 0
                     sums = (*sums, lost) if is_epsilon else sums
                     if not is_epsilon:
-                        self.found.append(lost)
+                        self.lost.append(lost)
                 elif name in _KEEPS_AWAY:
                     sums += operand.sums
         return [_Value(sums=sums)] * len(eqn.outvars)

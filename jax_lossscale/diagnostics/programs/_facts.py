@@ -58,9 +58,9 @@ def products_of(
     return counted._replace(first_wide=_words.wide_product(dtype.name, *wide[0])) if wide else counted
 
 
-def products_among(found: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
+def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
     """Count the products among operations whose reasons are known."""
-    products = [operation for operation in found if operation.is_product]
+    products = [operation for operation in entries if operation.is_product]
     narrow = [product for product in products if product.dtype == dtype]
     wide = sorted(
         (product for product in products if product.dtype != dtype),

@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics._report import percent, tell
 from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
 from jax_lossscale.diagnostics.programs._question import faults_of, named_leaves, with_gradients
 from jax_lossscale.diagnostics.programs._search import MOST_GRADIENTS, Search
-from jax_lossscale.diagnostics.programs._trials import WIDE, Program, Trial
+from jax_lossscale.diagnostics.programs._trials import WIDE, Trial, Trials
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
 
@@ -99,10 +99,10 @@ def find_precision(
     of_batches = [with_gradients(fun, each, argnums, "")[1] for each in _all_batches(args, batches)]
     if progress:
         tell("find_precision", f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients")
-    # What nnx modules hold has other paths in `autocast` than here.
+    # Under `autocast` the parameters of nnx modules have other paths than here.
     names_parameters = not nnx_objects.flattened((args, kwargs))[1]
-    program = Program(of_leaves, of_batches, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
-    if not program.is_exact_finite():
+    trials = Trials(of_leaves, of_batches, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
+    if not trials.is_exact_finite():
         faults = faults_of(named_leaves(fun, args, kwargs), dtype)
         why = " ".join(map(_words.nonfinite_argument, faults.nan + faults.infinite))
         why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
@@ -113,13 +113,13 @@ def find_precision(
         return PrecisionPolicy()
 
     def policy(trial: Trial, reasons: Sequence[str]) -> PrecisionPolicy:
-        return PrecisionPolicy(tuple(rules_for(program.sites, trial.levels, reasons)), loss_scale=trial.scale)
+        return PrecisionPolicy(tuple(rules_for(trials.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
-    search = Search(program, tolerance, progress)
-    search.tell(f"{program.numbers.sum()} products at {len(program.sites)} places, {len(of_batches)} batches")
+    search = Search(trials, tolerance, progress)
+    search.tell(f"{trials.numbers.sum()} products at {len(trials.sites)} places, {len(of_batches)} batches")
     best = search.run()
     while True:
-        error, where = program.verified(policy(best, [""] * len(best.levels)))
+        error, where = trials.verified(policy(best, [""] * len(best.levels)))
         search.tell(f"under `autocast`, {where} is {_words.off(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
@@ -129,13 +129,13 @@ def find_precision(
             f"`find_precision`: with every product in float32, {where} is {_words.off(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
-    narrow = int(program.numbers[best.levels < WIDE].sum())
-    if 2 * narrow < program.numbers.sum():
+    narrow = int(trials.numbers[best.levels < WIDE].sum())
+    if 2 * narrow < trials.numbers.sum():
         warn_user(
-            f"`find_precision`: only {narrow} of {program.numbers.sum()} products stay narrow, so little is gained. "
+            f"`find_precision`: only {narrow} of {trials.numbers.sum()} products stay narrow, so little is gained. "
             f"`jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
         )
-    explained = policy(best, reasons_of(program, best, MOST_GRADIENTS))
+    explained = policy(best, reasons_of(trials, best, MOST_GRADIENTS))
     return dataclasses.replace(explained, errors=(min(search.first, 1.0), min(error, 1.0)))
 
 

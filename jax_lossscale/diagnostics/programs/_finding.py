@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-Ranges: TypeAlias = Callable[[float], RangeReport]  # takes a compilation, so that it is asked only if need be
+Ranges: TypeAlias = Callable[[float], RangeReport]  # each is a compilation, so it is asked only if need be
 
 
 def find_cause(question: Question, errors: GradientErrors, ranges: Ranges) -> Finding:
@@ -87,16 +87,16 @@ def _trains(errors: GradientErrors, ranges: Ranges) -> Finding:
 
 
 def _forward_overflow(at: int, suffering: Sequence[LeafGradientError], report: RangeReport) -> Finding:
-    places = report.forward_overflows() or [each for each in report.bad if not each.is_backward]
+    places = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
     return Finding("forward overflow", at, suffering, _first(places), advice="" if places else "division")
 
 
 def _overflow_at_every_scale(errors: GradientErrors, report: RangeReport) -> Finding:
     bad = [leaf for leaf in errors.leaves if leaf.nonfinite[0]]
-    if report.forward_overflows():  # the loss hides it: it is finite
+    if report.forward_overflows():  # though the loss is finite
         return _forward_overflow(0, bad, report)
-    derivatives = [each for each in report.bad if each.derivative_of]
-    before = [each for each in report.begin_forward() if not each.overflow]
+    derivatives = [operation for operation in report.bad if operation.derivative_of]
+    before = [operation for operation in report.begin_forward() if not operation.overflow]
     return Finding("backward overflow", 0, bad, _first(derivatives or before or [o for o in report.bad if o.overflow]))
 
 

@@ -97,28 +97,24 @@ def reports_of_leaves(
     exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
 ) -> list[LeafGradientError]:
     """Report on each leaf, from the measurements by scale and leaf; in ``rounding`` the reference was nudged."""
-    return [
-        _report(path, jnp.shape(leaf), [at_scale[n] for at_scale in measured], rounding[n])
-        for n, (path, leaf) in enumerate(exact.items())
-    ]
-
-
-def _report(
-    path: str, shape: tuple[int, ...], at_scales: list[Measurement], rounding: Measurement
-) -> LeafGradientError:
-    first = at_scales[0]
-    return LeafGradientError(
-        path=path,
-        shape=shape,
-        norm=float(first.largest) * math.sqrt(first.squares),
-        largest=float(first.largest),
-        smallest=float(first.smallest) if first.nonzero else 0.0,
-        nonzero=int(first.nonzero),
-        relative_error=tuple(_relative(m.squared_errors, m.squares) for m in at_scales),
-        lost=tuple(float(m.lost) / max(float(m.nonzero), 1.0) for m in at_scales),
-        nonfinite=tuple(float(m.nonfinite) / max(math.prod(shape), 1) for m in at_scales),
-        rounding=_relative(rounding.squared_errors, rounding.squares),
-    )
+    reports = []
+    for (path, leaf), nudged, *at_scales in zip(exact.items(), rounding, *measured, strict=True):
+        first = at_scales[0]
+        reports.append(
+            LeafGradientError(
+                path=path,
+                shape=jnp.shape(leaf),
+                norm=float(first.largest) * math.sqrt(first.squares),
+                largest=float(first.largest),
+                smallest=float(first.smallest) if first.nonzero else 0.0,
+                nonzero=int(first.nonzero),
+                relative_error=tuple(_relative(m.squared_errors, m.squares) for m in at_scales),
+                lost=tuple(float(m.lost) / max(float(m.nonzero), 1.0) for m in at_scales),
+                nonfinite=tuple(float(m.nonfinite) / max(jnp.size(leaf), 1) for m in at_scales),
+                rounding=_relative(nudged.squared_errors, nudged.squares),
+            )
+        )
+    return reports
 
 
 def _relative(squared_errors: float, squares: float) -> float:

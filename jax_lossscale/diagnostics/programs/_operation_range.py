@@ -106,7 +106,11 @@ class RangeReport(Report[OperationRange]):
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """The operations that overflow in the forward pass itself, which they do at every loss scale."""
-        return tuple(each for each in self.bad if each.overflow and not (each.is_backward or each.derivative_of))
+        return tuple(
+            operation
+            for operation in self.bad
+            if operation.overflow and not (operation.is_backward or operation.derivative_of)
+        )
 
     def begin_forward(self) -> tuple[OperationRange, ...]:
         """The operations of the forward pass with which errors begin that change the result, the worst first."""
@@ -114,8 +118,8 @@ class RangeReport(Report[OperationRange]):
 
     def underflows(self) -> tuple[OperationRange, ...]:
         """The operations of the backward pass whose results are too small, which a larger loss scale makes larger."""
-        finite = (each for each in self.bad if each.is_backward and not each.overflow)
-        return tuple(each for each in finite if each.zero + each.subnormal > 0)
+        finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
+        return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
     def _summary(self) -> str:
         return "\n".join([str(self.facts), *self.arguments, _words.in_range(self)])
@@ -127,7 +131,7 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
 
     def _notes(self) -> list[str]:
-        notes = [f"{each}, in float32, too." for each in self.lost_constants]
+        notes = [f"{constant}, in float32, too." for constant in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
         notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]

@@ -78,7 +78,7 @@ def operations(
     for path, reason in exceptions:
         place = place_within(path[-1], path[:-1])
         reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
-    found: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
+    counts: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
     for position, step in enumerate(_steps(program)):
         eqn, name = step.eqn, _name(step.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
@@ -90,11 +90,11 @@ def operations(
         is_exception = work > 0 and {widest, result} != {dtype}
         reason = _reason(step, reasons.get(where, {})) if is_exception else ""
         kind = OperationPrecision(*where, step.place.is_backward, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
-        number, total, first = found.get(kind, (0, 0.0, position))
-        found[kind] = number + 1, total + step.times * work, first
+        number, total, first = counts.get(kind, (0, 0.0, position))
+        counts[kind] = number + 1, total + step.times * work, first
     return [
         dataclasses.replace(kind, number=number, work=work, position=position)
-        for kind, (number, work, position) in found.items()
+        for kind, (number, work, position) in counts.items()
     ]
 
 
@@ -110,8 +110,8 @@ def casts(program: Jaxpr) -> int:
 
 def opaque(program: Jaxpr) -> list[str]:
     """List what is computed as it was written, or is not known, each by its name and line."""
-    found = [(step.eqn.primitive.name, step.place.source) for step in _steps(program)]
-    return list(dict.fromkeys(f"{name} ({at})" for name, at in found if name in OPAQUE or name not in KNOWN | HOLDING))
+    steps = [(step.eqn.primitive.name, step.place.source) for step in _steps(program)]
+    return list(dict.fromkeys(f"{name} ({at})" for name, at in steps if name in OPAQUE or name not in KNOWN | HOLDING))
 
 
 def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[str]:
@@ -121,14 +121,14 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
       program: the program without `autocast`.
       exceptions: what `autocast` left wide, each by the equations that it lies in, and why.
     """
-    found: dict[str, dict[str, None]] = {}
+    sources_by_reason: dict[str, dict[str, None]] = {}
     for path, reason in exceptions:
         if path[-1].primitive.name == IN_HALF:
-            found.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
+            sources_by_reason.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
     for step in _steps(program):
         if is_otherwise(step.place.stack):
-            found.setdefault("differentiated before `autocast`", {})[step.place.source] = None
-    return [f"{', '.join(sources)} ({reason})" for reason, sources in found.items()]
+            sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
+    return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
 
 def bytes_kept(
@@ -142,8 +142,8 @@ def bytes_kept(
             return fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
 
         moved = {position % len(args): args[position] for position in positions}
-        found: Any = jax.vjp(of_moved, moved, has_aux=bool(has_aux))  # type: ignore[call-overload]
-        return jax.tree.leaves(found[1])
+        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=bool(has_aux))  # type: ignore[call-overload]
+        return jax.tree.leaves(value_and_pullback[1])
 
     jaxpr = Traced(kept, args, kwargs).jaxpr.jaxpr
     there = {*jaxpr.invars, *jaxpr.constvars}

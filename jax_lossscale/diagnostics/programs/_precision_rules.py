@@ -14,8 +14,8 @@ from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import power_of_two
-from jax_lossscale.diagnostics.programs._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, ProductSite, Statistics
-from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, Program, Trial
+from jax_lossscale.diagnostics.programs._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, Measured, ProductSite
+from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, Trial, Trials
 
 _PRECISIONS = ("narrow", "wide_result", "wide")
 
@@ -51,28 +51,28 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
     layer = {"layer": glob.escape(place.layer)} if place.layer else {}
     parameter = {"parameter": place.parameter}  # "" if it takes none
     function = {"function": place.functions[0]} if place.functions else {}
-    found = [layer, parameter if place.parameter else {}, function]
-    found += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
-    return [names | operation for names in found if names]
+    ways = [layer, parameter if place.parameter else {}, function]
+    ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
+    return [names | operation for names in ways if names]
 
 
-def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
+def reasons_of(trials: Trials, trial: Trial, most: int) -> list[str]:
     """Say of each product that is not narrow what would be wrong if it were; until so many gradients are spent."""
     measured: dict[float, np.ndarray] = {}
     reasons = [""] * len(trial.levels)
     for site in map(int, np.flatnonzero(trial.levels)):
         levels = trial.levels.copy()
         levels[site] = NARROW
-        scale = program.best_scale(levels)
-        if scale not in measured and program.spent < most:
-            measured[scale] = program.measured_at(scale)
+        scale = trials.best_scale(levels)
+        if scale not in measured and trials.spent < most:
+            measured[scale] = trials.measured_at(scale)
         kind, numbers = "", dict[str, Any]()
         if scale in measured:
-            kind, numbers = _out_of_range(measured[scale], site, levels, program.dtype)
-        if not kind and program.spent < most:
-            without = program.trial(levels)
+            kind, numbers = _out_of_range(measured[scale], site, levels, trials.dtype)
+        if not kind and trials.spent < most:
+            without = trials.trial(levels)
             kind, numbers = "error", {"where": without.where, "off": _words.off(without.error)}
-        named = {"dtype": program.dtype.name, "scale": power_of_two(scale)}
+        named = {"dtype": trials.dtype.name, "scale": power_of_two(scale)}
         reasons[site] = _words.REASONS[kind or "unknown"].format(**named, **numbers)
     return reasons
 
@@ -80,8 +80,8 @@ def reasons_of(program: Program, trial: Trial, most: int) -> list[str]:
 def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, dtype: jnp.dtype) -> tuple[str, dict[str, Any]]:
     """Find what leaves the range of a dtype if a product is narrow, at the best loss scale that there is then."""
     overflow = limits_of(dtype).overflow
-    largest, error = Statistics(*np.moveaxis(measured, -1, 0))
-    is_too_small = error > 2 * float(jnp.finfo(dtype).eps)  # in range, rounding makes errors of an eighth of that
+    largest, error = Measured(*np.moveaxis(measured, -1, 0))
+    is_too_small = error > 2 * float(jnp.finfo(dtype).eps)  # within the range rounding makes an eighth of that
     for kind, is_out in (("overflow", largest[site] >= overflow), ("underflow", is_too_small[site])):
         for role, what in ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result")):
             if is_out[role]:
@@ -93,7 +93,7 @@ def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, dtype: jn
         role = NUMBER_OF_ROLES + int(error[site, gradients].argmax())
         if log2 >= 1:
             return "small gradients", {"largest": largest[site, role], "log2": log2}
-        return "large gradients", {"largest": top}  # and small ones at another place, with the same names
+        return "large gradients", {"largest": top}  # and small ones where the same names stand
     starving = is_too_small[:, gradients].any(axis=1) & (levels < WIDE)
     if starving.any() and top == largest[levels < WIDE, gradients].max():
         return "large gradients", {"largest": top}

@@ -34,7 +34,7 @@ LEFT, RIGHT, RESULT = range(3)
 NUMBER_OF_ROLES = 3
 
 
-class Statistics(NamedTuple):
+class Measured(NamedTuple):
     """What a probe measures: the largest magnitude, and the sum of rounding errors, relative to that of magnitudes."""
 
     largest: Any
@@ -122,7 +122,7 @@ class RoundingEvaluator(MeasuringEvaluator):
       axes: those of the mesh that it is evaluated on, inside `jax.shard_map`.
     """
 
-    fields = len(Statistics._fields)
+    fields = len(Measured._fields)
 
     def __init__(
         self, dtype: jnp.dtype, strengths: jax.Array, is_smooth: bool = False, axes: frozenset[str] = frozenset()
@@ -134,7 +134,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         self._axes = axes
 
     def measured(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], dict[Key, jax.Array]]:
-        """Give the outputs, and the worst of each probe: ``float32[2]``, the fields of `Statistics`."""
+        """Give the outputs, and the worst of each probe: ``float32[2]``, the fields of `Measured`."""
         outputs, rows = self.evaluate(program, inputs)
         worst: dict[Key, jax.Array] = {}
         for key, row in zip(self.names(program), rows, strict=True):

@@ -34,7 +34,7 @@ class Question(NamedTuple):
       dtype: the narrow dtype.
       inputs: the names of the inputs of the program.
       parameters: the names of the inputs that are differentiated, in the order of the gradients.
-      products: how many of them are narrow.
+      products: how many products it has, and how many are narrow.
       faults: what is wrong with the arguments.
       lost: the constants of which zero or infinity was left, in float32, too.
     """

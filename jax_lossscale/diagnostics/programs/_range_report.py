@@ -86,13 +86,13 @@ def range_report(
       ('dot_general', 'energy', 80000.0)
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
-    given = None if loss_scale is None else _scale_of(loss_scale)
+    scale = None if loss_scale is None else _scale_of(loss_scale)
     check_flag(progress, "range_report(progress=...)")
     question = asked("range_report", fun, args, kwargs, argnums, has_aux, dtype)
-    if given is None:
+    if scale is None:
         errors = errors_by_scale(question)
-        given = errors.start() if errors else 1.0
-    return ranges_at(question, given, progress)
+        scale = errors.start() if errors else 1.0
+    return ranges_at(question, scale, progress)
 
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
@@ -133,8 +133,8 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     """Tell whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
 
-    By what its last operation multiplied the rounding of its operands, it multiplied that of float32, which is less by
-    as many digits as float32 has more.
+    Its last operation multiplies the rounding errors of float32 by as much as those of the dtype, which are larger by
+    as many digits as it has less.
     """
     if measured is None or math.isinf(measured.error):
         return False

@@ -23,13 +23,17 @@ _ROUNDING = 2.0**-20
 
 
 class Statistics(NamedTuple):
-    """What is kept of a result, and in an array of these, of many; of an iteration or the worst of all.
+    """What is measured of a result, in the worst iteration; or of many, as an array of each.
 
-    ``largest`` magnitude that is no NaN, in float32; the shares of all numbers that are finite there and would overflow
-    in the dtype, and that are NaN there, of operands that are not; the shares of the numbers that are not zero that
-    would become zero, and subnormal. ``error``: the norm of the difference from float32, over the norm in float32;
-    ``error_in``: the largest of those of the operands; ``amplification``: how many times that it is, or half a unit in
-    the last place of the dtype if the operands are exact.
+    Attributes:
+      largest: the largest magnitude that is no NaN, in float32.
+      overflow: the share of numbers that are finite in float32 and would be infinite in the dtype.
+      nan: the share of numbers that are NaN in float32, though no operand is.
+      zero: the share of the numbers that are not zero that would become zero.
+      subnormal: the share of these that would become subnormal.
+      error: the norm of the difference from float32, over the norm in float32.
+      error_in: the largest error of an operand.
+      amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
     """
 
     largest: Any

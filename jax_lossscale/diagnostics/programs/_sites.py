@@ -131,10 +131,10 @@ class Graph(Flow[Value]):
         """Find the parameter that entered the results last; ``known``: those of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and eqn.primitive.name not in _MOVES_OF_ONE:
-            found: Parameter | None = Parameter(len(self.sites), bare[-1].name)
+            entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:  # a cotangent has been through later layers than what it meets of the forward pass
-            found = max(known, key=lambda each: (not each.is_backward, each.time), default=None)
-        return found._replace(is_backward=True) if found and place.is_backward and not found.is_bare else found
+            entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
+        return entered._replace(is_backward=True) if entered and place.is_backward and not entered.is_bare else entered
 
     def _place_casts(self, operands: frozenset[int], place: Place) -> None:
         """Give what `autocast` adds, which no line of the user's has made, the place of what it is made for."""

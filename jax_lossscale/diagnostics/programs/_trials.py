@@ -16,16 +16,16 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics.programs._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
-from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Probes, RoundingEvaluator, Statistics
+from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Measured, Probes, RoundingEvaluator
 from jax_lossscale.diagnostics.programs._question import gradient_program
 
 _EXACT = {"xla_allow_excess_precision": False}
 # What becomes of the products of a site.
 NARROW, WIDE_RESULT, WIDE = range(3)
-# From the largest scale that fits a little down, since batches differ.
+# How far the loss scale is below the largest that fits, since batches differ.
 _LOG2_HEADROOM = 1
-# Roundings to float16, layer after layer, turn the sign of what goes into a ReLU as often as this does in float32. What
-# that changes is not the products', and may be so many times the tolerance.
+# Parameters moved by this much turn the sign of what goes into a ReLU as often as float16 does, layer after layer. The
+# products are not to blame for what that changes, up to so many times the tolerance.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # A leaf with less than this share of the gradient may have ten times its error: it is small because much cancels.
@@ -39,8 +39,7 @@ class Trial(NamedTuple):
     Attributes:
       levels: ``int[sites]``: `NARROW`, `WIDE_RESULT` or `WIDE`.
       scale: the loss scale.
-      error: the worst of the errors of the value, of all gradients, and of each leaf that matters; infinite if anything
-        is not finite.
+      error: the worst error of the value, of all gradients, or of a leaf that counts; infinite if it is not finite.
       where: of what that error is, in words.
     """
 
@@ -54,7 +53,8 @@ class _Exact(NamedTuple):
     """What float32 gives for a batch.
 
     Attributes:
-      value: the value, beside the gradients by path, which are the ``leaves``.
+      value: the value.
+      leaves: the gradients by path.
       rounding: how much of each gradient is rounding in float32, too.
       weights: how much the errors of the value, of each leaf and of all count.
     """
@@ -67,16 +67,15 @@ class _Exact(NamedTuple):
     def errors(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, str]]:
         """Give the weighted errors of a result at a loss scale, and of what each is."""
         reports = reports_of_leaves(self.leaves, [measure(leaves, self.leaves, scale)], self.rounding)
-        errors = [relative_error(value, self.value), *(leaf.relative_error[0] for leaf in reports)]
-        errors.append(report_of_all(reports).relative_error[0])
+        errors = (leaf.relative_error[0] for leaf in (*reports, report_of_all(reports)))
         names = ["the value", *(f"the gradient of {leaf.path or 'the only leaf'}" for leaf in reports)]
         names.append("the whole gradient")
-        judged = zip(errors, self.weights, names, strict=True)
+        judged = zip([relative_error(value, self.value), *errors], self.weights, names, strict=True)
         return [(error * weight, name) for error, weight, name in judged if weight]
 
 
-class Program:
-    """A function on some batches, that can be computed with some products wide.
+class Trials:
+    """A function on some batches, that is tried with some products wide.
 
     Attributes:
       sites: the products that `autocast` makes narrow.
@@ -126,7 +125,7 @@ class Program:
         """Try the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
         if levels.tobytes() not in self._known:
             scale = self.best_scale(levels)
-            error, where = self._worst([found[:2] for found in self._run(levels, scale, self.batches)], scale)
+            error, where = self._worst([result[:2] for result in self._run(levels, scale, self.batches)], scale)
             self._known[levels.tobytes()] = Trial(levels, scale, error, where)
         return self._known[levels.tobytes()]
 
@@ -146,8 +145,8 @@ class Program:
 
     def measured_at(self, scale: float) -> np.ndarray:
         """Give what the probes meet in float32, at a loss scale: ``float32[sites, 2 * roles, 2]``."""
-        found = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
-        return np.max([measured for *_, measured in found], axis=0)
+        results = self._run(np.full(len(self.sites), WIDE), scale, self.batches)
+        return np.max([measured for *_, measured in results], axis=0)
 
     def best_scale(self, levels: np.ndarray) -> float:
         """Give the largest power of two with which no cotangent of a narrow product overflows, with a little room."""
@@ -162,14 +161,13 @@ class Program:
     def damages(self, levels: np.ndarray, scale: float) -> np.ndarray | None:
         """Give what rounding the result of each product, and all else of it, adds to the error: ``float[2, sites]``.
 
-        To first order, from one backward pass through the program of the gradients: rounding errors times the
-        derivative of the deviation from float32, in the direction that it has with these levels. ``None`` if JAX cannot
-        differentiate the gradients, of a loop of unknown length for one.
+        To first order: rounding errors times the derivative of the deviation from float32, in the direction that it
+        has with these levels. ``None`` if JAX cannot differentiate the gradients, as of a loop of unknown length.
         """
         self.spent += 3
         total = np.zeros((2, len(self.sites)))
-        found = self._run(levels, scale, self.batches)
-        for batch, (value, leaves, _), exact in zip(self.batches, found, self.exact, strict=True):
+        at_levels = self._run(levels, scale, self.batches)
+        for batch, (value, leaves, _), exact in zip(self.batches, at_levels, self.exact, strict=True):
             results = [value, *(leaf / scale for leaf in leaves.values())]
             exact_results = [exact.value, *exact.leaves.values()]
             *weights, _ = exact.weights  # but that of all leaves together
@@ -183,10 +181,10 @@ class Program:
             total = np.maximum(total, np.abs(np.nan_to_num(slope, nan=np.inf, posinf=np.inf, neginf=np.inf)))
         return total
 
-    def _worst(self, found: Sequence[Sequence[Any]], scale: float) -> tuple[float, str]:
+    def _worst(self, results: Sequence[Sequence[Any]], scale: float) -> tuple[float, str]:
         """Give the worst error in the values and gradients of the batches, and of what it is."""
         errors = [(0.0, "nothing")]
-        for (value, leaves), exact in zip(found, self.exact, strict=True):
+        for (value, leaves), exact in zip(results, self.exact, strict=True):
             errors += exact.errors(value, leaves, scale)
         error, where = max(errors)
         return (math.inf if math.isnan(error) else error), where
@@ -225,14 +223,14 @@ class Program:
         """Give the value, the gradients by path and what the probes measure, for each batch."""
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < WIDE_RESULT, levels < WIDE]), jnp.float32)
-        found = []
+        results = []
         for batch in batches:
             outputs, measured = self._compiled(strengths, jnp.float32(scale), self._inputs(batch))
-            by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Statistics._fields)))
+            by_site = np.zeros((len(self.sites), 2 * NUMBER_OF_ROLES, len(Measured._fields)))
             for key, statistics in jax.device_get(measured).items():
                 by_site[key] = statistics
-            found.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
-        return found
+            results.append((*value_and_leaves(self._traced.result(outputs), self._has_aux), by_site))
+        return results
 
     def _deviation(self, strengths: Any, scale: Any, inputs: Any, directions: Any) -> Any:
         evaluator = RoundingEvaluator(self.dtype, strengths, is_smooth=True)
