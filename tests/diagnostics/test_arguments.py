@@ -88,6 +88,17 @@ def test_a_loss_that_only_float16_makes_large_is_accused():
     assert ", and float16 ends at 65504." in verdict
 
 
+def test_an_argument_that_is_not_cast_is_not_accused():
+    def loss(params, batch):
+        far = jnp.mean((1e5 * batch["x"] @ params["kernel"]) ** 2)
+        return 1e-10 * far + 1e-6 * jnp.sum(batch["time"])
+
+    params, batch = {**PARAMS, "unused": jnp.full(3, 1e5)}, {"x": X, "time": jnp.full(4, 1.7e9)}
+    assert "and float16 ends at 65504." in compare_gradients(jls.autocast(loss), params, batch).verdict
+    for name in "time", "unused":
+        assert name not in compare_gradients(jls.autocast(loss), params, batch).verdict
+
+
 # No number that is none is printed as a share.
 
 
@@ -174,10 +185,13 @@ REFUSED = [
     ("compare_gradients", {"loss_scales": []}, f"loss_scales=...)` {NUMBERS} []"),
     ("compare_gradients", {"loss_scales": [INF]}, f"loss_scales=...)` {NUMBERS} [inf]"),
     ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),  # none of float32's
-    (
-        "compare_gradients",
-        {"argnums": 1, "fun": lambda w, x: jnp.sum(w["kernel"])},
-        "argnums=1)` selects no floating or complex argument",
+    *(
+        (
+            report,
+            {"argnums": 1, "fun": lambda w, x: jnp.sum(w["kernel"])},
+            "argnums=1)` selects no floating or complex argument",
+        )
+        for report in ("compare_gradients", "find_precision")
     ),
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),

@@ -17,7 +17,7 @@ from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import percent, tell
 from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
-from jax_lossscale.diagnostics.programs._question import faults_of, named_leaves, with_gradients
+from jax_lossscale.diagnostics.programs._question import Leaves, faults_of, named_leaves, with_gradients
 from jax_lossscale.diagnostics.programs._search import MOST_GRADIENTS, Search
 from jax_lossscale.diagnostics.programs._trials import WIDE, Trial, Trials
 
@@ -97,6 +97,8 @@ def find_precision(
     tolerance = _checked_tolerance(tolerance, dtype)
     of_leaves, _ = with_gradients(fun, args, argnums, "find_precision(argnums=...)")
     of_batches = [with_gradients(fun, each, argnums, "")[1] for each in _all_batches(args, batches)]
+    if not jax.tree.leaves([argument for argument in of_batches[0] if isinstance(argument, Leaves)]):
+        raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
     if progress:
         tell("find_precision", f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients")
     # Under `autocast` the parameters of nnx modules have other paths than here.

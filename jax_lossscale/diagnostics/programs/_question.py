@@ -16,7 +16,10 @@ from jax_lossscale._autocast.transform import planners_seen
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._limits import limits_of
-from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
+from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import ALL_MOVES
 from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, reports_of_named
 from jax_lossscale.diagnostics.programs._constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_of
@@ -74,6 +77,11 @@ def asked(
     names = ["the loss scale", *(name for leaves in named for name, _ in leaves)]
     inputs = [names[position] for position in program.positions]
     differentiated = [argnums] if isinstance(argnums, int) else argnums
+    faults = faults_of(named, dtype)
+    if faults.too_large:
+        flow = _Casts()
+        flow.outputs(program.jaxpr, inputs)
+        faults = faults._replace(too_large=[leaf for leaf in faults.too_large if leaf.path in flow.cast])
     return Question(
         program=program,
         args=chosen,
@@ -84,7 +92,7 @@ def asked(
         inputs=inputs,
         parameters=[name for n in differentiated for name, _ in named[n % len(args)]],
         products=products_of(program, dtype, inputs, planners),
-        faults=faults_of(named, dtype),
+        faults=faults,
         lost=lost_constants(program),
     )
 
@@ -197,6 +205,24 @@ def faults_of(named: Sequence[Sequence[tuple[str, Any]]], dtype: jnp.dtype) -> A
         infinite=[leaf for leaf in reports if leaf.nonfinite and not leaf.nan],
         too_large=[leaf for leaf in reports if (leaf.largest_finite or 0.0) > largest],
     )
+
+
+class _Casts(Flow[str]):
+    """Knows of each value which input it is, moved or not; ``cast`` holds the inputs that are cast to 16 bits."""
+
+    follows = Flow.follows | {"shard_map"}
+
+    def __init__(self) -> None:
+        self.cast: set[str] = set()
+
+    def constant(self, value: Any) -> str:
+        return ""
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[str]) -> Sequence[str]:
+        if eqn.primitive.name == "convert_element_type" and is_narrow(eqn.outvars[0].aval):
+            self.cast.add(operands[0])
+        moved = operands[0] if eqn.primitive.name in ALL_MOVES else ""
+        return [moved] * len(eqn.outvars)
 
 
 def _has_values(leaf: Any) -> bool:
