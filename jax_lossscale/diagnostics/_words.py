@@ -141,7 +141,7 @@ FAULTS = {
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
     "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
-    "or compute the product in float32 with `preferred_element_type`, and keep it there.",
+    "or give it a float32 result: with `jls.keep_float32` under `autocast`, with `preferred_element_type` by hand.",
     "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
     "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
     "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",

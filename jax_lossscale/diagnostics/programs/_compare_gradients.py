@@ -36,7 +36,7 @@ class GradientComparison(Report[LeafGradientError]):
     `LeafGradientError` for each leaf.
 
     Attributes:
-      verdict: in a sentence or two: whether it will train, from which scale on; or why not, and what would help.
+      verdict: in a sentence or two: whether it will train, and the scale to start from; or why not, and what helps.
       cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
         ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, or ``"forward rounding"``.
       will_train: whether there is a loss scale with which all gradients are right.
@@ -120,7 +120,7 @@ def compare_gradients(
         relative_error = norm(unscale(grad(s * fun)) - g32) / norm(g32)
 
     How this error changes with the scale shows the cause. If it falls, the gradients underflow, which loss scaling
-    cures. If it is flat and large, the forward pass rounds away what matters. If it is infinite from some scale on, the
+    cures. If it is flat and large, the forward pass rounds away what matters. If it is infinite at large scales, the
     backward pass overflows. If it is small as a whole, but 1 for some leaves, a part of the model gets no gradients.
     The answer is for one batch and one set of parameters: compare again after some training.
 
