@@ -20,9 +20,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # kills (`tests/mutation.py` counts it).
 ONLY_IN_CI = (
     *("benchmarks", "demo", "frameworks", "interop", "plotting"),
-    *("test_benchmarks.py", "test_docs.py", "test_examples.py", "test_peer_faults.py", "test_peers.py", "test_site.py"),
+    *("test_docs.py", "test_examples.py", "test_peer_faults.py", "test_peers.py", "test_site.py"),
     *("gradients/test_parts.py", "hardening/test_any_tree.py", "hardening/test_configurations.py"),
-    *("hardening/test_faults.py", "hardening/test_properties.py", "hardening/test_unreliable_processes.py"),
+    "hardening/test_properties.py",
     *("wrapper/test_optimizers.py", "wrapper/test_processes.py", "wrapper/test_resume.py"),
     "wrapper/test_sharded_programs.py",
     *("autocast/test_acceptance.py", "autocast/test_any_program.py", "autocast/test_mesh.py"),

@@ -1,42 +1,18 @@
 """``python -m jax_lossscale``: what it shows, what it writes, and what it refuses."""
 
 import json
-import math
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale.demo import command, job, main, report
+from jax_lossscale.demo import command, main
 
 pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 
-ROOT = Path(__file__).parent.parent.parent
 ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic", "float16_auto"]
 SHORT = ["--steps", "3"]
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-def fake_result(final_loss=1e-4, zero_fraction=0.0):
-    trace = job.Trace(
-        loss=np.array([0.1, final_loss]),
-        zero_fraction=np.full(2, zero_fraction),
-        loss_scale=np.array([4.0, 2.0]),
-        skipped_steps=np.array([1, 1]),
-    )
-    return job.Result(final_loss=final_loss, seconds=0.5, trace=trace)
-
-
-def fake_results(**final_losses):
-    return {name: fake_result(final_losses.get(name, 1e-4)) for name in ARMS}
-
-
-@pytest.fixture
-def trains_in_no_time(monkeypatch):
-    monkeypatch.setattr(command, "run", lambda **options: fake_results())
 
 
 @pytest.fixture
@@ -122,63 +98,6 @@ def test_the_same_seed_gives_the_same_numbers(two_runs):
         for arm in content["arms"].values():
             assert arm.pop("seconds") > 0
     assert first == second
-
-
-@pytest.mark.parametrize("suffix", ["svg", "PDF"])
-def test_the_suffix_gives_the_format_of_the_picture(suffix, tmp_path, trains_in_no_time):
-    path = tmp_path / f"picture.{suffix}"
-    assert main(["--plot", str(path)]) == 0
-    assert path.read_bytes().startswith({"svg": b"<?xml", "PDF": b"%PDF"}[suffix])
-
-
-def test_a_loss_that_is_not_finite_is_null_in_json_and_said_so_in_words(capsys):
-    results = fake_results(float16=math.nan, float16_fixed=math.inf)
-    arms = json.loads(report.as_json(results, steps=2, seed=0))["arms"]
-    assert [arms[name]["final_loss"] for name in ARMS] == [1e-4, None, None, 1e-4, 1e-4]
-    report.print_table(results)
-    assert "nan" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("float16", "words"),
-    [(3e-4, "200 % above"), (9.9e-5, "1.00 % below"), (1e-4, "ended at the loss of float32; with")],
-)
-def test_the_conclusion_follows_from_the_numbers(float16, words):
-    assert words in report.conclusion(fake_results(float16=float16))
-
-
-# Where it writes it.
-
-
-def test_progress_goes_to_stderr(capfd):
-    command.run(steps=1, seed=0)
-    assert capfd.readouterr().out == ""
-
-
-def test_json_to_standard_output_is_all_that_stands_there(tmp_path, monkeypatch, capsys, trains_in_no_time):
-    monkeypatch.chdir(tmp_path)
-    assert main(["--json", "-"]) == 0
-    output = capsys.readouterr()
-    assert list(json.loads(output.out)["arms"]) == ARMS
-    assert "PSNR" in output.err  # the table
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_seconds_are_those_of_the_steps_not_of_compiling(monkeypatch, compilations):
-    compiled_by_then = []
-
-    def look_at_the_clock():
-        compiled_by_then.append(len(compilations))
-        return float(len(compiled_by_then))
-
-    monkeypatch.setattr(job, "_clock", look_at_the_clock)
-    done = []
-    steps = job.STEPS_PER_CHUNK + 1  # two programs
-    result = job.train(job.load_patches()[:100], np.float32, None, steps=steps, seed=0, advance=done.append)
-    start, stop = compiled_by_then
-    assert start == stop >= 2
-    assert result.seconds == 1.0
-    assert sum(done) == len(result.trace.loss) == steps
 
 
 # What it refuses: exit code 2, nothing trained, nothing written.

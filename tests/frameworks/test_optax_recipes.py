@@ -62,14 +62,6 @@ def test_a_run_with_skipped_steps_is_the_plain_run_without_them(name):
         np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5)
 
 
-def test_sam_refuses_the_loss_unless_it_is_a_transformation_of_no_arguments():
-    """Why the page wraps it so: what optax's own does with the loss."""
-    sam = contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
-    tx = jls.loss_scaled(sam)
-    with pytest.raises(TypeError, match="value"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
-
-
 def test_per_example_clipping_sees_true_gradients():
     """Without noise: the mean of clipped gradients."""
     aggregate = contrib.differentially_private_aggregate(l2_norm_clip=0.1, noise_multiplier=0.0, key=jax.random.key(0))
