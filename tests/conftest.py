@@ -7,7 +7,7 @@ TESTS = Path(__file__).parent
 # What one run, worker or child process compiled, the others find: most of the time is spent compiling.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# And nearly all of it runs once. CI sets this to 0 for the tests that the README's command leaves out.
+# And nearly all of it runs once. Once a week CI sets this to 0.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -36,9 +36,18 @@ ONLY_IN_CI = (
     *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
 )
 
+# What takes longest of what only CI runs: once a week. Smaller programs ask the same.
+SLOW = [
+    f"diagnostics/test_programs_of_others.py::test_every_question_has_an_answer[{program}-{question}]"
+    for program in ("vit", "nnx_classifier", "mamba", "s5")
+    for question in ("range_report", "compare_gradients", "find_precision")
+]
 
 # What speaks of single bits, or of what XLA makes of a program, is compiled as it is for users.
-AS_FOR_USERS = ("measure", "test_tree.py", "wrapper/test_lowering.py")
+AS_FOR_USERS = (
+    *("measure", "test_tree.py", "autocast/test_mesh.py", "hardening/test_properties.py", "wrapper/test_lowering.py"),
+    "wrapper/test_sharded_programs.py",
+)
 
 
 def is_among(path, names):
@@ -52,10 +61,12 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests that only CI runs."""
+    """Mark the tests that only CI runs, or only once a week."""
     for item in items:
         if is_among(item.path, ONLY_IN_CI):
             item.add_marker(pytest.mark.ci)
+        if item.nodeid.removeprefix(f"{TESTS.name}/") in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
@@ -62,23 +61,6 @@ def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, a
 
 
 # --- Many devices ---
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_on_a_mesh_the_largest_is_that_of_all_devices(axis_type):
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(axis_type,))
-    with set_mesh(mesh):
-        params = jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("shard")))
-        before, step = jax.jit(TX.init)(params), jax.jit(TX.update_and_apply)
-        for spoil, finite, largest in (7.0, True, 7.0), (np.inf, False, 0.0):
-            grads = np.full((16, 4), float(before.loss_scale()), np.float32)
-            grads[11, 2] *= -spoil  # one element on one device
-            after, state = step(jax.device_put(grads, params.sharding), before, params)
-            expected = before.loss_scale.adjust(finite, largest=largest)
-            chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
-            assert state.largest == largest
-            assert (np.asarray(after) != np.asarray(params)).all() == finite
-            assert after.sharding.is_equivalent_to(params.sharding, 2)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])

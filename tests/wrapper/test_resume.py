@@ -10,7 +10,7 @@ from subprocess import PIPE
 import numpy as np
 import pytest
 from programs import checkpointed
-from programs.checkpointed import BEGINNING, BETWEEN_CHECKPOINTS, FORMATS, RESULTS, STEPS, WAITS_AT
+from programs.checkpointed import BEGINNING, BETWEEN_CHECKPOINTS, RESULTS, STEPS, WAITS_AT
 from programs.starting import started
 
 
@@ -23,12 +23,12 @@ def never_stopped():
     return [checkpointed.leaves_by_name(run) for run in runs]
 
 
-def kill_at_a_random_moment(kind, folder, dice):
+def kill_at_a_random_moment(folder, dice):
     """Start a run and kill it some time after its first checkpoint."""
     errors = folder / "first.stderr"
     # A checkpoint begins only when the one before is complete, so that at this step there is one.
     last_line = str(dice.randrange(2 * BETWEEN_CHECKPOINTS, WAITS_AT - BETWEEN_CHECKPOINTS))
-    with started("checkpointed.py", kind, folder, "wait", devices=1, errors=errors, stdout=PIPE) as process:
+    with started("checkpointed.py", folder, "wait", devices=1, errors=errors, stdout=PIPE) as process:
         lines = iter(process.stdout.readline, "")
         assert next(lines, "").strip() == "begins with 0", errors.read_text()
         assert any(line.strip() == last_line for line in lines), errors.read_text()
@@ -38,24 +38,21 @@ def kill_at_a_random_moment(kind, folder, dice):
     assert not (folder / RESULTS).exists()
 
 
-def go_on_to_the_end(kind, folder):
+def go_on_to_the_end(folder):
     """Start it again; the step it begins with."""
     errors = folder / "second.stderr"
-    with started("checkpointed.py", kind, folder, devices=1, errors=errors, stdout=PIPE) as process:
+    with started("checkpointed.py", folder, devices=1, errors=errors, stdout=PIPE) as process:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, errors.read_text()
     return int(output.splitlines()[0].removeprefix("begins with"))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-@pytest.mark.parametrize(
-    "kind", ["orbax", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS if kind != "orbax")]
-)
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(kind, tmp_path):
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(tmp_path):
     seed = random.randrange(2**32)
     print("seed", seed)  # shown if the test fails
-    kill_at_a_random_moment(kind, tmp_path, random.Random(seed))
-    first_step = go_on_to_the_end(kind, tmp_path)
+    kill_at_a_random_moment(tmp_path, random.Random(seed))
+    first_step = go_on_to_the_end(tmp_path)
     assert first_step in range(BETWEEN_CHECKPOINTS, WAITS_AT + 1, BETWEEN_CHECKPOINTS)
 
     for name, expected in (BEGINNING, never_stopped()[first_step]), (RESULTS, never_stopped()[STEPS]):
