@@ -34,14 +34,22 @@ ONLY_IN_CI = (
     *("diagnostics/test_names_and_truth.py", "diagnostics/test_range.py", "diagnostics/test_range_report.py"),
     *("diagnostics/test_healthy.py", "diagnostics/test_programs_of_others.py"),
     *("diagnostics/test_shadow.py", "diagnostics/test_simulate.py", "diagnostics/test_trainings.py"),
+    "gradients/test_accumulation.py::test_a_function_may_close_over_what_is_traced",
+    "test_architecture.py::test_the_examples_run",
+    "wrapper/test_transform.py::test_the_fast_way_gives_the_bits_of_the_straightforward_one",
 )
 
 # What takes longest of what only CI runs: once a week. Smaller programs ask the same.
-SLOW = [
-    f"diagnostics/test_programs_of_others.py::test_every_question_has_an_answer[{program}-{question}]"
-    for program in ("vit", "nnx_classifier", "mamba", "s5")
-    for question in ("range_report", "compare_gradients", "find_precision")
-]
+OTHERS = "diagnostics/test_programs_of_others.py::test_every_question_has_an_answer"
+SLOW = (
+    *(
+        f"{OTHERS}[{name}-range_report]"
+        for name in ("bert", "gaussian_process", "mamba", "nnx_classifier", "s5", "vit")
+    ),
+    *(f"{OTHERS}[{name}-compare_gradients]" for name in ("mamba", "nnx_classifier", "s5", "sinkhorn", "vit")),
+    *(f"{OTHERS}[{name}-find_precision]" for name in ("nnx_classifier", "vit")),
+    "diagnostics/test_compare_gradients.py::test_what_lies_on_a_mesh_is_compared_and_measured_there",
+)
 
 # What speaks of single bits, or of what XLA makes of a program, is compiled as it is for users.
 AS_FOR_USERS = (
@@ -55,17 +63,21 @@ def is_among(path, names):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where pyproject's own expression leaves tests out, do not import them: half of them compute what they hold."""
-    is_default = config.option.markexpr in config.getini("addopts")
-    return True if is_default and is_among(collection_path, ONLY_IN_CI) else None
+    """Import no file whose tests are all left out: half of the files compute what they hold."""
+    files = {name.partition("::")[0] for name in ONLY_IN_CI}
+    if config.option.markexpr in config.getini("addopts"):
+        return True if is_among(collection_path, ONLY_IN_CI) else None
+    is_left_out = config.option.markexpr == "ci and not slow" and not is_among(collection_path, files)
+    return True if is_left_out and collection_path.name.startswith("test_") else None
 
 
 def pytest_collection_modifyitems(items):
     """Mark the tests that only CI runs, or only once a week."""
     for item in items:
-        if is_among(item.path, ONLY_IN_CI):
+        name = item.nodeid.removeprefix(f"{TESTS.name}/")
+        if is_among(item.path, ONLY_IN_CI) or name.partition("[")[0] in ONLY_IN_CI:
             item.add_marker(pytest.mark.ci)
-        if item.nodeid.removeprefix(f"{TESTS.name}/") in SLOW:
+        if name in SLOW:
             item.add_marker(pytest.mark.slow)
 
 
