@@ -39,17 +39,32 @@ ONLY_IN_CI = (
     "wrapper/test_transform.py::test_the_fast_way_gives_the_bits_of_the_straightforward_one",
 )
 
-# What takes longest of what only CI runs: once a week. Smaller programs ask the same.
-OTHERS = "diagnostics/test_programs_of_others.py::test_every_question_has_an_answer"
-SLOW = (
-    *(
-        f"{OTHERS}[{name}-range_report]"
-        for name in ("bert", "gaussian_process", "mamba", "nnx_classifier", "s5", "vit")
+# What takes longest of what only CI runs, by test and case: once a week. Smaller or quicker cases ask the same.
+SLOW_CASES = {
+    "autocast/test_in_half.py::test_what_is_differentiated_before_is_the_other_function": ("hessian",),
+    "diagnostics/test_compare_gradients.py::test_the_cause_is_named": ("layer_norm", "mask_of_minus_a_billion"),
+    "diagnostics/test_compare_gradients.py::test_what_lies_on_a_mesh_is_compared_and_measured_there": (),
+    "diagnostics/test_find_precision.py::test_each_fault_is_found_and_cured": (
+        *("a_loop", "a_shard", "squares", "two_branches"),
     ),
-    *(f"{OTHERS}[{name}-compare_gradients]" for name in ("mamba", "nnx_classifier", "s5", "sinkhorn", "vit")),
-    *(f"{OTHERS}[{name}-find_precision]" for name in ("nnx_classifier", "vit")),
-    "diagnostics/test_compare_gradients.py::test_what_lies_on_a_mesh_is_compared_and_measured_there",
-)
+    "diagnostics/test_find_precision.py::test_in_healthy_networks_every_product_is_narrow": (
+        *("float16-a_convolutional_network", "float16-an_lstm", "float16-remat_and_custom_rules"),
+    ),
+    "diagnostics/test_healthy.py::test_what_is_sound_is_not_accused": (
+        *("attention-cross_entropy", "convolution-contrastive", "perceptron-square", "recurrent-small_unit"),
+    ),
+    "diagnostics/test_programs_of_others.py::test_every_question_has_an_answer": (
+        *(f"{name}-range_report" for name in ("bert", "gaussian_process", "mamba", "nnx_classifier", "s5", "vit")),
+        *(f"{name}-compare_gradients" for name in ("mamba", "nnx_classifier", "s5", "sinkhorn", "vit")),
+        *(f"{name}-find_precision" for name in ("nnx_classifier", "vit")),
+    ),
+    "diagnostics/test_range.py::test_a_program_grows_by_as_much_with_each_leaf": (),
+    "diagnostics/test_range_report.py::test_the_worst_operation_is_the_one_that_is_known": (
+        *("mask_of_minus_a_billion", "square_too_large"),
+    ),
+}
+SLOW = {f"{test}[{case}]" for test, cases in SLOW_CASES.items() for case in cases}
+SLOW |= {test for test, cases in SLOW_CASES.items() if not cases}
 
 # What speaks of single bits, or of what XLA makes of a program, is compiled as it is for users.
 AS_FOR_USERS = (
@@ -77,7 +92,7 @@ def pytest_collection_modifyitems(items):
         name = item.nodeid.removeprefix(f"{TESTS.name}/")
         if is_among(item.path, ONLY_IN_CI) or name.partition("[")[0] in ONLY_IN_CI:
             item.add_marker(pytest.mark.ci)
-        if name in SLOW:
+        if name in SLOW or name.partition("[")[0] in SLOW:
             item.add_marker(pytest.mark.slow)
 
 

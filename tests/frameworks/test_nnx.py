@@ -138,16 +138,16 @@ def test_the_optimizers_gradient_is_flaxs_own_times_the_scale(wrt):
     assert opt.opt_state.applied_steps[...] == 1
 
 
-SKIPPED = {  # what makes a step a skipped one
-    "none is": (XS[0], {}, False),
-    "the batch": (XS[3], {}, True),
-    "the user": (XS[0], {"skip_if": jnp.array(True)}, True),
-    "a verdict from elsewhere": (XS[0], {"grads_finite": jnp.array(False)}, True),
+SKIPPED = {  # what makes a step a skipped one; whether the step is compiled
+    "none is": (XS[0], {}, False, True),
+    "the batch": (XS[3], {}, True, True),
+    "the batch, eagerly": (XS[3], {}, True, False),
+    "the user": (XS[0], {"skip_if": jnp.array(True)}, True, True),
+    "a verdict from elsewhere": (XS[0], {"grads_finite": jnp.array(False)}, True, True),
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize(("x", "told", "is_skipped"), SKIPPED.values(), ids=SKIPPED)
+@pytest.mark.parametrize(("x", "told", "is_skipped", "compiled"), SKIPPED.values(), ids=SKIPPED)
 def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, told, is_skipped, compiled):
     def one_step(model, opt, x, told):
         before = nnx.clone(model)
