@@ -176,7 +176,7 @@ def random_state(random):
     return {
         "current_loss_scale": np.float32(2.0 ** random.integers(-20, 100)),
         "log2_peak": np.float32(random.choice([-127, random.uniform(-60, 20)])),
-        "log2_margin": np.float32(random.choice([0, 0.3, 1, random.uniform(0, 20), random.uniform(100, 140)])),
+        "log2_margin": np.float32(random.choice([0, 0.3, 1, random.uniform(0, 30), random.uniform(100, 140)])),
         "log2_allowance": np.float32(random.choice([0, 0.01, 6, random.uniform(0, 9)])),
         "num_finite_steps": np.int32(max(random.choice([beside, 2**31 - 1]), -1)),
     }
