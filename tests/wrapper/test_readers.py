@@ -118,6 +118,14 @@ def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
     assert "cannot go lower" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
 
 
+def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_steps(monkeypatch):
+    monkeypatch.delattr(Measuring, "lower_bound")
+    state = skipping(Measuring(jnp.float32(1.0)), 1)._replace(consecutive_skips=jnp.int32(999))
+    jls.raise_if_stuck(state)
+    with pytest.raises(RuntimeError, match="more than any overflow"):
+        jls.raise_if_stuck(state._replace(consecutive_skips=jnp.int32(1000)))
+
+
 # States whose leaves are wrapped.
 
 
