@@ -10,10 +10,7 @@ that returns tables.
 BENCHMARKS = {
     "optimizer": "the optimizer's step: Adam over 33 M parameters",
     "finite": "`all_finite` alone, beside a plain sum and jmp",
-    "training": "the whole training step, forward and backward included",
     "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",
-    "sharded": "collectives on a mesh of 8 devices",
-    "noop": "the program under a `NoOpLossScale`",
     "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits",
     "autocast": "`jls.autocast` beside casts by hand: steps for an H100 (extra `bench-cuda`), bytes kept, errors",
     "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",

@@ -1,4 +1,4 @@
-"""Two models to train, in any compute dtype from float32 master weights."""
+"""A model to train, in any compute dtype from float32 master weights."""
 
 from __future__ import annotations
 
@@ -10,26 +10,8 @@ from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.peers import Loss
-from benchmarks.workloads import data, layers
+from benchmarks.workloads import data
 from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
-
-
-def mlp(layers: int, width: int, batch: int) -> tuple[Any, Any]:
-    """Parameters, and a batch of inputs and targets: ``float32[batch, width]`` each."""
-    *keys, inputs, targets = jax.random.split(jax.random.key(0), layers + 2)
-    params = [init_dense(key, width, width, gain=2**0.5) for key in keys]
-    return params, (jax.random.normal(inputs, (batch, width)), jax.random.normal(targets, (batch, width)))
-
-
-def mlp_loss(dtype: DTypeLike) -> Loss:
-    """Squared error of an example, as a function of parameters and batch."""
-
-    def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-        inputs, targets = batch
-        outputs = layers.mlp(jls.cast_floating(params, dtype), inputs.astype(dtype), jax.nn.relu)
-        return ((outputs.astype(jnp.float32) - targets) ** 2).sum(axis=-1).mean()
-
-    return loss
 
 
 def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ import jax
 import optax
 import pytest
 
-NO_EXPORT = "what is inside a `shard_map` cannot be exported for several platforms"
 MORE_COLLECTIVES = "XLA does not join the all-reduces of the verdict, and may lay gradients out anew to read them"
 FLOAT8S = (
     "float8_e3m4",

@@ -146,26 +146,7 @@ def test_the_overview_of_the_reference_names_what_a_user_calls():
     assert {name for name in functions if f"`jls.{name}`" not in overview} == set()
 
 
-def docstrings():
-    """Each docstring of the package, and where it stands."""
-    for path in sorted(Path(jls.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-                yield f"{path.name}: {getattr(node, 'name', '')}", ast.get_docstring(node)
-
-
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=name_of)
 def test_code_is_not_wider_than_a_page_of_the_site(page):
     lines = [line for match in BLOCK.finditer(page.read_text()) for line in match[3].splitlines()]
     assert [line for line in lines if len(line) > WIDEST_CODE] == []
-
-
-def test_examples_in_docstrings_are_not_wider_than_a_page_of_the_site():
-    prompted = [
-        (place, line.strip())
-        for place, text in docstrings()
-        for line in text.splitlines()
-        if line.strip().startswith((">>>", "..."))
-    ]
-    assert len(prompted) > 100
-    assert [(place, line) for place, line in prompted if len(line) > WIDEST_CODE] == []

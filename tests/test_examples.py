@@ -83,50 +83,11 @@ def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-WRONG = {  # options, and what the line says: the argument, what it must be, and what it was
-    "no steps": (["--steps", "0"], "--steps: must be an integer of at least 1, got '0'"),
-    "a dtype of another library": (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
-    "a folder that is missing": (["--figure", "/missing/x.png"], "--figure: must be a file in a folder that exists"),
-    "an unknown format": (["--figure", "x.txt"], "--figure: must end in .png, .svg or .pdf, got 'x.txt'"),
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_option_ends_an_example_before_it_trains(name, capsys):
-    module = load(name)
-    for options, line in WRONG.values():
-        with pytest.raises(SystemExit, match="2"):
-            module.main(options)
-        printed = capsys.readouterr()
-        assert line in printed.err
-        assert printed.err.count("\n") == 1
-        assert not printed.out
-
-
-WITHOUT_PACKAGES = """
-import runpy, sys
-sys.modules |= {"jax": None, "rich": None}
-sys.path.insert(0, "examples")
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("name", ["pinn", "compare"])
-def test_a_missing_package_names_the_extra(name):
-    command = [sys.executable, "-c", WITHOUT_PACKAGES, EXAMPLES / f"{name}.py"]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith("pip install '.[examples]' in the checkout\n")
-    assert done.stderr.count("\n") == 1
-
-
 def test_the_readme_and_the_comparison_know_every_example():
     page = (EXAMPLES / "README.md").read_text()
     assert set(re.findall(r"^python examples/(\w+)\.py", page, re.MULTILINE)) == {*NAMES, "compare"}
     assert sorted(load("compare").MEASURES) == NAMES
 
-
-# In processes of their own.
 
 # What each must reach in float16, by its own number of steps. All are far from what an untrained network gives.
 REACHED = {

@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from benchmarks import BENCHMARKS, ON_REQUEST
+from benchmarks.report import index
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -50,3 +53,8 @@ def test_what_the_step_costs():
         for name, contender in CONTENDERS.items():
             median, first, third = measured[contender]
             assert told[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
+
+
+def test_the_index_is_that_of_the_files():
+    assert {path.stem for path in RESULTS.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(RESULTS)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import jax_lossscale as jls
 from benchmarks import cuda
 from benchmarks.autocast import gpu
-from benchmarks.autocast.counting import bytes_kept, dtypes_of_products, jaxprs_made
+from benchmarks.autocast.counting import bytes_kept, dtypes_of_products
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.models import Transformer, model_of, small
 from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, WAYS
@@ -46,7 +45,6 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         _compile_time(quick, progress.part(1, 4, "compile time")),
         _kept(quick),
         _errors(quick, progress.part(2, 4, "gradients")),
-        _nested(quick),
         _timed(models, quick, progress.part(3, 4, "timing")),
     ]
 
@@ -131,16 +129,6 @@ def _errors(quick: bool, progress: Progress) -> Table:
         "1 to 2^18: after 100 steps of Adam in float32, on four batches.",
     )
     return Table("Errors of gradients, small models", heads, rows, marks, notes, quick)
-
-
-def _nested(quick: bool) -> Table:
-    functions = {FLOAT32: lambda loss: loss, AUTOCAST: jls.autocast}
-    made = {name: [jaxprs_made(function, depth) for depth in (5, 10)] for name, function in functions.items()}
-    few, many = made[AUTOCAST]
-    mark = Mark("autocast: jaxprs made for conditionals nested to depth 10 over those for 5", many / few, 2.0)
-    rows = [(name, *numbers) for name, numbers in made.items()]
-    title = "Jaxprs made while nested conditionals are traced"
-    return Table(title, columns("function | depth 5 | depth 10"), rows, [mark], quick=quick)
 
 
 def _timed(models: Sequence[str], quick: bool, progress: Progress) -> Table:

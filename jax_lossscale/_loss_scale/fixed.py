@@ -100,9 +100,8 @@ class NoOpLossScale(LossScale):
     ``FixedLossScale(1, skip_nonfinite=True)``.
 
     The state of `loss_scaled` still counts its steps, and keeps its other counters and its flag. So the compiled step
-    is that of the inner chain and a few operations on scalars (``python -m benchmarks noop`` compares the two). That is
-    the same computation, but XLA may fuse a larger program differently, and then round differently, so a long run may
-    differ from one with the chain alone.
+    is that of the inner chain and a few operations on scalars. That is the same computation, but XLA may fuse a larger
+    program differently, and then round differently, so a long run may differ from one with the chain alone.
 
     Do not use it with float16. (`loss_scaled` still converts float16 to float32 for the inner chain, since Adam could
     make a NaN from it.)

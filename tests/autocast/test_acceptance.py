@@ -45,9 +45,11 @@ def one_added(w, x):
     return jnp.mean((x @ w + 1.0) ** 2)
 
 
+MLP = eqx.filter_jit(lambda: eqx.nn.MLP(8, 8, 16, 2, key=KEY))()
+
+
 def mlp(w, x):
-    network = eqx.nn.MLP(8, 8, 16, 2, key=KEY)
-    return jnp.mean(jax.vmap(network)(x @ w) ** 2)
+    return jnp.mean(jax.vmap(MLP)(x @ w) ** 2)
 
 
 def lstm(w, x):

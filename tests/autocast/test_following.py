@@ -222,22 +222,6 @@ def test_a_callback_of_constants_is_not_called_while_tracing():
     assert product_dtypes(jls.autocast(loss), X) == [NARROW]
 
 
-@pytest.mark.parametrize("narrow_skips", [False, True])
-def test_dimensions_may_have_no_number(narrow_skips):
-    def loss(w, bias, x):
-        positions = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None]
-        y = jax.nn.softmax(x @ w + bias[None, None] + positions / 8) @ w
-        return jnp.mean(jnp.max(jax.nn.relu(y) @ w + x, axis=1) @ w)
-
-    policy = jls.PrecisionPolicy(narrow_skips=narrow_skips)
-    batch, length = jax.export.symbolic_shape("batch, length")
-    narrow = jax.jit(jax.grad(jls.autocast(loss, policy=policy), (0, 1)))
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (8,), (batch, length, 8))]
-    args = W, jnp.ones(8), jnp.stack([X, 2 * X, -X])
-    found = jax.export.export(narrow)(*types).call(*args)
-    assert distance(narrow(*args), found) < 1e-5
-
-
 # What a trace costs: as much for each branch and each layer, however many there are.
 
 

@@ -4,14 +4,13 @@ One is a sine, the other a cosine, so that a number tells which of them it is.
 """
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import pcast
 from jax.sharding import PartitionSpec as P
-from reading import distance, equations, product_dtypes
+from reading import equations, product_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -88,25 +87,12 @@ def of_one_row(function, **options):
     return lambda w, x: function(w, x[None], **options)[0]
 
 
-class Layer(eqx.Module):
-    """As equinox writes one: for one example, and mapped by the user."""
-
-    weight: jax.Array
-    function: object = eqx.field(static=True)
-
-    def __call__(self, x):
-        return of_one_row(self.function)(self.weight, x)
-
-
 # What lies around the call before `autocast` comes: from a function of W and X, another one.
 BELOW = {
     "nothing": lambda f: f,
     "jit": jax.jit,
     "jit, traced before": lambda f: jitted_once if f is either else f,
     "vmap": lambda f: jax.vmap(of_one_row(f), (None, 0)),
-    "vmap of another axis": lambda f: lambda w, x: jax.vmap(of_one_row(f), (None, 1), 1)(w, x.T).T,
-    "vmap of both": lambda f: lambda w, x: jax.vmap(f)(jnp.stack([w, w.T]), jnp.stack([x, 2 * x])),
-    "vmap of vmap": lambda f: jax.vmap(lambda w, x: jax.vmap(of_one_row(f), (None, 0))(w, x[None])[0], (None, 0)),
     "vmap in jit in vmap": lambda f: (
         lambda w, x: jax.vmap(jax.jit(jax.vmap(of_one_row(f), (None, 0))), (0, None))(jnp.stack([w, w.T]), x)
     ),
@@ -119,9 +105,7 @@ BELOW = {
         lambda w, x: jax.lax.scan(jax.checkpoint(lambda x, w: (x + f(w, x), None)), x, jnp.stack([w, w.T]))
     ),
     "shard_map": lambda f: shard_mapped(lambda w, x: f(pcast(w, "data", to="varying"), x), P("data")),
-    "shard_map, unchecked": lambda f: shard_mapped(f, P("data"), check_vma=False),
     "custom_jvp": with_its_own_rule,
-    "equinox": lambda f: lambda w, x: jax.vmap(Layer(w, f))(x),
     "autocast": lambda f: jls.autocast(f) if f is either else f,
 }
 # What lies around `autocast`.
@@ -535,16 +519,6 @@ REPORTED = {
         None,
         "differentiated before `autocast`",
     ),
-    "differentiated before, of a library": (
-        lambda w, x: jnp.sum(jax.grad(loss_of(jls.in_half(jnp.multiply)))(w, w) ** 2),
-        None,
-        "differentiated before `autocast`",
-    ),
-    "differentiated before, in jit": (
-        lambda w, x: jnp.sum(jax.grad(loss_of(jax.jit(either)), 1)(w, x) ** 2),
-        None,
-        "differentiated before `autocast`",
-    ),
 }
 
 
@@ -557,48 +531,3 @@ def test_the_report_says_where_the_other_function_is_computed_and_why(loss, poli
     assert f"`otherwise` of `in_half` is computed: {entry}." in str(report)
     wide = [each.reason for each in report.products if each.dtype == "float32"]
     assert set(wide) == (set() if "differentiated" in reason else {"in `otherwise` of `in_half`"})
-
-
-# Frameworks.
-
-
-def kernel_of_attention(query, key, value, mask=None):
-    """As cuDNN's, 16 bits only; and twice what it should be."""
-    assert query.dtype in HALVES, "16 bits only"
-    return 2 * jax.nn.dot_product_attention(query, key, value, mask=mask)
-
-
-def kernel_cast_by_hand(query, key, value, mask=None):
-    query, key, value = jls.cast_floating((query, key, value), jnp.bfloat16)
-    return kernel_of_attention(query, key, value, mask).astype(jnp.float32)
-
-
-TOKENS = jax.random.normal(jax.random.key(2), (2, 6, 16))
-MASK = jnp.tril(jnp.ones((1, 1, 6, 6), bool))
-
-
-class Attention(eqx.Module):
-    layer: eqx.nn.MultiheadAttention
-    function: object = eqx.field(static=True)
-
-    def __call__(self, x):
-        projections = self.layer.query_proj, self.layer.key_proj, self.layer.value_proj
-        heads = [jax.vmap(each)(x).reshape(6, 2, 8) for each in projections]
-        return jax.vmap(self.layer.output_proj)(self.function(*heads, mask=MASK[0]).reshape(6, 16))
-
-
-def equinox_transformer(attention):
-    model = Attention(eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(0)), attention)
-    return lambda x: jnp.mean((x + jax.vmap(model)(x)) ** 2)
-
-
-def test_the_attention_of_a_transformer():
-    """By the function that a layer takes, and nothing else."""
-    transformer = equinox_transformer
-    loss = transformer(jls.in_half(kernel_of_attention, jax.nn.dot_product_attention))
-    assert_alike(
-        jax.value_and_grad(loss)(TOKENS), jax.value_and_grad(transformer(jax.nn.dot_product_attention))(TOKENS)
-    )
-    expected = jax.value_and_grad(transformer(kernel_cast_by_hand))(TOKENS)
-    found = jax.value_and_grad(jls.autocast(loss, jnp.bfloat16))(TOKENS)
-    assert distance(expected, found) < 0.02

@@ -120,8 +120,3 @@ def test_in_float32_it_is_the_product_itself():
 def test_autocast_leaves_it_alone():
     twice = jls.autocast(wide(network))
     assert str(jax.make_jaxpr(jax.grad(twice))(W, X)) == str(jax.make_jaxpr(jax.grad(wide(network)))(W, X))
-
-
-def test_it_is_exported():
-    exported = jax.export.export(jax.jit(jax.grad(wide(network))))(W, X)
-    np.testing.assert_array_equal(exported.call(W, X), jax.jit(jax.grad(wide(network)))(W, X))

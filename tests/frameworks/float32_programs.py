@@ -4,8 +4,6 @@ import jax
 import numpy as np
 from reading import product_dtypes
 
-import jax_lossscale as jls
-
 
 def distance_of_all(tree, other):
     """The relative distance of two trees of arrays, all leaves together: some leaves are nothing but rounding."""
@@ -21,19 +19,3 @@ def assert_narrow(fun, *args):
     """Every product of a program, and there are some, is float16."""
     found = product_dtypes(fun, *args)
     assert set(found) == {"float16"}, found
-
-
-def assert_like_float32(loss_fn, params, *args, has_aux=False, tolerance=4e-3, is_narrow=True):
-    """One word makes the products narrow, and leaves value, gradients and all dtypes what they were."""
-    narrow_loss_fn = jls.autocast(loss_fn)
-    if is_narrow:
-        assert_narrow(jax.value_and_grad(narrow_loss_fn, has_aux=has_aux), params, *args)
-    results = [
-        jax.jit(jls.value_and_scaled_grad(each, 2.0**8, has_aux=has_aux))(params, *args)
-        for each in (loss_fn, narrow_loss_fn)
-    ]
-    types = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), result) for result in results]
-    assert types[0] == types[1]
-    (value, grads), (narrow_value, narrow_grads) = results
-    assert distance_of_all(narrow_value, value) < tolerance
-    assert distance_of_all(narrow_grads, grads) < tolerance

@@ -13,29 +13,6 @@ import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.equinox import filter_value_and_scaled_grad  # noqa: E402
 
 KEYS = jax.random.split(jax.random.key(0), 8)
-IMAGES = jax.random.normal(jax.random.key(1), (4, 3, 8, 8))
-
-
-class Recurrent(eqx.Module):
-    convolution: eqx.nn.Conv2d
-    norm: eqx.nn.BatchNorm
-    cell: eqx.nn.GRUCell
-
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.convolution = eqx.nn.Conv2d(3, 8, 3, key=keys[0])
-        self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
-        self.cell = eqx.nn.GRUCell(8, 8, key=keys[1])
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.convolution(x), state)
-        sequence = jnp.mean(jax.nn.relu(x), axis=2).T
-        return jax.lax.scan(lambda hidden, x: (self.cell(x, hidden), None), jnp.zeros(8), sequence)[0], state
-
-
-def recurrent_loss(model, state, images):
-    output, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(images, state)
-    return jnp.mean(jnp.square(output - 1)), state
 
 
 def mlp_loss(model, x):
@@ -56,27 +33,24 @@ def ensemble_loss(models, x):
 
 MLP = eqx.filter_jit(lambda key: eqx.nn.MLP(4, 1, 16, 2, key=key))(KEYS[0])
 ENSEMBLE = eqx.filter_jit(eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 1, 16, 1, key=key)))(KEYS)
-RECURRENT, RECURRENT_STATE = eqx.filter_jit(eqx.nn.make_with_state(Recurrent))(KEYS[3])
 X = jax.random.normal(KEYS[1], (8, 4))
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "model", "args", "has_aux"),
+    ("loss_fn", "model"),
     [
-        pytest.param(recurrent_loss, RECURRENT, (RECURRENT_STATE, IMAGES), True, marks=pytest.mark.slow),
-        (mlp_loss, MLP, (X,), False),
-        (eqx.filter_jit(mlp_loss), MLP, (X,), False),
-        pytest.param(checkpointed_loss, MLP, (X,), False, marks=pytest.mark.slow),
-        (ensemble_loss, ENSEMBLE, (X,), False),
+        (eqx.filter_jit(mlp_loss), MLP),
+        pytest.param(checkpointed_loss, MLP, marks=pytest.mark.slow),
+        (ensemble_loss, ENSEMBLE),
     ],
-    ids=["convolution, batch norm and GRU", "MLP", "filter_jit", "loop", "ensemble"],
+    ids=["filter_jit", "loop", "ensemble"],
 )
-def test_one_word(loss_fn, model, args, has_aux):
-    arrays, rest = eqx.partition((model, *args), eqx.is_array)
+def test_one_word(loss_fn, model):
+    arrays, rest = eqx.partition((model, X), eqx.is_array)
 
     def gradient(fun):
         return lambda arrays: eqx.filter(
-            filter_value_and_scaled_grad(fun, 2.0**8, has_aux=has_aux)(*eqx.combine(arrays, rest)), eqx.is_array
+            filter_value_and_scaled_grad(fun, 2.0**8)(*eqx.combine(arrays, rest)), eqx.is_array
         )
 
     assert_narrow(gradient(jls.autocast(loss_fn)), arrays)
@@ -85,10 +59,6 @@ def test_one_word(loss_fn, model, args, has_aux):
     )
     types = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in ((value, grads), (narrow_value, narrow_grads))]
     assert types[0] == types[1]
-    if has_aux:
-        (value, state), (narrow_value, narrow_state) = value, narrow_value
-        for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(narrow_state), strict=True):
-            assert jnp.allclose(leaf, other, atol=2e-3)
     assert distance_of_all(narrow_value, value) < 2e-3
     assert distance_of_all(narrow_grads, grads) < 5e-3
 

@@ -111,17 +111,6 @@ def test_update_and_apply_takes_a_whole_module_and_gives_what_apply_updates_give
     assert fused_state.applied_steps == 1
 
 
-def test_what_has_no_gradient_comes_back_as_the_same_object():
-    model, tx = Small(), jls.loss_scaled(optax.adamw(0.1), jls.FixedLossScale(SCALE, skip_nonfinite=True))
-    frozen = eqx.tree_at(lambda m: m.frozen, model, jnp.ones(2), is_leaf=lambda leaf: leaf is None)
-    trainable = eqx.tree_at(lambda m: m.frozen, eqx.filter(frozen, eqx.is_inexact_array), None)
-    grads = jax.tree.map(jnp.ones_like, trainable)
-    after, _ = tx.update_and_apply(grads, tx.init(trainable), frozen)
-    assert after.frozen is frozen.frozen
-    assert after.activation is frozen.activation
-    assert (after.weight != frozen.weight).all()
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_bad_batch_leaves_model_and_statistics_as_they_were(page, value):
     model, model_state, opt_state, loss = page.train_step(
@@ -131,23 +120,6 @@ def test_a_bad_batch_leaves_model_and_statistics_as_they_were(page, value):
     assert eqx.tree_equal((model, model_state), (page.model, page.model_state))
     assert opt_state.applied_steps == page.opt_state.applied_steps
     assert opt_state.consecutive_skips == 1
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_the_norm_layer_needs_float32(dtype):
-    """Why the page casts its input: what equinox's own layer makes of float16."""
-
-    def apply(mode):
-        norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(1, axis_name="batch", mode=mode)
-        run = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        return run(jnp.array([[0.0], [900.0]], dtype), state)
-
-    output, state = apply("batch")
-    assert jls.all_finite(output)
-    assert jls.all_finite(state) == (dtype == jnp.float32)
-    if dtype == jnp.float16:
-        with pytest.raises(TypeError, match="same dtypes"):
-            apply("ema")
 
 
 def test_serialised_leaves_go_on_bit_for_bit(page, tmp_path):

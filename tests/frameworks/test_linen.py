@@ -110,18 +110,6 @@ def test_what_the_optimizer_is_told_decides_about_further_fields(told):
     assert (after.count, after.step) == (4 if applied else 3, 1)
 
 
-def test_extra_arguments_reach_the_chain():
-    def update(updates, state, params=None, *, factor, function, **extra_args):
-        return jax.tree.map(lambda leaf: function(factor * leaf), updates), state
-
-    tx = jls.loss_scaled(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), 8.0)
-    state = simple().replace(tx=tx)
-    state = state.replace(opt_state=tx.init(state.params))
-    extra_args = {"factor": jnp.float32(2), "function": jnp.negative}
-    after = state.apply_gradients(grads=GRADS, value=1.0, extra_args=extra_args)
-    np.testing.assert_array_equal(after.params["x"], state.params["x"] - 2 * GRADS["x"] / 8)
-
-
 def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
     """Flax hands over the new statistics of its float8 layers as if they were gradients."""
     name = OVERWRITE_WITH_GRADIENT

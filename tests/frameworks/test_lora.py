@@ -85,57 +85,9 @@ def test_every_product_is_narrow_those_of_the_base_too(stored, half):
     assert report.facts.narrow_products == report.facts.products == 14
 
 
-def test_a_base_that_is_not_widened_is_multiplied_as_it_is():
-    """Why the loss widens it: JAX multiplies float32 by float16 without a cast, which is no product of float32."""
-    base = jls.cast_floating(BASE, jnp.float16)
-
-    def layer(adapter, kernel, x):
-        return jnp.sum(adapted(kernel, adapter, x))
-
-    adapter = adapters_for(BASE)["first"]
-    report = jls.diagnostics.autocast_report(layer, adapter, base["first"], BATCH["x"])
-    assert report.facts.narrow_products < report.facts.products
-    assert "not float32 in the source" in report.facts.first_wide
-
-
 def test_a_base_stored_in_float16_gives_the_gradients_of_the_float32_one_to_the_bit():
     """`autocast` would have rounded the float32 base to the same 16 bits."""
     adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapters_for(BASE))
     grads = jax.jit(jls.value_and_scaled_grad(jls.autocast(loss_fn), 2.0**10))
     expected = grads(adapters, BASE, BATCH)
     jax.tree.map(np.testing.assert_array_equal, grads(adapters, jls.cast_floating(BASE, jnp.float16), BATCH), expected)
-
-
-@STORED
-def test_it_is_as_short_in_nnx(stored):
-    nnx = pytest.importorskip("flax.nnx")
-    from jax_lossscale.interop.flax import Optimizer
-
-    class Network(nnx.Module):
-        def __init__(self, rngs):
-            options = {"lora_rank": RANK, "param_dtype": stored, "lora_param_dtype": jnp.float32, "rngs": rngs}
-            self.first, self.second = nnx.LoRALinear(WIDTH, WIDTH, **options), nnx.LoRALinear(WIDTH, 1, **options)
-
-        def __call__(self, x):
-            return self.second(jnp.tanh(self.first(x)))
-
-    def nnx_loss(model, batch):
-        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-    @nnx.jit
-    def train_step(model, opt, batch):
-        loss, grads = opt.value_and_scaled_grad(jls.autocast(nnx_loss))(model, batch)
-        opt.update(model, grads, value=loss)
-        return loss
-
-    model = Network(nnx.Rngs(0))
-    kernel = model.first.kernel[...]
-    opt = Optimizer(model, jls.loss_scaled(optax.adam(1e-2)), wrt=nnx.LoRAParam)
-    losses = [train_step(model, opt, BATCH) for _ in range(40)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert kernel.dtype == stored
-    np.testing.assert_array_equal(model.first.kernel[...], kernel)
-    moments = nnx.to_pure_dict(nnx.state(opt.opt_state.inner_state))
-    assert {leaf.size for leaf in jax.tree.leaves(moments) if leaf.ndim} == {WIDTH * RANK, RANK}
-    report = jls.diagnostics.autocast_report(nnx_loss, model, BATCH)
-    assert report.facts.narrow_products == report.facts.products > 0

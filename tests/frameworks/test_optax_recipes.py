@@ -1,7 +1,5 @@
 """The recipes of `docs/frameworks/optax.md`, each beside the bare optimizer in float32, over skipped steps."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,14 +60,6 @@ def test_a_run_with_skipped_steps_is_the_plain_run_without_them(name):
         np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5)
 
 
-def test_sam_refuses_the_loss_unless_it_is_a_transformation_of_no_arguments():
-    """Why the page wraps it so: what optax's own does with the loss."""
-    sam = contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
-    tx = jls.loss_scaled(sam)
-    with pytest.raises(TypeError, match="value"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
-
-
 def test_per_example_clipping_sees_true_gradients():
     """Without noise: the mean of clipped gradients."""
     aggregate = contrib.differentially_private_aggregate(l2_norm_clip=0.1, noise_multiplier=0.0, key=jax.random.key(0))
@@ -87,56 +77,3 @@ def test_per_example_clipping_sees_true_gradients():
     same, state = tx.update_and_apply(bad_grads, state, after)
     np.testing.assert_array_equal(same["w"], after["w"])
     assert state.skipped_steps == 1
-
-
-# One scale for two optimizers, each of which skips for itself.
-
-
-def with_one_scale(loss_scale, states):
-    """As on the page."""
-    grads_finite = jnp.all(jnp.stack([state.grads_finite for state in states.values()]))
-    moved = loss_scale.adjust(grads_finite)
-    return {name: state._replace(loss_scale=moved) for name, state in states.items()}
-
-
-def torch_grad_scaler(verdicts, scale, growth_interval):
-    """The rule of torch: who skips, and the scale after it. An overflow anywhere lowers the one scale."""
-    good = 0
-    for finite in verdicts:
-        good = good + 1 if all(finite.values()) else 0
-        if not all(finite.values()):
-            scale *= 0.5
-        elif good == growth_interval:
-            scale, good = 2 * scale, 0
-        yield {name: not is_finite for name, is_finite in finite.items()}, scale
-
-
-def test_two_optimizers_with_one_scale_skip_each_for_itself_as_torch_has_it():
-    names = "generator", "critic"
-    dice = np.random.default_rng(3)
-    verdicts = [{name: bool(dice.random() < 0.75) for name in names} for _ in range(40)]
-    loss_scale = jls.DynamicLossScale(2.0**10, 3, min_loss_scale=2.0**-40)  # torch has no floor
-    txs = {name: jls.loss_scaled(optax.sgd(1.0), loss_scale) for name in names}
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))  # the states share a scale, but no buffer
-    def step(params, states, finite):
-        loss_scale = states["generator"].loss_scale
-        params, states = dict(params), dict(states)
-        for name, tx in txs.items():
-            grads = jnp.where(finite[name], loss_scale(), jnp.inf)  # of a loss with the slope 1
-            params[name], states[name] = tx.update_and_apply(grads, states[name], params[name])
-        return params, with_one_scale(loss_scale, states)
-
-    params = {name: jnp.zeros([]) for name in names}
-    states = {name: tx.init(params[name]) for name, tx in txs.items()}
-    steps_back = dict.fromkeys(names, 0)
-    for finite, (skipped, scale) in zip(verdicts, torch_grad_scaler(verdicts, 2.0**10, 3), strict=True):
-        params, states = step(params, states, finite)
-        for name in names:
-            steps_back[name] -= not skipped[name]
-            assert params[name] == steps_back[name]
-            assert states[name].loss_scale() == scale
-    outcomes = {tuple(finite.values()) for finite in verdicts}
-    assert outcomes == {(True, True), (True, False), (False, True), (False, False)}
-    assert step._cache_size() == 1
-    assert states["critic"].skipped_steps == sum(not finite["critic"] for finite in verdicts)

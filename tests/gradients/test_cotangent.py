@@ -12,7 +12,6 @@ import pytest
 from any_jax import enable_x64, set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.jet import jet
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -222,16 +221,6 @@ def test_a_scaled_gradient_is_scaled_once_however_often_it_is_differentiated(mod
     np.testing.assert_allclose(*jax.jit(lambda x: (actual(x), 8 * expected(x)))(0.7), rtol=1e-5)
 
 
-def test_taylor_mode_goes_through_a_part_and_its_derivatives_through_that():
-    series = ((1.0, 0.0, 0.0),)
-    actual, expected = lambda x: part(x, 2.0**30), lambda x: jnp.sin(x) ** 3
-    for transformed in lambda f: f, jax.jit:
-        found, known = jet(transformed(actual), (0.7,), series), jet(expected, (0.7,), series)
-        np.testing.assert_allclose(jnp.stack([found[0], *found[1]]), jnp.stack([known[0], *known[1]]), rtol=1e-5)
-    of_series = [jax.grad(lambda x, f=f: jet(f, (x,), series)[1][1])(0.7) for f in (actual, expected)]
-    np.testing.assert_allclose(*of_series, rtol=1e-5)
-
-
 def test_forward_mode_is_that_of_the_identity():
     for function in (jls.scale_gradient, jls.unscale_gradient):
         assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)
@@ -305,26 +294,6 @@ def test_strict_promotion():
                 np.testing.assert_array_equal(pulled_back(jls.unscale_gradient, x, x, scale), np.ones(2) / 8)
 
 
-@JIT
-def test_inside_nnx(jit):
-    """With flax's own gradient function, and the scale where flax keeps it: in an optimizer that wraps each leaf."""
-    nnx = pytest.importorskip("flax.nnx")
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 2.0**20), wrt=nnx.Param)
-
-    def loss(model):
-        return jnp.mean(model(X) ** 2)
-
-    def scaled(model, optimizer):
-        return nnx.value_and_grad(lambda model: jls.scale_gradient(loss(model), optimizer.opt_state))(model)
-
-    value, grads = (nnx.jit(scaled) if jit is jax.jit else scaled)(model, optimizer)
-    expected_value, expected = nnx.value_and_grad(loss)(model)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
-    for ours, true in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, true * 2.0**20, rtol=1e-6)
-
-
 # A loss too narrow for its scale.
 
 
@@ -333,24 +302,6 @@ def warned(function, *args):
         warnings.simplefilter("default")
         function(*args)
     return caught
-
-
-@pytest.mark.parametrize(
-    ("value", "scale", "warns"),
-    [
-        (jnp.float16(1), jls.DynamicLossScale(), True),
-        (jnp.float16(1), jls.DynamicLossScale(max_loss_scale=2.0**15), False),
-        (jnp.float16(1), 2.0**15, False),
-        (jnp.float16(1), 2.0**16, True),
-        (jnp.float16(1), jls.NoOpLossScale(), False),
-        (jnp.ones(2, jnp.float16), 2.0**16, False),  # no loss: the result of a part
-        (jnp.float32(1), jls.DynamicLossScale(), False),
-    ],
-    ids=str,
-)
-def test_a_float16_loss_warns(value, scale, warns):
-    assert len(warned(jls.scale_gradient, value, scale)) == warns
-    assert warned(jls.unscale_gradient, value, scale) == []
 
 
 def line_of_the_caller():

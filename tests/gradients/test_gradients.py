@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from any_jax import enable_x64, pcast
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
@@ -168,13 +168,8 @@ HOLDERS = {
     "dynamic": lambda: jls.DynamicLossScale(8),
     "a user's own": lambda: Halved(jnp.float32(16)),
     "int": lambda: 8,
-    "float": lambda: 8.0,
-    "numpy scalar": lambda: np.float64(8),
-    "numpy int": lambda: np.int32(8),
     "numpy array": lambda: np.array(8.0),
     "jax scalar": lambda: jnp.float32(8),
-    "jax int": lambda: jnp.int32(8),
-    "jax float16": lambda: jnp.float16(8),
     "state": lambda: TX.init(X),
     "chain": lambda: optax.chain(TX, optax.scale(0.5)).init(X),
     "MultiSteps": lambda: optax.MultiSteps(TX, 2).init(X),
@@ -216,63 +211,10 @@ def test_a_batch_of_loss_scales_is_refused_by_name():
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
 
 
-@pytest.mark.parametrize(
-    "identifier", [None, "auto", 8, {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8}}]
-)
-def test_whatever_get_takes_is_a_loss_scale(identifier):
-    expected = jls.value_and_scaled_grad(loss, jls.get(identifier))(X, Y)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, jls.value_and_scaled_grad(loss, identifier)(X, Y), expected))
-
-
 @pytest.mark.parametrize("name", ["vector", "pytree", "has_aux", "complex argument", "float16 gradients", "argnums=1"])
 def test_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"):
         test_as_jax_with_the_gradients_times_the_scale(name, jax.jit)
-
-
-@pytest.mark.parametrize(
-    ("fun", "argument", "options"),
-    [
-        (lambda x: x * jnp.ones(2), 2.0, {}),
-        (lambda x: {"loss": x}, 2.0, {}),
-        (lambda x: (x, x), 2.0, {}),
-        (lambda x: None, 2.0, {}),
-        (lambda x: jnp.int32(3), 2.0, {}),
-        (lambda x: 3, 2.0, {}),
-        (lambda x: x > 1, 2.0, {}),
-        (lambda x: x * 1j, 2.0, {}),
-        (lambda x: x * 1.0, 2, {}),
-        (lambda x: x * 1.0, 2.0, {"holomorphic": True}),
-        (lambda x: x, 2.0, {"argnums": 1}),
-        (lambda x: x, 2.0, {"has_aux": True}),
-        (lambda x: (x, 1, 2), 2.0, {"has_aux": True}),
-        (lambda x: (x * jnp.ones(2), 1), 2.0, {"has_aux": True}),
-    ],
-    ids=[
-        "vector value",
-        "dictionary",
-        "tuple",
-        "None",
-        "integer",
-        "python integer",
-        "boolean",
-        "complex value",
-        "integer argument",
-        "not holomorphic",
-        "argnums out of range",
-        "has_aux without aux",
-        "has_aux with two",
-        "has_aux with a vector",
-    ],
-)
-def test_wrong_calls_fail_in_the_words_of_jax(fun, argument, options):
-    def error(value_and_grad):
-        with pytest.raises((TypeError, ValueError, AssertionError)) as info:
-            value_and_grad(fun, **options)(argument)
-        words = str(info.value).split(" with value ")[0]  # what follows is the repr of a tracer
-        return info.type, words
-
-    assert error(lambda fun, **options: jls.value_and_scaled_grad(fun, SCALE, **options)) == error(jax.value_and_grad)
 
 
 # Within other transformations.
@@ -287,36 +229,6 @@ def test_vmap_gives_each_of_an_ensemble_its_own_scale():
     true_values, true_grads = jax.vmap(jax.value_and_grad(loss), in_axes=(0, None))(xs, Y)
     assert_identical(values, true_values)
     assert_identical(grads, true_grads * scales[:, None])
-
-
-def test_scan_over_micro_batches():
-    def accumulate(loss_scale):
-        def add(total, y):
-            value, grads = jls.value_and_scaled_grad(loss, loss_scale)(X, y)
-            return total + grads, value
-
-        return jax.lax.scan(add, jnp.zeros_like(X), jnp.stack([Y, 2 * Y]))
-
-    (total, values), (true_total, true_values) = (jax.jit(accumulate)(jls.DynamicLossScale(s)) for s in (SCALE, 1))
-    assert_identical(values, true_values)
-    assert_identical(total, true_total * SCALE)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(check_vma):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    batch = jax.device_put(jnp.linspace(-1, 1, 24).reshape(8, 3), NamedSharding(mesh, P("data")))
-
-    def mean_loss(x, y):
-        return jax.lax.pmean(loss(x[None], y), "data")
-
-    def sharded(value_and_grad):
-        return jax.shard_map(value_and_grad, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
-
-    value, grads = jax.jit(sharded(jls.value_and_scaled_grad(mean_loss, SCALE)))(X, batch)
-    true_value, true_grads = jax.jit(sharded(jax.value_and_grad(mean_loss)))(X, batch)
-    assert_identical(value, true_value)
-    assert_identical(grads, true_grads * SCALE)
 
 
 @pytest.mark.parametrize("vary_params", [True, False], ids=["varying parameters", "replicated parameters"])
@@ -406,16 +318,10 @@ def warnings_of(function):
     [
         ("float16", jls.DynamicLossScale(), True),
         ("float16", jls.DynamicLossScale(max_loss_scale=2.0**15), False),
-        ("float16", jls.DynamicLossScale(max_loss_scale=2.0**16), True),
-        ("float16", jls.DynamicLossScale(8, max_loss_scale=2.0**16), True),
-        ("float16", jls.FixedLossScale(2.0**15), False),
         ("float16", jls.FixedLossScale(2.0**16), True),
         ("float16", jls.NoOpLossScale(), False),
-        ("float16", 2.0**15, False),
         ("float16", 2.0**16, True),
         ("bfloat16", jls.DynamicLossScale(), False),
-        ("bfloat16", 2.0**24, False),
-        ("float32", jls.DynamicLossScale(), False),
         ("float32", 2.0**24, False),
         ("float64", jls.DynamicLossScale(), False),
     ],

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from any_jax import is_older_than
 
 import jax_lossscale as jls
 
@@ -69,27 +68,6 @@ def excess(losses, reference):
     return {name: loss / reference[name] - 1 for name, loss in losses.items()}
 
 
-ONE_SCALE = {
-    "the default": jls.DynamicLossScale(),
-    "one that grows fast": jls.DynamicLossScale(increment_period=10),  # and skips one step in eleven
-}
-
-
-@pytest.mark.parametrize("loss_scale", ONE_SCALE.values(), ids=ONE_SCALE)
-def test_with_one_scale_the_small_branch_is_lost_and_the_total_loss_shows_nothing(loss_scale, float32_losses):
-    tx = jls.loss_scaled(OPTIMIZER, loss_scale)
-
-    def step(params, state, x, targets):
-        loss, grads = jls.value_and_scaled_grad(total_loss, state)(params, x, targets)
-        return tx.update_and_apply(grads, state, params, value=loss)
-
-    losses, _ = train(step, tx.init(make_problem()[0]))
-    ours = excess(losses, float32_losses)
-    assert abs(ours["large"]) < 0.01  # which is the total loss, to seven digits
-    # Of the one that grows fast 0.36 with jax 0.10.2, 0.19 with 0.7.0; of the others 6.9.
-    assert ours["small"] > (0.1 if is_older_than("0.10.0") else 0.3)
-
-
 def total_loss_of_parts(params, x, targets, branch_scale):
     """What goes into the small branch passes `unscale_gradient`, in float32; what comes out, `scale_gradient`."""
     large = branch_loss(params["large"], x, targets["large"], UNITS["large"])
@@ -113,24 +91,6 @@ def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_l
     assert max(map(abs, excess(losses, float32_losses).values())) < 0.01
     assert 2.0**25 < branch_scale() < 2.0**44
     assert 0 < state.skipped_steps < 20
-
-
-def test_two_losses_by_two_states(float32_losses):
-    loss_scales = {"large": jls.DynamicLossScale(), "small": jls.DynamicLossScale(2.0**50)}
-    transformations = {name: jls.loss_scaled(OPTIMIZER, loss_scale) for name, loss_scale in loss_scales.items()}
-
-    def step(params, states, x, targets):
-        params, states = dict(params), dict(states)
-        for name, tx in transformations.items():
-            grad = jls.value_and_scaled_grad(branch_loss, states[name])
-            loss, grads = grad(params[name], x, targets[name], UNITS[name])
-            params[name], states[name] = tx.update_and_apply(grads, states[name], params[name], value=loss)
-        return params, states
-
-    params, _, _ = make_problem()
-    losses, states = train(step, {name: tx.init(params[name]) for name, tx in transformations.items()})
-    assert max(map(abs, excess(losses, float32_losses).values())) < 0.01
-    assert states["small"].loss_scale() >= 2.0**25 * states["large"].loss_scale()
 
 
 def test_what_leaves_a_branch_backwards_is_as_without_it():

@@ -174,19 +174,3 @@ def test_it_can_be_asked_for_its_signature_and_for_its_name():
     assert (scaled.__name__, scaled.__doc__) == (loss_fn.__name__, loss_fn.__doc__)
     with warnings.catch_warnings(action="error"):
         assert jls.scaled_inside(partial(loss_fn, unit=1.0), SCALE)(PARAMS, X) == loss_fn(PARAMS, X, unit=1.0)
-
-
-BAD = {
-    "no function": (3.0, SCALE, r"scaled_inside\(fun=\.\.\.\).* must be a function, got 3\.0"),
-    "in the wrong order": (SCALE, loss_fn, r"scaled_inside\(fun=\.\.\.\)"),
-    "no scale": (loss_fn, "other", r"scaled_inside\(loss_scale=\.\.\.\)"),
-    "zero": (loss_fn, 0, r"FixedLossScale\(loss_scale_value=\.\.\.\)"),
-    "a state without one": (loss_fn, {"weights": X}, r"scaled_inside\(loss_scale=\.\.\.\)"),
-    "some": (loss_fn, jls.FixedLossScale(jnp.array([2.0, 4.0])), r"scaled_inside\(loss_scale=\.\.\.\)"),
-}
-
-
-@pytest.mark.parametrize(("fun", "scale", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_refused_before_anything_is_called(fun, scale, message):
-    with pytest.raises(ValueError, match=message):
-        jls.scaled_inside(fun, scale)

@@ -101,7 +101,7 @@ kinds = st.sampled_from(["dynamic", "auto", jls.FixedLossScale(8.0, skip_nonfini
 arguments = {"tree": trees, "loss_scale": kinds, "skip": st.sampled_from(["cond", "select"]), "is_bad": st.booleans()}
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(**arguments)
 def test_what_is_trained_is_trained_as_if_it_were_alone(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)

@@ -39,33 +39,15 @@ def square(x):
 REFUSED = """
 jls.AutoLossScale("3")
     `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
-jls.AutoLossScale(log2_headroom=-1)
-    `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
 jls.AutoLossScale(min_loss_scale=2.0**16)
     `AutoLossScale(initial_loss_scale=...)` must not be below `min_loss_scale` = 65536.0, got 256.0. Lower
     `min_loss_scale`.
-jls.AutoLossScale().adjust(True, largest=[1.0])
-    `AutoLossScale.adjust(largest=...)` must be a real scalar, got [1.0].
-jls.DynamicLossScale(True)
-    `DynamicLossScale(initial_loss_scale=...)` must be a number, got True.
-jls.DynamicLossScale(increment_period=2.5)
-    `DynamicLossScale(increment_period=...)` must be an integer, got 2.5.
 jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1, and fit int32, got 0. To keep the scale fixed,
     use `FixedLossScale`.
-jls.DynamicLossScale(multiplier=1)
-    `DynamicLossScale(multiplier=...)` must be more than 1 in float32, got 1. To keep the scale fixed, use
-    `FixedLossScale`.
-jls.DynamicLossScale(backoff_factor=1)
-    `DynamicLossScale(backoff_factor=...)` must be between 0 and 1, both excluded, got 1. For `1 / multiplier`,
-    use None.
-jls.DynamicLossScale(min_loss_scale=1e-39)
-    `DynamicLossScale(min_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got 1e-39.
 jls.DynamicLossScale(max_loss_scale=4)
     `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Start lower,
     or raise `max_loss_scale`.
-jls.DynamicLossScale(current_loss_scale=np.array([1j]))
-    `DynamicLossScale(current_loss_scale=...)` must be real, got complex128.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
     `DynamicLossScale(num_good_steps=...)` must be at least 0, and fit int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
@@ -77,43 +59,23 @@ jls.DynamicLossScale.from_config({"other": 1})
 jls.FixedLossScale(0.5)
     `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. For no scaling at all, use
     `NoOpLossScale`.
-jls.FixedLossScale(8, skip_nonfinite="yes")
-    `FixedLossScale(skip_nonfinite=...)` must be a bool, got 'yes'.
-jls.PrecisionPolicy("wide")
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 'wide'. Put a single one into a list.
 jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}])
     `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'wide', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
     number, got -1.0.
-jls.PrecisionPolicy(narrow_skips=2)
-    `PrecisionPolicy(narrow_skips=...)` must be True or False, got 2.
-jls.PrecisionPolicy(loss_scale=0.0)
-    `PrecisionPolicy(loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got 0.0.
-jls.PrecisionRule("float32")
-    `PrecisionRule(precision=...)` must be one of 'narrow', 'wide', 'wide_result', got 'float32'.
 jls.PrecisionRule("wide", layer=3)
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
-jls.accumulate_gradients(square, 8, 2.5)
-    `accumulate_gradients(num_microbatches=...)` must be an integer, got 2.5.
-jls.accumulate_gradients(square, 8, 2, argnums="x")
-    `accumulate_gradients(argnums=...)` must be an integer or a sequence of integers, got 'x'.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
     `accumulate_gradients(argnums=(5,))` names arguments that were not given: the function was called with 2
     positional arguments. Pass the batch, and what is differentiated, by position.
-jls.autocast(3)
-    `autocast(fun=...)` must be a function, got 3.
-jls.autocast(square, "tiny")
-    `autocast(dtype=...)` got 'tiny', which is no dtype.
 jls.autocast(square, jnp.float8_e5m2)
     `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
 jls.cast_floating(PARAMS, jnp.int32)
     `cast_floating(dtype=...)` must be a real floating dtype, got int32.
-jls.cast_floating(PARAMS, None)
-    `cast_floating(dtype=...)` got None, which is no dtype.
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get_loss_scale(STATE, path="nope")
@@ -129,8 +91,6 @@ diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
-jls.in_half(square, otherwise=3)
-    `in_half(otherwise=...)` must be a function, got 3.
 jls.keep_float32(3)
     `keep_float32(function=...)` must be a function, got 3.
 jls.loss_scale_for(jnp.int32)
@@ -163,8 +123,6 @@ jls.unscale_gradient(PARAMS, "8")
     `unscale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.value_and_scaled_grad(None, 8)
     `value_and_scaled_grad(fun=...)` must be a function, got None.
-jls.select_tree(1, PARAMS, PARAMS)
-    `select_tree(pred=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 jls.select_tree(True, {"a": PARAMS}, {"a": jnp.ones(3)})
     `select_tree` cannot choose between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in on_false
     at "['a']": shapes and dtypes of arrays must be equal, and leaves that are none.
@@ -185,10 +143,6 @@ diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
     `simulate(loss_scale=...)` must be a `LossScale`, got 8. Make one with `jls.get`.
-diagnostics.simulate(DYNAMIC, largest=[-1.0])
-    `simulate(largest=...)` must be magnitudes, at least 0, got [-1.0].
-diagnostics.simulate(DYNAMIC, grads_finite=[1.5])
-    `simulate(grads_finite=...)` must be booleans, got float32.
 diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
     `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
 diagnostics.underflow_fraction(PARAMS, dtype=jnp.int32)

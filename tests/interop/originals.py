@@ -1,17 +1,14 @@
-"""The real classes of other libraries, each behind the same few methods, so that one test serves all.
+"""The real classes of other libraries, each behind the same few methods. Only the packages that are installed are run.
 
-A peer is made with a configuration, stepped with a verdict, and asked for its scale and counter. ``save`` gives what
-our ``from_<peer>`` takes, ``load`` takes what our ``to_<peer>`` gives. Only the packages that are installed are run.
+A peer is made with a configuration, stepped with a flag, and asked for its scale and counter.
 """
 
 import importlib
 import os
-import tempfile
 import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
@@ -31,13 +28,7 @@ def ours(peer):
     return importlib.import_module(f"jax_lossscale.interop.{peer}")
 
 
-class Peer:
-    losses = ()  # what the warnings of ``from_<peer>`` say, one each
-
-
-class Torch(Peer):
-    losses = ("no floor",)
-
+class Torch:
     def __init__(self, initial=8.0, period=4, multiplier=2.0, backoff=0.5):
         self.torch = needs("torch")
         self.scaler = self.torch.amp.GradScaler(
@@ -57,91 +48,8 @@ class Torch(Peer):
     def scale_and_counter(self):
         return self.scaler.get_scale(), self.scaler.state_dict()["_growth_tracker"]
 
-    def save(self):
-        return (self.scaler.state_dict(),)
 
-    def load(self, state_dict):
-        self.scaler.load_state_dict(state_dict)
-
-
-class Keras(Peer):
-    losses = ("no floor",)
-
-    def __init__(self, initial=8.0, period=4):
-        self.keras = needs("keras")
-        if self.keras.backend.backend() != "jax":
-            pytest.skip("Keras runs on another backend here")
-        self.parameter = self.keras.Variable(np.ones(1, np.float32))
-        self._make(initial_scale=initial, dynamic_growth_steps=period)
-
-    def _make(self, **config):
-        inner = self.keras.optimizers.SGD(1.0)
-        self.optimizer = self.keras.optimizers.LossScaleOptimizer(inner, **config)
-        self.optimizer.build([self.parameter])
-        self.apply = jax.jit(self.optimizer.stateless_apply)
-
-    def step(self, finite):
-        scale = self.scale_and_counter()[0]
-        gradient = jnp.full(1, scale if finite else jnp.inf)
-        values = [variable.value for variable in self.optimizer.variables]
-        (after,), new_values = self.apply(values, [gradient], [self.parameter.value])
-        applied = bool(after[0] != self.parameter.value[0])
-        self.parameter.assign(after)
-        for variable, value in zip(self.optimizer.variables, new_values, strict=True):
-            variable.assign(value)
-        return applied
-
-    def scale_and_counter(self):
-        return float(self.optimizer.dynamic_scale.numpy()), int(self.optimizer.step_counter.numpy())
-
-    def save(self):
-        optimizer = self.optimizer
-        state = {"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}
-        return optimizer.get_config(), state
-
-    def load(self, config, state):
-        self._make(**config)
-        self.optimizer.dynamic_scale.assign(state["dynamic_scale"])
-        self.optimizer.step_counter.assign(state["step_counter"])
-
-
-class TensorFlow(Peer):
-    def __init__(self, initial=8.0, period=4, multiplier=2.0):
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        self.tf = needs("tensorflow")
-        self.tf.compat.v1.logging.set_verbosity(self.tf.compat.v1.logging.ERROR)
-        self.kind = self.tf.compat.v1.mixed_precision.DynamicLossScale
-        self.loss_scale = self.kind(initial, period, multiplier)
-
-    def step(self, finite):
-        _, should_apply = self.loss_scale.update([self.tf.constant(1.0 if finite else np.nan)])
-        return bool(should_apply)
-
-    def _variable(self, name):
-        return self.loss_scale._lookup_dependency(name)  # which is how a checkpoint finds it
-
-    def scale_and_counter(self):
-        return float(self.loss_scale()), int(self._variable("good_steps"))
-
-    def save(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = self.tf.train.Checkpoint(loss_scale=self.loss_scale).save(f"{folder}/checkpoint")
-            reader = self.tf.train.load_checkpoint(path)
-            state = {
-                name: reader.get_tensor(f"loss_scale/{name}/.ATTRIBUTES/VARIABLE_VALUE")
-                for name in ("current_loss_scale", "good_steps")
-            }
-        return self.loss_scale.get_config(), state
-
-    def load(self, config, state):
-        self.loss_scale = self.kind.from_config(config)
-        for name, value in state.items():
-            self._variable(name).assign(value)
-
-
-class Flax(Peer):
-    losses = ("grows on the finite step",)
-
+class Flax:
     def __init__(self, initial=8.0, period=4, multiplier=2.0, backoff=0.5):
         needs("flax")
         from flax.training.dynamic_scale import DynamicScale
@@ -162,14 +70,8 @@ class Flax(Peer):
     def scale_and_counter(self):
         return float(self.dynamic_scale.scale), int(self.dynamic_scale.fin_steps)
 
-    def save(self):
-        return (self.dynamic_scale,)
 
-    def load(self, dynamic_scale):
-        self.dynamic_scale = dynamic_scale
-
-
-class Jmp(Peer):
+class Jmp:
     def __init__(self, initial=8.0, period=4, multiplier=2):
         jmp = needs("jmp")
         self.loss_scale = jmp.DynamicLossScale(jnp.float32(initial), period=period, factor=multiplier)
@@ -182,17 +84,5 @@ class Jmp(Peer):
     def scale_and_counter(self):
         return float(self.loss_scale.loss_scale), int(self.loss_scale.counter)
 
-    def save(self):
-        return (self.loss_scale,)
 
-    def load(self, loss_scale):
-        self.loss_scale = loss_scale
-
-
-PEERS = {
-    "torch": Torch,
-    "keras": Keras,
-    "tensorflow": TensorFlow,
-    "flax": Flax,
-    "jmp": Jmp,
-}
+PEERS = {"torch": Torch, "flax": Flax, "jmp": Jmp}

@@ -176,7 +176,7 @@ def random_state(random):
     return {
         "current_loss_scale": np.float32(2.0 ** random.integers(-20, 100)),
         "log2_peak": np.float32(random.choice([-127, random.uniform(-60, 20)])),
-        "log2_margin": np.float32(random.choice([0, 0.3, 1, random.uniform(0, 20), random.uniform(100, 140)])),
+        "log2_margin": np.float32(random.choice([0, 0.3, 1, random.uniform(0, 30), random.uniform(100, 140)])),
         "log2_allowance": np.float32(random.choice([0, 0.01, 6, random.uniform(0, 9)])),
         "num_finite_steps": np.int32(max(random.choice([beside, 2**31 - 1]), -1)),
     }
@@ -264,85 +264,6 @@ def test_follows(trace, most_skips, most_bits):
         skips, bits = skips_and_unused_bits(trace, float16)
         assert skips <= most_skips
         assert bits <= most_bits
-
-
-def test_what_was_inside_is_unlearned_when_it_has_passed():
-    steps = np.arange(20000)
-    largest, first = of_log2(np.full(20000, -20.0), np.where(steps < 3000, 8.0, 0.0))
-    scales, finite, _ = run(Auto(), largest, first)
-    assert float(scales[2900]) == 2.0**27  # 2**-20 * 2**8 * 2**27 is below 65520
-    assert np.all(np.asarray(scales[8000:]) == 2.0**34)  # the least margin is a bit
-    assert np.sum(~np.asarray(finite)) <= 4
-
-
-def test_a_gradient_far_above_the_peak_clears_what_was_learned():
-    def learned(log2_peak, largest):
-        known = {"log2_peak": log2_peak, "log2_margin": 9.0, "log2_allowance": 3.0, "num_finite_steps": 600}
-        after = adjust(replace(Auto(), **known), True, largest=largest)
-        return float(after.log2_margin), float(after.log2_allowance)
-
-    assert learned(-20.0, 2.0**-16) == (9, 3)
-    assert learned(-20.0, 1.1 * 2.0**-16) == (1, 0)
-    assert learned(-127.0, 2.0**-120) == (1, 0)  # the first that is seen
-
-
-# --- What an overflow teaches: each row (finite steps between overflows; what is learned after each of them) ---
-
-
-@pytest.mark.parametrize(
-    ("gaps", "margins", "allowances"),
-    named(
-        [
-            ("one_after_the_other", [0, 0, 0], [1, 1, 1], [0, 0, 0]),
-            ("at_once", [8, 7, 4, 2], [3, 4, 8, 14], [0, 0, 0, 0]),
-            ("at_the_target", [8, 8], [3, 3], [0, 1]),
-            ("at_once_for_long", [1] * 5, [9, 17, 24, 28, 28], [0] * 5),
-            ("now_and_then", [9, 100, 500, 9], [1, 1, 1, 1], [2, 3, 4, 5]),
-            ("seldom", [512, 512, 2047, 3000], [1, 1, 1, 1], [0, 0, 0, 0]),
-            ("after_it_was_lowered", [9, 2049, 512], [1, 1, 1], [2, 3, 3]),
-            ("now_and_then_all_the_same", [9] * 10, [1] * 10, [2, 3, 4, 5, 6, 6, 6, 6, 6, 6]),
-            ("at_once_and_now_and_then", [8, 7, *[20] * 7], [3, 4, *[4] * 6, 1], [0, 0, 1, 2, 3, 4, 5, 6, 6]),
-        ]
-    ),
-)
-def test_what_an_overflow_teaches(gaps, margins, allowances):
-    loss_scale = adjust(at_rest(Auto(), 40, True, 2.0**-20), False)  # at its target, 2^34; and it overflows
-    for gap, margin, allowance in zip(gaps, margins, allowances, strict=True):
-        loss_scale = adjust(at_rest(loss_scale, gap, True, 2.0**-20), False)
-        # All that still makes the target the bit below: 1/64 short of the next one.
-        assert float(loss_scale.log2_margin) == pytest.approx(margin, abs=1 / 32)
-        assert float(loss_scale.log2_allowance) == pytest.approx(allowance, abs=1 / 32)
-
-
-def test_overflows_with_nothing_but_zeros_between_them_are_believed_a_bit_each():
-    """A real gradient may come once in 50 steps, and overflow each time; so may a NaN."""
-    loss_scale = adjust(at_rest(Auto(), 40, True, 2.0**-20), False)
-    for allowance in range(1, 6):
-        loss_scale = adjust(at_rest(loss_scale, 49, True, 0.0), False)
-        learned = float(loss_scale.log2_margin), float(loss_scale.log2_allowance)
-        assert learned == pytest.approx((1, allowance), abs=1 / 2)
-    for margin in [1, 2, 3, 4]:
-        loss_scale = adjust(at_rest(loss_scale, 49, True, 0.0), False)
-        assert (float(loss_scale.log2_margin), float(loss_scale.log2_allowance)) == (margin, 6)
-    # One that was seen at the target disproves it.
-    after_one = adjust(at_rest(loss_scale, 49, True, 0.0), True, largest=2.0**-20)
-    assert float(adjust(after_one, False).log2_margin) == 1
-
-
-def test_a_search_stays_below_where_it_overflowed_and_dares_a_bit_more_every_64_steps():
-    searching = at_rest(Auto(), 10, True, 0.0)
-    assert float(searching()) == 2.0**40
-    fallen = adjust(searching, False)
-    assert float(fallen()) == 2.0**16
-    assert [float(at_rest(fallen, steps, True, 0.0)()) for steps in (1, 60, 64, 129)] == [
-        2.0**16,
-        2.0**16,
-        2.0**17,
-        2.0**18,
-    ]
-    assert float(at_rest(fallen, 10_000, True, 0.0)()) == 2.0**40
-    # An overflow right at the start, or right after another one, says nothing of where the search must end.
-    assert float(at_rest(adjust(Auto(), False), 10, True, 0.0)()) == 2.0**40
 
 
 # --- Evidence: each row (NaN or zeros in a run, its sizes; most skips, mean unused bits, and on 95 of 100 steps) ---

@@ -142,12 +142,6 @@ def test_vmap_over_flags(make):
     chex.assert_trees_all_equal(adjusted_twice(flags), np.stack(expected))
 
 
-def test_vmap_over_scales():
-    batch = jax.vmap(lambda scale: replace(Dynamic(), current_loss_scale=scale))(jnp.float32([1, 8, 9]))
-    assert jax.vmap(lambda loss_scale: loss_scale.unscale(18.0))(batch).tolist() == [18, 2.25, 2]
-    assert jax.vmap(lambda loss_scale: loss_scale.update(jnp.nan)[0]())(batch).tolist() == [1, 4, 4.5]
-
-
 def test_fixed_takes_an_array_as_it_is():
     assert Fixed(jnp.array([0.5, 8]))().tolist() == [0.5, 8]
     assert jax.vmap(lambda scale: Fixed(scale).update(jnp.nan)[0]())(jnp.float32([1, 8])).tolist() == [1, 8]
@@ -198,13 +192,6 @@ def test_constructing_starts_no_backend():
         timeout=120,
     )
     assert completed.stdout == "32768.0\n", completed.stderr
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
-def test_made_inside_a_trace_and_kept_is_no_tracer(kind):
-    kept = []
-    jax.jit(lambda x: kept.append(ONE_OF_EACH[kind]()) or x)(1.0)
-    assert float(kept[0]()) == float(ONE_OF_EACH[kind]()())
 
 
 # --- Equality ---

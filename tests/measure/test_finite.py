@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import enable_x64
-from jax.experimental import sparse
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -77,31 +76,6 @@ def test_an_overflow_made_in_the_same_program_is_seen(dtype):
     assert verdicts == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        ({}, True),
-        (None, True),
-        ((), True),
-        (jnp.zeros((0, 3)), True),
-        ([jnp.zeros(0, jnp.float16), jnp.zeros(0, jnp.complex64)], True),
-        ([None, 3, True, "adam", len, np.int64(3), jnp.arange(3), jnp.array([True])], True),
-        ([np.zeros(2, jax.dtypes.float0), jax.random.key(0)], True),
-        (1.0, True),
-        (float("nan"), False),
-        ([1, float("-inf")], False),
-        (complex(0, float("nan")), False),
-        (np.float64("nan"), False),
-        ({"dense": jnp.ones(2), "none": None, "last": [jnp.zeros(0), jnp.array(jnp.nan)]}, False),
-        (sparse.BCOO((jnp.array([jnp.inf]), jnp.array([[0]])), shape=(2,)), False),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_trees(tree, expected):
-    verdict = jls.all_finite(tree)
-    assert (verdict.shape, verdict.dtype, bool(verdict)) == ((), jnp.bool_, expected)
-
-
 ALL, BAD_ROW = np.ones((4, 2), bool), np.array([[1, 1], [0, 0], [1, 1], [1, 1]], bool)
 BAD_ELEMENT = np.array([[1, 1], [1, 0], [1, 1], [1, 1]], bool)
 BAD_COLUMN = np.array([[1, 0]] * 4, bool)
@@ -135,15 +109,6 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
     sharded = jax.jit(jax.shard_map(verdicts, mesh=mesh, in_specs=in_specs, out_specs=P("x", "y"), check_vma=check_vma))
     np.testing.assert_array_equal(sharded({"w": values, "b": jnp.ones(3)}), expected)
     np.testing.assert_array_equal(sharded({"w": jnp.ones_like(values), "b": jnp.ones(3)}), ALL)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_tree_of_nothing_is_finite_on_all_shards(check_vma):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    verdict = jax.shard_map(
-        lambda: jls.all_finite([], axis_name="x"), mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma
-    )
-    assert jax.jit(verdict)()
 
 
 @pytest.mark.parametrize(("axis_name", "expected"), [(None, [True, False, True]), ("runs", [False, False, False])])

@@ -86,7 +86,7 @@ def leaves(draw, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=15)
 def test_as_numpy_sees_it(dtype, data):
     leaf = data.draw(leaves(dtype))
     tree = {"frozen": None, "other": np.float16([1e-4, -2e-4]), "leaf": leaf, "step": 3}

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from matplotlib import colors
 from matplotlib.figure import Figure
 
 from jax_lossscale.diagnostics import GradientComparison, LeafGradientError
@@ -81,14 +80,6 @@ def test_overflow_and_the_scale_to_start_from_are_marked(ax):
     found = lines(plot_gradient_error(FALLING, ax=ax))
     assert found["overflow"].get_xdata().tolist() == [256]
     assert found["start here"].get_xdata() == [16, 16]
-
-
-def test_leaves_that_suffer_differ_in_colour_and_in_line(ax):
-    found = lines(plot_gradient_error(dataclasses.replace(FALLING, suffering=("b",), will_train=False), ax=ax))
-    suffering, other = found["suffering leaf (1)"], found["one leaf (1)"]
-    assert colors.to_hex(suffering.get_color()) != colors.to_hex(other.get_color())
-    assert suffering.get_linestyle() != other.get_linestyle()
-    assert "best for other leaves" in found
 
 
 def test_axes_are_named_and_drawn_without_a_warning(ax):

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle, StepPatch
+from matplotlib.patches import StepPatch
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import exponent_histogram, underflow_fraction
-from jax_lossscale.plotting import plot_exponents, plot_gradient_error, plot_loss_scale, plot_run
+from jax_lossscale.plotting import plot_exponents, plot_loss_scale, plot_run
 
 NAN, INF = float("nan"), float("inf")
 
@@ -43,10 +43,6 @@ def legend(ax):
 
 def legend_title(ax):
     return ax.get_legend().get_title().get_text()
-
-
-def texts(ax):
-    return [text.get_text() for text in ax.texts]
 
 
 def histograms(ax):
@@ -126,12 +122,8 @@ def test_what_is_lost_is_hatched_and_nothing_else(ax):
 
 SITUATIONS = {
     # situation: (tree, loss scale, legend, title of the legend)
-    "no scale": ([1.0, 2.0], 1, ["gradients: 0 % become zero"], ""),
-    "a scale of no power of two": ([1.0], 3.0, ["gradients: 0 % become zero", "times 3: 0 % become zero"], ""),
     "a loss scale": ([1.0], jls.DynamicLossScale(8.0), [..., "times $2^{3}$: 0 % become zero"], ""),
     "too little to give": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
-    "zeros alone": ([0.0, 0.0], 4, [..., "times $2^{2}$: 0 % become zero"], "not drawn: 100 % exactly zero"),
-    "nothing finite": ([NAN, INF], 1, [...], "not drawn: 100 % not finite"),
     "a bit of all": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
     "half a bar": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
     "subnormal numbers of float32": (
@@ -139,12 +131,6 @@ SITUATIONS = {
         ["gradients: 50 % become zero", "times $2^{15}$: 50 % become zero"],
         "not drawn: 50 % subnormal in their own dtype",
     ),
-    "and of bfloat16": (
-        jnp.array([1e-40, 1.0], jnp.bfloat16), 1,
-        ["gradients: 50 % become zero"],
-        "not drawn: 50 % subnormal in their own dtype",
-    ),
-    "those of float16, which it holds": (np.array([2.0**-24, 1.0], np.float16), 1, ["gradients: 0 % become zero"], ""),
     "a histogram, which does not say how small the subnormal numbers were": (
         exponent_histogram(np.array([2.0**-20, 1.0], np.float16)), 1,
         ["gradients: 0 % become zero"],
@@ -164,66 +150,6 @@ def test_situations(ax, tree, loss_scale, labels, title, yscale):
     assert ax.get_yscale() == yscale
     assert [label if expected is not ... else ... for label, expected in zip(legend(ax), labels, strict=True)] == labels
     assert legend_title(ax) == title
-
-
-RANGES = [  # dtype, where it becomes zero, subnormal, overflows; the range of the other
-    (jnp.float16, -25, -14, 16, "normal bfloat16: $2^{-126}$ to $2^{128}$", (-126, 128)),
-    (jnp.bfloat16, -134, -126, 128, "normal float16: $2^{-14}$ to $2^{16}$", (-14, 16)),
-    (jnp.float8_e5m2, -17, -14, 16, "normal bfloat16: $2^{-126}$ to $2^{128}$", (-126, 128)),
-]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "zero", "normal", "top", "other", "extent"), RANGES, ids=[name.__name__ for name, *_ in RANGES]
-)
-def test_the_ranges(ax, dtype, zero, normal, top, other, extent):
-    plot_exponents(np.float32([1e-3]), dtype=dtype, ax=ax)
-    left, right = ax.get_xlim()
-    names = ["to zero", "subnormal", f"normal {jnp.dtype(dtype).name}", "overflow", other]
-    assert texts(ax) == names
-    zones = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
-    assert [(zone.get_x(), zone.get_x() + zone.get_width()) for zone in zones] == [
-        (left, zero),
-        (zero, normal),
-        (normal, top),
-        (top, right),
-    ]
-    line, *caps = ax.lines[-3:]
-    ends = [max(extent[0], left), min(extent[1], right)]
-    assert line.get_xdata().tolist() == ends
-    assert [cap.get_xdata().tolist() for cap in caps] == [[end] for end in ends]
-    # An arrow where the range goes on.
-    assert [cap.get_marker() for cap in caps] == ["<" if extent[0] < left else "|", ">" if extent[1] > right else "|"]
-    # The limits of a dtype by what rounding to it does, half of the smallest subnormal number included.
-    assert np.ldexp(np.float64(1), zero).astype(dtype) == 0 != np.ldexp(np.float64(1.01), zero).astype(dtype)
-    assert np.ldexp(np.float64(1), normal) == jnp.finfo(dtype).smallest_normal
-    assert 2.0 ** (top - 1) < float(jnp.finfo(dtype).max) < 2.0**top
-
-
-ERRORS = [
-    (lambda ax: plot_exponents({}, ax=ax), "tree_or_histogram"),
-    (lambda ax: plot_exponents(exponent_histogram([np.ones(1)] * 2, per_leaf=True), ax=ax), "one at a time"),
-    (lambda ax: plot_exponents(np.ones(1), 0.0, ax=ax), "(loss_scale=...)` must be a positive normal float32"),
-    (lambda ax: plot_exponents(np.ones(1), dtype=jnp.int32, ax=ax), "got int32"),
-    (lambda ax: plot_exponents(np.ones(1), yscale="symlog", ax=ax), "got 'symlog'"),
-    (lambda ax: plot_loss_scale([8.0, 4.0], [True], ax=ax), "{'loss_scale': (2,), 'skipped': (1,)}"),
-    (lambda ax: plot_loss_scale(np.ones((2, 3)), ax=ax), "'loss_scale': (2, 3)"),
-    (lambda ax: plot_run({"accuracy": [0.5], "lr": [0.1]}, axes=ax), "nothing to draw, only ['accuracy', 'lr']"),
-    (lambda ax: plot_run({"loss": [1.0, 2.0], "step": [7, 7]}, axes=ax), "steps that do not increase: [7. 7.]"),
-    (lambda ax: plot_run({"loss": [1.0], "skipped": [NAN]}, axes=ax), "NaN in skipped"),
-    (lambda ax: plot_run([{"loss": 1.0}, {"loss": 1.0, "loss_scale": 8.0}], axes=ax), "(2,), 'loss_scale': (1,)"),
-    (lambda ax: plot_run({"loss": [1.0], "skipped": [0]}, axes=ax), "be 2 Axes of matplotlib, for: loss, skipped"),
-    (lambda ax: plot_exponents(np.ones(1), ax="ax"), "plot_exponents(ax=...)` must be 1 Axes of matplotlib"),
-    (lambda ax: plot_gradient_error({}, ax=ax), "plot_gradient_error(comparison=...)` must be what"),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), ERRORS, ids=[words for _, words in ERRORS])
-def test_errors_say_what_was_wrong_and_leave_the_axes_as_they_were(ax, call, words):
-    with pytest.raises(ValueError) as error_info:
-        call(ax)
-    assert words in str(error_info.value)
-    assert not ax.has_data()
 
 
 # What happened over the steps.
@@ -246,12 +172,6 @@ def test_the_loss_scale_over_the_steps(ax):
     low, high = ax.get_ylim()
     assert low < 4
     assert high > 16
-
-
-def test_without_the_skipped_steps_falls_of_the_scale_are_marked(ax):
-    plot_loss_scale(jnp.array(SCALES[:6]), ax=ax)
-    assert points(ax.lines[1]) == ([3], [8.0])
-    assert legend(ax) == ["backoff (1)", "growth (1)"]
 
 
 HISTORY = {
@@ -286,20 +206,6 @@ def test_a_run_on_one_page(four_axes):
     assert drawn(axes[2])[1] == [*"012"]
 
 
-WHO_TELLS = [  # history: steps skipped, total
-    ({"skipped": [0, 1, 0], "consecutive_skips": [1, 0, 0]}, [2], [0, 1, 1]),
-    ({"consecutive_skips": [0, 1, 2], "grads_finite": [True, True, True]}, [2, 3], [0, 1, 2]),
-    ({"skipped_steps": [5, 5, 6], "consecutive_skips": [0, 0, 1]}, [3], [5, 5, 6]),  # a run that went on
-]
-
-
-@pytest.mark.parametrize(("history", "steps", "total"), WHO_TELLS)
-def test_who_tells_which_steps_were_skipped(four_axes, history, steps, total):
-    scale, skips = plot_run({"loss_scale": [8.0, 8.0, 8.0]} | history, axes=four_axes[:2])
-    assert scale.lines[1].get_xdata().tolist() == steps
-    assert skips.lines[0].get_ydata().tolist() == total
-
-
 def test_the_metrics_of_a_training_as_they_come(four_axes):
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, increment_period=2))
     params = jnp.ones(2)
@@ -315,20 +221,6 @@ def test_the_metrics_of_a_training_as_they_come(four_axes):
     assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])  # the second for its loss, whose gradients were finite
     assert points(scale.lines[2]) == ([5], [8.0])
     assert total.lines[0].get_ydata().tolist() == [0, 1, 1, 2, 2]
-
-
-def test_a_log_of_some_steps_is_drawn_over_its_steps(four_axes):
-    rows = [
-        {"step": 0, "lr": 0.1, "loss": 4.0, "loss_scale": 8.0, "consecutive_skips": 0, "phase": "warm-up"},
-        {"step": 100, "lr": 0.2, "loss": NAN, "loss_scale": 4.0, "consecutive_skips": 1, "phase": "main"},
-        {"step": 250, "lr": 0.2, "loss": NAN, "loss_scale": 4.0, "consecutive_skips": 0, "phase": "main"},
-    ]
-    loss, scale, total = plot_run(rows, axes=four_axes[:3])
-    np.testing.assert_array_equal(loss.lines[0].get_data(), [[0, 100, 250], [4.0, NAN, NAN]])
-    assert points(scale.lines[0]) == ([0, 100, 250], [8.0, 4.0, 4.0])
-    assert points(scale.lines[1]) == ([100], [4.0])
-    assert points(total.lines[0]) == ([0, 100, 250], [0, 1, 1])
-    assert loss.lines[1].get_xdata().tolist() == [100, 250]
 
 
 # What it needs.

@@ -1,6 +1,6 @@
 """A float16 training run with a checkpoint every ten steps, in which steps are skipped and the scale grows.
 
-    python checkpointed.py FORMAT FOLDER [wait]
+    python checkpointed.py FOLDER [wait]
 
 goes on from the last checkpoint in ``FOLDER``, if there is one, and writes beside it what it begins with and what it
 ends with. On standard output it says with which step it begins, and which steps it has done. With ``wait`` it goes
@@ -8,8 +8,6 @@ slowly, and at step 190 it stops and waits to be killed.
 """
 
 import functools
-import os
-import pickle
 import signal
 import sys
 import time
@@ -70,26 +68,8 @@ def leaves_by_name(run):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in with_paths}
 
 
-class InOneFile:
-    """The last checkpoint only, replaced at a stroke."""
-
-    def __init__(self, folder, encode, decode):
-        self.file, self.new = folder / "checkpoint", folder / "checkpoint.new"
-        self.encode, self.decode = encode, decode
-
-    def save(self, run):
-        self.new.write_bytes(self.encode(run))
-        os.replace(self.new, self.file)
-
-    def restore(self, target):
-        return self.decode(target, self.file.read_bytes()) if self.file.exists() else target
-
-    def close(self):
-        pass
-
-
-class ByOrbax:
-    """One folder for each checkpoint, written in the background."""
+class Checkpoints:
+    """One folder for each checkpoint, which orbax writes in the background."""
 
     def __init__(self, folder):
         import orbax.checkpoint
@@ -109,26 +89,11 @@ class ByOrbax:
         self.manager.close()
 
 
-def by_flax(folder):
-    import flax.serialization
-
-    import jax_lossscale.interop.flax  # noqa: F401  # registers the loss scales
-
-    return InOneFile(folder, flax.serialization.to_bytes, flax.serialization.from_bytes)
-
-
-def by_pickle(folder):
-    return InOneFile(folder, pickle.dumps, lambda target, checkpoint: pickle.loads(checkpoint))
-
-
-FORMATS = {"orbax": ByOrbax, "flax": by_flax, "pickle": by_pickle}
-
-
 def main():
     signal.alarm(180)  # should whoever started this be gone
     say = functools.partial(print, flush=True)
-    folder, waits = Path(sys.argv[2]), sys.argv[3:] == ["wait"]
-    checkpoints = FORMATS[sys.argv[1]](folder)
+    folder, waits = Path(sys.argv[1]), sys.argv[2:] == ["wait"]
+    checkpoints = Checkpoints(folder)
     run = checkpoints.restore(beginning())
     np.savez(folder / BEGINNING, **leaves_by_name(run))
     say("begins with", int(run["step"]))

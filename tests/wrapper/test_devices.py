@@ -1,6 +1,6 @@
 """`loss_scaled` on eight host devices: every device takes the same decision, and shardings stay.
 
-First the optimizer step alone, then whole training steps: on a mesh, inside `jax.shard_map`, and under `jax.pmap`.
+First the optimizer step alone: on a mesh, inside `jax.shard_map`, and under `jax.pmap`. Then a training step on a mesh.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import MORE_COLLECTIVES, needs_jax, pcast, set_mesh
+from any_jax import MORE_COLLECTIVES, needs_jax, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,31 +125,6 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
     params, skipped = jax.jit(step)(grads, tx.init(jnp.ones(3)), jnp.ones(3))
     assert skipped.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
     assert (params == 1).all(axis=1).tolist() == [False] * 5 + [True] + [False] * 2
-
-
-STATES = {  # before a step on eight devices, and the step that makes the next one
-    "only before": (np.arange(8.0, dtype=np.float32), P("shard"), lambda grads: jnp.zeros([])),
-    "only after": (np.zeros(1, np.float32), P(), jnp.sum),
-}
-
-
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize(("before", "spec", "next_state"), STATES.values(), ids=STATES)
-def test_under_shard_map_a_state_may_be_local_before_a_step_or_after_it(before, spec, next_state, skip):
-    chain = optax.GradientTransformation(lambda params: jnp.zeros([]), lambda grads, *_: (grads, next_state(grads)))
-    tx = jls.loss_scaled(chain, SCALE, axis_name="shard", skip=skip)
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
-
-    def local_step(grads, inner_state):
-        state = tx.init(jnp.ones(3))._replace(inner_state=inner_state[0])
-        _, state = tx.update(grads[0], state)
-        return state.inner_state[None]
-
-    step = jax.jit(jax.shard_map(local_step, mesh=mesh, in_specs=(P("shard"), spec), out_specs=P("shard")))
-    grads = np.arange(24, dtype=np.float32).reshape(8, 3)
-    assert step(grads, before).tolist() == [next_state(of_device) for of_device in grads / 8]
-    grads[5, 1] = np.inf
-    assert step(grads, before).tolist() == np.broadcast_to(before, 8).tolist()
 
 
 @pytest.mark.parametrize(("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Explicit, False)])
@@ -388,104 +363,3 @@ def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_t
     assert len(verdicts) == run.layout.verdicts
     moves = [kind for kind, _ in found if kind != "all-reduce"]
     assert moves == ["all-gather"] * run.layout.gathers  # those of the forward pass
-
-
-# The same step inside `jax.shard_map`, where the user adds up the gradients. These are the ways to do it.
-
-
-def transformation(names):
-    return jls.loss_scaled(optax.adam(0.1), START, axis_name=names)
-
-
-def mean_over(names, tree):
-    return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, names), tree)
-
-
-def local_grads(names, params, state, batch):
-    """With ``check_vma`` JAX adds up the gradients of what is the same everywhere; of varying copies it does not."""
-    copies = jax.tree.map(lambda leaf: pcast(leaf, names, to="varying"), params)
-    return jls.value_and_scaled_grad(loss_fn, state)(copies, batch)
-
-
-def by_hand(grads, should_apply, loss_scale, params, state):
-    updates, inner_state = optax.adam(0.1).update(grads, state.inner_state, params)
-    new = optax.apply_updates(params, updates), inner_state
-    params, inner_state = jls.select_tree(should_apply, new, (params, state.inner_state))
-    return params, state._replace(loss_scale=loss_scale, inner_state=inner_state, grads_finite=should_apply)
-
-
-def averaged_before(names, params, state, batch):
-    loss, grads = local_grads(names, params, state, batch)
-    loss, grads = mean_over(names, (loss, grads))
-    return *transformation(names).update_and_apply(grads, state, params, value=loss), loss
-
-
-def averaged_by_jax(names, params, state, batch):
-    def global_loss(params):
-        return mean_over(names, loss_fn(params, batch))
-
-    loss, grads = jls.value_and_scaled_grad(global_loss, state)(params)
-    return *transformation(names).update_and_apply(grads, state, params, value=loss), loss
-
-
-def averaged_after_a_joint_verdict(names, params, state, batch):
-    loss, grads = local_grads(names, params, state, batch)
-    grads = state.loss_scale.unscale(grads)
-    loss_scale, should_apply = state.loss_scale.update(grads, axis_name=names)
-    return *by_hand(mean_over(names, grads), should_apply, loss_scale, params, state), mean_over(names, loss)
-
-
-def fully_sharded(names, params, state, batch):
-    """Each device holds, and steps, an eighth of every parameter."""
-
-    def share_of_loss(params, batch):
-        compute = jls.cast_floating(params, jnp.float16)
-        whole = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, names, tiled=True), compute)
-        return loss_fn(whole, batch) / 8
-
-    share, grads = jls.value_and_scaled_grad(share_of_loss, state)(params, batch)
-    loss = jax.lax.psum(share, names)
-    return *transformation(names).update_and_apply(grads, state, params, value=loss), loss
-
-
-# By hand nobody looks at the loss: the scale comes down also for a batch that no scale would have saved.
-WAYS = {  # where parameters lie; whether the loss is looked at; check_vma; the axes
-    averaged_before: (P(), True, [(True, "one axis"), (False, "one axis"), (True, "two axes")]),
-    averaged_by_jax: (P(), True, [(True, "one axis")]),
-    averaged_after_a_joint_verdict: (P(), False, [(True, "one axis")]),
-    fully_sharded: (P(("data", "model")), True, [(True, "two axes"), (False, "two axes")]),
-}
-DEVICES = {
-    "one axis": ((8,), ("data",), AxisType.Auto),
-    "two axes": ((4, 2), ("data", "model"), AxisType.Explicit),
-}
-
-
-@pytest.mark.parametrize(
-    ("way", "check_vma", "devices"), [(way, *case) for way, (_, _, cases) in WAYS.items() for case in cases]
-)
-def test_under_shard_map_one_bad_example_skips_the_training_step(way, check_vma, devices):
-    shape, names, axis_type = DEVICES[devices]
-    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
-    lies, looks_at_loss, _ = WAYS[way]
-    state = transformation(names).init(PARAMS)
-    state_specs = jax.tree.map(lambda leaf: lies if leaf.ndim else P(), state)
-    step = jax.shard_map(
-        functools.partial(way, names),
-        mesh=mesh,
-        in_specs=(lies, state_specs, P(names)),
-        out_specs=(lies, state_specs, P()),
-        check_vma=check_vma,
-    )
-    step = jax.jit(step)
-
-    put = functools.partial(jax.tree.map, lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)))
-    specs = dict.fromkeys(PARAMS, lies)
-    batch_specs = dict.fromkeys(BATCH, P(names))
-    params, state, loss = step(put(PARAMS, specs), put(state, state_specs), put(BATCH, batch_specs))
-    assert_is_the_first_step_on_one_device(state.inner_state, loss)
-    for batch, scale in SPOILED_BATCHES.values():
-        after, after_state, _ = step(params, state, put(batch, batch_specs))
-        assert on_each_device(after_state.loss_scale()) == [scale if looks_at_loss else 2.0**9] * 8
-        assert on_each_device(after_state.grads_finite) == [False] * 8
-        assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -118,17 +117,6 @@ def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, s
     assert "custom_call" not in text
 
 
-SMALL = (100, 10)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_small_leaves_are_put_together_once_and_looked_at_once(dtype):
-    leaves = [jax.ShapeDtypeStruct(SMALL, dtype)] * 7
-    text = lowered(finite_and_largest, ["cpu"], leaves, np.float32(0.5))
-    assert text.count("stablehlo.concatenate") == 1
-    assert [found for found in branchings(text) if found.on == "flag"] == []
-
-
 def through_storage(function, *args):
     """``function``, exported for all platforms, stored and loaded; its arguments cross as lists of leaves.
 
@@ -173,40 +161,3 @@ def test_a_stored_step_is_the_step(method, skip):
         assert_same_bits(found, expected)
         state = expected[1]
     assert state.skipped_steps == 2
-
-
-def train_step(tx, batch, state, params):
-    def loss_fn(params, batch):
-        compute = jls.cast_floating(params, jnp.float16)
-        return jnp.mean(jnp.square((batch @ compute["kernel"]).astype(jnp.float32)))
-
-    loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params, batch)
-    return *tx.update_and_apply(grads, state, params, value=loss), loss
-
-
-def test_a_training_step_is_exported_once_for_all_sizes():
-    """Those of the batch and of the parameters are known only when the program is called."""
-    tx = transformation()
-    step = jax.jit(lambda *args: train_step(tx, *args))
-    sizes = jax.export.SymbolicScope()
-    kernel_dims = jax.export.symbolic_shape("d, 11", scope=sizes)
-    batch_dims = (*jax.export.symbolic_shape("b", scope=sizes), kernel_dims[0])
-
-    def arguments(batch_dims, kernel_dims):
-        params = {"kernel": jax.ShapeDtypeStruct(kernel_dims, jnp.float32)}
-        concrete_state = tx.init({"kernel": np.zeros(SHAPE, np.float32)})
-        state = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(kernel_dims if leaf.ndim else (), leaf.dtype), concrete_state
-        )
-        return jax.ShapeDtypeStruct(batch_dims, jnp.float16), state, params
-
-    exported = jax.export.export(step, platforms=PLATFORMS)(*arguments(batch_dims, kernel_dims))
-    for examples, features in (3, 7), (5, 9):
-        params = {"kernel": np.linspace(-1, 1, features * 11, dtype=np.float32).reshape(features, 11)}
-        state = tx.init(params)
-        for value in 0.5, np.inf:
-            batch = np.full((examples, features), 0.25, np.float16)
-            batch[-1, -1] = value
-            found = exported.call(batch, state, params)
-            assert_same_bits(found, step(batch, state, params))
-            assert found[1].applied_steps == np.isfinite(value)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
@@ -61,48 +60,7 @@ def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, a
         chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
 
 
-def test_scan_carries_the_state_and_donates_it():
-    tx = jls.loss_scaled(optax.adam(0.1), "auto")
-
-    def step(carry, spoil):
-        params, state = carry
-        return tx.update_and_apply(scaled(state, spoil), state, params), state.loss_scale()
-
-    carry = jax.tree.map(jnp.copy, (PARAMS, tx.init(PARAMS)))
-    run = jax.jit(lambda carry, spoils: jax.lax.scan(step, carry, spoils), donate_argnums=0)
-    _, scales = run(carry, jnp.asarray([0.0, 0.0, 0.0, INF, 0.0]))
-    assert scales.tolist() == [2.0**8, 2.0**9, 2.0**10, 2.0**11, 2.0**3]  # up by a bit, and down by eight
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(carry))
-
-
-def test_under_vmap_each_member_measures_its_own():
-    state = TX.init(PARAMS)
-    grads = [jax.tree.map(lambda leaf, factor=factor: leaf * factor, scaled(state)) for factor in (1.0, 2.0**-10)]
-    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads, scaled(state, NAN))
-    members, states = (jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), tree) for tree in (PARAMS, state))
-    _, states = jax.jit(jax.vmap(TX.update_and_apply))(grads, states, members)
-    assert states.skipped_steps.tolist() == [0, 0, 1]
-    assert jls.metrics(states)["largest"][:2].tolist() == [LARGEST, LARGEST * 2.0**-10]
-
-
 # --- Many devices ---
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_on_a_mesh_the_largest_is_that_of_all_devices(axis_type):
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(axis_type,))
-    with set_mesh(mesh):
-        params = jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("shard")))
-        before, step = jax.jit(TX.init)(params), jax.jit(TX.update_and_apply)
-        for spoil, finite, largest in (7.0, True, 7.0), (np.inf, False, 0.0):
-            grads = np.full((16, 4), float(before.loss_scale()), np.float32)
-            grads[11, 2] *= -spoil  # one element on one device
-            after, state = step(jax.device_put(grads, params.sharding), before, params)
-            expected = before.loss_scale.adjust(finite, largest=largest)
-            chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
-            assert state.largest == largest
-            assert (np.asarray(after) != np.asarray(params)).all() == finite
-            assert after.sharding.is_equivalent_to(params.sharding, 2)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])

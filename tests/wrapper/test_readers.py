@@ -80,11 +80,6 @@ def test_raise_if_stuck(state, message):
             jls.raise_if_stuck((state(),), patience=10)
 
 
-def test_patience_is_at_least_one():
-    with pytest.raises(ValueError, match="patience"):
-        jls.raise_if_stuck(skipping("dynamic", 0), patience=0)
-
-
 def test_a_run_that_is_traced_is_not_read():
     state = skipping("dynamic", 0)
     with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):

@@ -3,18 +3,15 @@
 import itertools
 import re
 from collections import Counter
-from subprocess import PIPE
 
 import jax
 import jax.export
 import numpy as np
 import optax
 import pytest
-from any_jax import MORE_COLLECTIVES, NO_EXPORT, needs_jax, set_mesh, skip_before
+from any_jax import MORE_COLLECTIVES, needs_jax, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import cached
-from programs.starting import started
 
 import jax_lossscale as jls
 
@@ -80,49 +77,3 @@ def test_the_verdict_costs_as_many_scalar_all_reduces_whatever_the_number_of_lea
             reduced = re.findall(r" = (.*) all-reduce(?:-start)?\(", text)
             assert all(set(re.findall(r"\w+\[.*?\]", result)) <= {"pred[]", "s32[]", "f32[]"} for result in reduced)
             assert "custom_call" not in lowered.as_text()  # as a callback would be
-
-
-@pytest.mark.parametrize("axis_type", MESH)
-def test_a_sharded_step_is_exported_stored_and_called_again(axis_type):
-    if axis_type == "explicit":
-        skip_before("0.7.1", NO_EXPORT)
-    mesh = mesh_of((4, 2), MESH[axis_type])
-    tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0))
-    params = {
-        "kernel": jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("data", "model"))),
-        "bias": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P())),
-    }
-    spoiled = np.ones((16, 4), np.float32)
-    spoiled[11, 2] = np.nan
-    bad = {**params, "kernel": jax.device_put(spoiled, params["kernel"].sharding)}
-
-    def of_leaves(grads, state_leaves, params):
-        params, state = tx.update_and_apply(grads, jax.tree.unflatten(structure, state_leaves), params)
-        return params, jax.tree.leaves(state)
-
-    with set_mesh(mesh):
-        state, structure = jax.tree.flatten(tx.init(params))
-        state = [leaf if leaf.ndim else jax.device_put(leaf, NamedSharding(mesh, P())) for leaf in state]
-        step = jax.jit(of_leaves)
-        exported = jax.export.export(step, platforms=["cpu", "cuda", "tpu"])(params, state, params)
-        again = jax.export.deserialize(exported.serialize())
-        assert again.nr_devices == 8
-        for grads in params, bad:
-            found, expected = again.call(grads, state, params), step(grads, state, params)
-            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-                assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-            assert jax.tree.unflatten(structure, found[1]).skipped_steps == (grads is bad)
-
-
-def lines_of_cached(folder):
-    errors = folder / "stderr"
-    with started("cached.py", folder / "cache", devices=8, errors=errors, stdout=PIPE) as process:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.read_text()
-    return output.splitlines()
-
-
-@pytest.mark.slow
-def test_the_next_process_finds_the_compiled_steps_in_the_cache(tmp_path):
-    assert lines_of_cached(tmp_path) == [f"{name}, 0, 1" for name in cached.MESHES]
-    assert lines_of_cached(tmp_path) == [f"{name}, 1, 0" for name in cached.MESHES]
