@@ -22,7 +22,7 @@ ONLY_IN_CI = (
     *("benchmarks", "demo", "frameworks", "interop", "plotting"),
     *("test_docs.py", "test_examples.py", "test_peer_faults.py", "test_peers.py", "test_site.py"),
     *("gradients/test_parts.py", "hardening/test_any_tree.py", "hardening/test_configurations.py"),
-    "hardening/test_properties.py",
+    *("hardening/test_faults.py", "hardening/test_properties.py"),
     *("wrapper/test_optimizers.py", "wrapper/test_processes.py", "wrapper/test_resume.py"),
     *("wrapper/test_as_value.py", "wrapper/test_sharded_programs.py", "diagnostics/test_agreement.py"),
     *("autocast/test_acceptance.py", "autocast/test_any_program.py", "autocast/test_mesh.py"),
