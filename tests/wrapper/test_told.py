@@ -75,7 +75,7 @@ def test_known_finiteness_is_not_looked_for():
         jaxpr = jax.make_jaxpr(lambda grads: tx.update_and_apply(grads, state, PARAMS, **told))(GRADS)
         return str(jaxpr).count("largest_magnitude")
 
-    assert questions() == 1
+    assert questions() > 0
     assert questions(grads_finite=jnp.array(True)) == 0
     assert questions(grads_finite=jnp.array(True), skip_if=jnp.array(False)) == 0
 
