@@ -97,9 +97,7 @@ class Rule:
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
             return "a factorization is made of its result"
-        known = list(filter(None, map(constants.of, step.inputs)))
-        if len(known) == len(step.inputs):
-            return "its operands are constants"
+        known = filter(None, map(constants.of, step.inputs))
         if any(not self._holds(constant()) for constant in known):
             return f"{self._dtype.name} cannot hold its constant operand"
         return ""

@@ -37,9 +37,8 @@ def autocast(
     - products marked by the author or by JAX: ``precision="highest"``, unless `jax.default_matmul_precision` marks all
       of them, or an algorithm;
     - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
-    - products of constants alone, and products with an operand that ``dtype`` cannot hold, if the operand is a constant
-      or made of constants alone by plain operations (no loop, solver, ``.at[...].add``, or function with a rule of its
-      own);
+    - products with an operand that ``dtype`` cannot hold, if the operand is a constant or made of constants alone by
+      plain operations (no product, loop, solver, ``.at[...].add``, or function with a rule of its own);
     - products in `keep_float32`, and those that a rule of ``policy`` speaks of.
 
     Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they

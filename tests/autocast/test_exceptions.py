@@ -71,7 +71,6 @@ MARKED = "marked with the precision"
 FACTORED = "a factorization is made of its result"
 CONSTANT = "float16 cannot hold its constant operand"
 CAST = "not float32 in the source"
-CONSTANTS = "its operands are constants"
 # What is computed from a matrix of 8 x 8 and one of 4 x 8, and why its products are not narrow; "" if they are.
 SITUATIONS = {
     "plain": (lambda w, x: x @ w, ""),
@@ -171,14 +170,6 @@ IN_PARTS = {
     "a product that decides whether to factor": (
         lambda w, x: jax.lax.cond((x @ w)[0, 0] > 0, factored, jnp.tanh, gram(w)),
         {("float32", FACTORED), ("float16", "")},
-    ),
-    "constants alone, too large": (
-        lambda w, x: x @ ((1e4 + IDENTITY) @ jnp.asarray(1e4 + IDENTITY)),
-        {("float32", f"{CONSTANTS}; {CONSTANT}")},
-    ),
-    "constants alone": (
-        lambda w, x: x @ (IDENTITY @ jnp.asarray(IDENTITY)),
-        {("float32", CONSTANTS), ("float16", "")},
     ),
     "one of two arguments of remat": (one_of_two_arguments_of_remat, {("float32", FACTORED), ("float16", "")}),
     "solve": (
