@@ -88,12 +88,12 @@ def _is_relu(eqn: Any) -> bool:
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
+    # A rule of the user's may raise, and so does the trace of an operand that varies over the axes of a mesh: these are
+    # known inside `jax.shard_map` only.
     try:
         with eqn.ctx.manager:
             return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
-    except (
-        Exception
-    ):  # Its operand varies over axes of a mesh, known in `shard_map` only; or a rule of a user's raises.
+    except Exception:
         return False
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import enable_x64
+from jax.experimental.jet import jet
 from reading import PRODUCTS, distance, equations, product_dtypes
 from small_programs import W, X
 
@@ -304,3 +305,36 @@ def walked(jaxpr, at=None):
             inner = getattr(parameter, "jaxpr", parameter)
             found += walked(inner, place) if hasattr(inner, "eqns") else []
     return found
+
+
+def test_taylor_mode_needs_a_policy_that_recomputes_nothing():
+    def function(w):
+        hidden = X @ w
+        return (jnp.sin(hidden) * hidden) @ w
+
+    series = (W,), ((W, jnp.zeros_like(W)),)
+    narrow = jls.autocast(function, policy=jls.PrecisionPolicy(recompute=False))
+    assert close(jet(narrow, *series), jet(function, *series))
+    with pytest.raises(KeyError):
+        jet(jls.autocast(function), *series)
+
+
+def test_a_backward_pass_in_the_rule_of_a_custom_jvp_is_computed_as_it_is_written():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, y: (y @ kept[1].T, kept[0].T @ y))
+
+    @jax.custom_jvp
+    def outer(x, w):
+        return product(x, w)
+
+    outer.defjvp(lambda primals, tangents: jax.jvp(product, primals, tangents))
+
+    def loss(w):
+        return jnp.sum(outer(X, w))
+
+    assert product_dtypes(jls.autocast(loss), W) == ["float16"]
+    assert set(product_dtypes(jax.grad(jls.autocast(loss)), W)) == {"float16", "float32"}
+    assert close(jax.grad(jls.autocast(loss))(W), jax.grad(loss)(W))

@@ -38,7 +38,7 @@ class Question(NamedTuple):
       inputs: the names of the inputs of the program.
       parameters: the names of the inputs that are differentiated, in the order of the gradients.
       products: how many products it has, and how many are narrow.
-      faults: what is wrong with the arguments.
+      faults: what is wrong with the arguments; too large are those that are cast.
       lost: the constants of which zero or infinity was left, in float32, too.
     """
 
