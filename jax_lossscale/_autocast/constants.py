@@ -1,13 +1,15 @@
-"""Some values are constants, or are made of constants alone: they lie between numbers that are known if asked.
+"""Some values of a program are constants, or are made of constants alone. Each lies in an interval.
 
-Bounds need no arrays. Only where none are known, and there are few numbers, are these computed, on the host.
+Nothing is computed but the ends of intervals, of those constants that are asked for. An operation that is not known
+here gives what its dtype holds, which for floats is any number.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,31 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_lossscale._program.inline import Name, Program, Step
-from jax_lossscale._program.jaxpr import bind, jaxprs_of, size_of
-from jax_lossscale._program.primitives import CHOICES, LINEAR_ALGEBRA, MOVES, OPAQUE, REPEATING_MOVES
-
-_MOST = 2**16  # numbers that are computed while a program is traced
-_BETWEEN_0_AND_1 = ("and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or")
-_CONVERSIONS = ("convert_element_type", "reduce_precision")
+from jax_lossscale._program.inline import Name, Program, Step, names
+from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
+from jax_lossscale._program.primitives import CONVERSIONS, IN_HALF, OPAQUE, PRODUCTS, moved_operands
 
 
-class Constant(NamedTuple):
-    """What is known of a constant.
-
-    Attributes:
-      low: a bound of its finite numbers.
-      high: likewise.
-      value: the numbers, if they are few.
-    """
+class Interval(NamedTuple):
+    """What is known of a constant: its numbers lie between these two, which may be infinite, or are NaN."""
 
     low: float
     high: float
-    value: Any = None
 
 
-# Finds it; ``None`` if nothing is known.
-Known: TypeAlias = Callable[[], Constant | None]
+UNKNOWN = Interval(-math.inf, math.inf)
+# Finds the interval of a constant.
+Known: TypeAlias = Callable[[], Interval]
+
+_SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
+# They are monotone in each operand, on either side of 0. So they are largest and smallest where each operand is the
+# low or the high end of its interval, or 0, or as near to 0 as it comes.
+_MONOTONE: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
+    **dict.fromkeys((*CONVERSIONS, "reduce_max", "reduce_min"), np.positive),
+    **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
+    **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
+    **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
+}
+_BETWEEN_MINUS_1_AND_1 = ("cos", "sin")
 
 
 class Constants:
@@ -47,89 +51,115 @@ class Constants:
 
     Args:
       program: the steps.
-      known: of each argument, the constant that it is, or one of the same numbers; else None.
+      known: of each argument, what finds the interval of the constant that it is, or is a part of; else None.
     """
 
     def __init__(self, program: Program, known: Sequence[Known | None]) -> None:
-        self._known = {name: _given(value) for name, value in program.constants.items()}
-        self._known |= dict(zip(program.inputs, known, strict=False))
+        self._given = {name: _known(value) for name, value in program.constants.items()}
+        self._given |= dict(zip(program.inputs, known, strict=False))
+        self._maker: dict[Name, tuple[Step, int]] = {}
+        self._found: dict[Name, Interval] = {}
 
     def of(self, atom: Name | Literal) -> Known | None:
-        """Return what finds the constant that a value is; None if the value is none."""
-        return _given(atom.val) if isinstance(atom, Literal) else self._known.get(atom)
+        """Return what finds the interval of a constant; None of a value that is no constant."""
+        if isinstance(atom, Literal):
+            return _known(atom.val)
+        return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
 
     def add(self, step: Step) -> None:
-        """Note what a step makes of constants alone, unless it holds a program of its own, or leaves this one."""
-        operands = [operand for operand in map(self.of, step.inputs) if operand is not None]
-        is_a_call = any(map(jaxprs_of, step.eqn.params.values())) or step.eqn.primitive.name in LINEAR_ALGEBRA | OPAQUE
-        if len(operands) == len(step.inputs) and not step.eqn.effects and not is_a_call:
-            outputs = functools.cache(functools.partial(_results, step.eqn, operands))
-            for position, name in enumerate(step.outputs):
-                self._known[name] = functools.partial(_result, outputs, position)
+        """Note what a step makes of constants alone, unless it holds a product, or leaves the program."""
+        if None not in map(self.of, step.inputs) and not has_effects(step.eqn) and not _is_left_out(step.eqn):
+            self._maker.update((name, (step, position)) for position, name in enumerate(step.outputs))
+
+    def _interval(self, made: Name) -> Interval:
+        left = [] if made in self._found else [made]
+        while left:  # Not by recursion: programs are long.
+            step, position = self._maker[left[-1]]
+            first = [name for name in names(step.inputs) if name in self._maker and name not in self._found]
+            if first:
+                left += first
+            else:
+                operands = [known() for known in map(self.of, step.inputs) if known is not None]
+                self._found[left.pop()] = _of_result(step.eqn, position, operands)
+        return self._found[made]
 
 
-def _result(outputs: Callable[[], Sequence[Constant | None]], position: int) -> Constant | None:
-    return outputs()[position]
-
-
-def _given(value: Any) -> Known | None:
-    return None if isinstance(value, jax.core.Tracer) else functools.cache(lambda: _constant(value))
-
-
-def _constant(value: Any) -> Constant:
-    low, high = -math.inf, math.inf
-    if not jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.extended):  # keys
-        value = np.asarray(value)
-        if not np.iscomplexobj(value):
-            finite = value if np.isfinite(value).all() else value[np.isfinite(value)]
-            low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    return Constant(low, high, value if np.size(value) <= _MOST else None)
-
-
-def _results(eqn: Any, operands: Sequence[Known]) -> Sequence[Constant | None]:
-    constants = [constant for constant in (operand() for operand in operands) if constant is not None]
-    nothing = [None] * len(eqn.outvars)
-    if len(constants) < len(operands):
-        return nothing
-    # What the body of a loop gets, or one device, is a part of the numbers that are known.
-    are_whole = all(
-        constant.value is not None and np.shape(constant.value) == atom.aval.shape
-        for constant, atom in zip(constants, eqn.invars, strict=True)
+def _is_left_out(eqn: Any) -> bool:
+    """Whether an equation is a product, holds one, or computes what lies outside of the program."""
+    return eqn.primitive.name in OPAQUE | PRODUCTS | {IN_HALF} or any(
+        _is_left_out(inner) for jaxpr in jaxprs_of((*eqn.params.values(),)) for inner in jaxpr.eqns
     )
-    is_small = all(size_of(variable.aval) <= _MOST for variable in eqn.outvars)
-    host = _host()
-    if are_whole and is_small and host is not None and not eqn.ctx.cur_abstract_mesh.manual_axes:
-        with jax.ensure_compile_time_eval(), jax.default_device(host):
-            return [_constant(value) for value in bind(eqn, [constant.value for constant in constants], eqn.params)]
-    bounds = _bounds_of_result(eqn, constants)
-    return nothing if bounds is None or not all(map(math.isfinite, bounds)) else [Constant(*bounds)] * len(nothing)
 
 
-def _host() -> Any:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # Other platforms only were asked for.
-        return None
+def _known(value: Any) -> Known | None:
+    return None if isinstance(value, jax.core.Tracer) else functools.cache(lambda: _of_array(value))
 
 
-def _bounds_of_result(eqn: Any, operands: Sequence[Constant]) -> tuple[float, float] | None:
-    name = eqn.primitive.name
-    if name == "iota":
-        length = eqn.params["shape"][eqn.params["dimension"]]
-        return (0.0, float(max(length - 1, 0))) if isinstance(length, int) else None
-    if name in _BETWEEN_0_AND_1 and eqn.outvars[0].aval.dtype == bool:
-        return 0.0, 1.0
-    if name in MOVES | REPEATING_MOVES | CHOICES or name in _CONVERSIONS:
-        first = 1 if name == "select_n" else 0
-        chosen_from = operands[:1] if name in ("dynamic_slice", "gather") else operands[first:]
-        return min(constant.low for constant in chosen_from), max(constant.high for constant in chosen_from)
-    (low, high), (other_low, other_high) = operands[0][:2], operands[-1][:2]
-    corners = [a * b for a in (low, high) for b in (other_low, other_high)]
-    bounds = {
-        "abs": (0.0, max(abs(low), abs(high))),
-        "add": (low + other_low, high + other_high),
-        "mul": (min(corners), max(corners)),
-        "neg": (-high, -low),
-        "sub": (low - other_high, high - other_low),
-    }
-    return bounds.get(name)
+def _of_array(value: Any) -> Interval:
+    dtype = jax.dtypes.result_type(value) if np.isscalar(value) else value.dtype
+    is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    if not is_number or not getattr(value, "is_fully_addressable", True):
+        return UNKNOWN
+    numbers = np.asarray(value)
+    with np.errstate(invalid="ignore"):
+        if numbers.size and math.isnan(numbers.min()):
+            numbers = numbers[~np.isnan(numbers)]
+    return _between([numbers.min(), numbers.max()] if numbers.size else [0], dtype)
+
+
+def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
+    """Return the interval between the least and the largest of some numbers, as far as a dtype holds the interval."""
+    is_unknown = any(map(math.isnan, numbers))  # made of infinite ends
+    low, high = UNKNOWN if is_unknown else (float(min(numbers)), float(max(numbers)))
+    if jnp.issubdtype(dtype, jnp.floating):
+        largest = float(jnp.finfo(dtype).max)
+        return Interval(-math.inf if low < -largest else low, math.inf if high > largest else high)
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        if info.min <= low and high <= info.max:
+            return Interval(math.trunc(low), math.trunc(high))
+        return Interval(float(info.min), float(info.max))  # What is too large goes on at the other end.
+    return Interval(0, 1) if jnp.issubdtype(dtype, jnp.bool_) else UNKNOWN
+
+
+def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interval:
+    name, params = eqn.primitive.name, eqn.params
+    moved = moved_operands(eqn)
+    numbers: list[Any] = [*UNKNOWN]
+    if moved is not None:
+        numbers = [end for operand in moved[position] for end in operands[operand]]
+        numbers += [] if params.get("fill_value") is None else _of_array(params["fill_value"])
+    elif name == "iota":
+        numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
+    elif name in _BETWEEN_MINUS_1_AND_1:
+        numbers = [-1, 1]
+    elif name == "reduce_sum":
+        terms = _product(eqn.invars[0].aval.shape[axis] for axis in params["axes"])
+        numbers = [terms * end for end in operands[0]]
+    elif name == "cumsum":
+        terms = _product([eqn.invars[0].aval.shape[params["axis"]]])
+        numbers = [number for end in operands[0] for number in (end, terms * end)]
+    elif _is_monotone(eqn, operands):
+        function = _MONOTONE.get(name) or (lambda x: np.power(x, params["y"]))
+        ends = [(low, high, min(max(low, 0.0), high)) for low, high in operands]
+        with np.errstate(all="ignore"):
+            numbers = [function(*map(np.float64, corner)) for corner in itertools.product(*ends)]
+    return _between(numbers, eqn.outvars[position].aval.dtype)
+
+
+def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:
+    """Whether an operation is one of `_MONOTONE`, on these intervals."""
+    match eqn.primitive.name:
+        case "div":
+            return operands[1].low * operands[1].high > 0
+        case "integer_pow":
+            return eqn.params["y"] >= 0 or operands[0].low * operands[0].high > 0
+        case "pow":
+            return operands[0].low >= 0
+        case name:
+            return name in _MONOTONE
+
+
+def _product(lengths: Iterable[Any]) -> float:
+    """Return the product of lengths; NaN if one is not known before the program is compiled."""
+    return math.prod(length if isinstance(length, int) else math.nan for length in lengths)

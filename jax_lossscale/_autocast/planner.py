@@ -76,8 +76,7 @@ class Planner:
             decision = self.rule.decide(step, at.within, feeding, constants)
             if decision.reason:
                 self.exceptions.append(((*at.within, *step.within, step.eqn), decision.reason))
-            if decision.kind in (*FOLLOWING, Kind.OTHER):
-                constants.add(step)
+            constants.add(step)
             decisions.append(decision)
         into_products = going_into_products(program, decisions)
         comes_narrow = tuple(arrives) or (False,) * len(program.inputs)

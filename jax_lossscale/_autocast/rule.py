@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.constants import Constant, Constants
+from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Step, inlined
@@ -25,6 +24,7 @@ from jax_lossscale._program.primitives import (
     COMPUTED_ONCE,
     IN_HALF,
     MOVES_BETWEEN_DEVICES,
+    PLACEMENTS,
     is_product,
 )
 
@@ -65,7 +65,9 @@ class Rule:
         is_costly = name in COMPUTED_ONCE
         if has_effects(eqn) or (follows is None and (is_costly or any(map(jaxprs_of, eqn.params.values())))):
             return Decision(Kind.OTHER, is_alone=True)
-        rule = self._rule(eqn, around)
+        # Of moves, rules decide about those between devices: the transpose of a gather is a sum.
+        is_decided = follows is not Kind.MOVE or name in MOVES_BETWEEN_DEVICES | PLACEMENTS
+        rule = self._rule(eqn, around) if is_decided else None
         wide_by_rule = rule is not None and rule.precision == "wide"
         if follows is not None and not wide_by_rule:
             return Decision(follows, is_alone=is_costly or name in MOVES_BETWEEN_DEVICES)
@@ -97,8 +99,10 @@ class Rule:
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
             return "a factorization is made of its result"
-        known = filter(None, map(constants.of, step.inputs))
-        if any(not self._holds(constant()) for constant in known):
+        intervals = [known() for known in map(constants.of, step.inputs) if known is not None]
+        if UNKNOWN in intervals:
+            return "nothing is known of its constant operand"
+        if not all(map(self._holds, intervals)):
             return f"{self._dtype.name} cannot hold its constant operand"
         return ""
 
@@ -108,12 +112,10 @@ class Rule:
         is_usual = str(self._usual_precision).lower() in ("highest", "float32")
         return not is_usual and jax.lax.Precision.HIGHEST in precision
 
-    def _holds(self, constant: Constant | None) -> bool:
-        """Whether half precision has the largest number of a constant as a normal one; true if nothing is known."""
-        if constant is None:
-            return True
+    def _holds(self, constant: Interval) -> bool:
+        """Whether half precision has the largest number of a constant as a normal one."""
         largest, info = max(abs(constant.low), abs(constant.high)), jnp.finfo(self._dtype)
-        return largest in (0, math.inf) or float(info.smallest_normal) <= largest <= float(info.max)
+        return largest == 0 or float(info.smallest_normal) <= largest <= float(info.max)
 
     def _follows(self, eqn: Any) -> Kind | None:
         """Tell whether an operation moves numbers or chooses among them; ``None`` if it computes others."""
@@ -131,8 +133,8 @@ class Rule:
     def fits(self, atom: Name | Literal, constants: Constants) -> bool:
         """Whether a value is one number, known, that is the same in half precision."""
         known = constants.of(atom)
-        number = known() if known is not None else None
-        return number is not None and number.low == number.high and self._holds_exactly(number.value)
+        low, high = known() if known is not None else UNKNOWN
+        return low == high and self._holds_exactly(low)
 
     def _holds_exactly(self, number: Any) -> bool:
         return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)

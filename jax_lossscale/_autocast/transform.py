@@ -37,8 +37,9 @@ def autocast(
     - products marked by the author or by JAX: ``precision="highest"``, unless `jax.default_matmul_precision` marks all
       of them, or an algorithm;
     - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
-    - products with an operand that ``dtype`` cannot hold, if the operand is a constant or made of constants alone by
-      plain operations (no product, loop, solver, ``.at[...].add``, or function with a rule of its own);
+    - products with a constant operand, or one made of constants alone by anything but a product, unless its numbers lie
+      between bounds that ``dtype`` holds. Nothing is known of what loops, factorizations, sums at places or random
+      numbers make of constants;
     - products in `keep_float32`, and those that a rule of ``policy`` speaks of.
 
     Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,13 +11,10 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import CONVERSIONS, moved_operands
 
 # An equation, with those that it lies in before it, by their ids.
 Path: TypeAlias = tuple[int, ...]
-_MOVES = (
-    *("broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "reshape", "slice"),
-    *("squeeze", "transpose"),
-)
 
 
 def path_of(within: Sequence[Any], eqn: Any) -> Path:
@@ -67,9 +64,13 @@ class _Taken(Flow[_Leaf | None]):
         return None
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
-        if eqn.primitive.name in _MOVES:
-            return [operands[0]] * len(eqn.outvars)
-        known = [leaf for leaf in operands if leaf is not None]
-        if known:
-            self.found[path_of(self.within, eqn)] = min(known).path
+        moved = [[0]] if eqn.primitive.name in CONVERSIONS else moved_operands(eqn)
+        if moved is not None:
+            return [self._first(operands[n] for n in of_result) for of_result in moved]
+        leaf = self._first(operands)
+        if leaf is not None:
+            self.found[path_of(self.within, eqn)] = leaf.path
         return [None] * len(eqn.outvars)
+
+    def _first(self, leaves: Iterable[_Leaf | None]) -> _Leaf | None:
+        return min((leaf for leaf in leaves if leaf is not None), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 # Those of `autocast`.
@@ -41,6 +42,13 @@ MOVES_EACH_BY_ITSELF = _names("optimization_barrier sort")
 # They choose among numbers by their size, which commutes with rounding.
 CHOICES = _names("clamp cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min")
 ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
+# Of some moves, only the first operands are moved.
+_NUMBER_MOVED = {
+    **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
+    **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
+}
+# They give the numbers of their operand in another dtype.
+CONVERSIONS = _names("convert_element_type reduce_precision")
 
 # Whose operands must not have been rounded: a matrix that is nearly singular becomes another one.
 LINEAR_ALGEBRA = _names(
@@ -85,6 +93,21 @@ ARITHMETIC = _names(
     "shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like zeta"
 ) | {ROUNDED_COTANGENT}
 KNOWN = PRODUCTS | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
+
+
+def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
+    """Return, for each result of a move, the positions of the operands whose numbers it holds; None for all else.
+
+    The other operands (a mask, indices, sizes) say where numbers go.
+    """
+    name = eqn.primitive.name
+    if name not in ALL_MOVES:
+        return None
+    operands = range(len(eqn.invars))
+    operands = operands[1:] if name == "select_n" else operands[: _NUMBER_MOVED.get(name)]
+    if len(operands) == len(eqn.outvars):
+        return [[operand] for operand in operands]
+    return [operands] * len(eqn.outvars)
 
 
 def is_product(eqn: Any) -> bool:

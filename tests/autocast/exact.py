@@ -92,11 +92,15 @@ def _plain(function):
     return lambda *operands, **_: function(*operands)
 
 
-# The operations that programs are full of. The rest are JAX's own.
+def _the_same(x, **_):
+    return x
+
+
+# The operations that programs are full of, and those between devices, of which there is one. The rest are JAX's own.
 _ON_HOST = {
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda *parts, dimension: np.concatenate(parts, dimension),
-    "convert_element_type": lambda x, **_: x,
+    **dict.fromkeys(("convert_element_type", "pcast", "psum", "psum_invariant", "pvary", "reshard"), _the_same),
     "dot_general": _product,
     "reduce_max": lambda x, axes, **_: np.max(x, axes),
     "reduce_sum": lambda x, axes, **_: np.sum(x, axes),

@@ -10,6 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
@@ -172,6 +174,19 @@ def in_layer(body, w, x):
         return body(w, x)
 
 
+def in_shard_map(axis_type, check_vma, body, w, x):
+    """On a mesh of one device, over which the state varies and the weights do not."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(axis_type,))
+    if "data" in jax.sharding.get_abstract_mesh().manual_axes:  # a `jax.shard_map` in another one
+        return body(w, x)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    function = jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs)
+    if axis_type == AxisType.Auto:
+        return function(w, x)
+    w, x = (reshard(array, NamedSharding(mesh, spec)) for array, spec in zip((w, x), specs["in_specs"], strict=True))
+    return reshard(function(w, x), NamedSharding(mesh, P()))
+
+
 STRUCTURES = {
     function.__name__: function
     for function in (
@@ -179,6 +194,10 @@ STRUCTURES = {
         *(in_cond_the_other_branch, in_cond_beside_a_far_branch, in_switch, in_vmap, in_custom_jvp, in_custom_vjp),
         *(twice, beside, in_gradient, in_layer),
     )
+} | {
+    f"in_shard_map_{axes}{'' if check_vma else '_unchecked'}": functools.partial(in_shard_map, axis_type, check_vma)
+    for axes, axis_type in {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}.items()
+    for check_vma in (True, False)
 }
 
 

@@ -40,6 +40,10 @@ AS_WRITTEN = ("in_custom_vjp", "in_custom_jvp")
 WITHOUT_TANGENTS = ("in_custom_vjp",)
 
 
+def type_of(aval):
+    return aval.shape, aval.dtype, aval.weak_type, aval.sharding.spec
+
+
 def check(program, mode, seed, dtype, policy):
     """Compare the program with itself under `autocast`; an `InexactError` if there is nothing to be compared."""
     hows = [how for how in LEAVES_FLOAT32 if how in (policy, mode) or repr(how) in repr(program)]
@@ -51,11 +55,16 @@ def check(program, mode, seed, dtype, policy):
     def traced(cast):
         return jax.make_jaxpr(MODES[mode](cast, loss_of(program)), return_shape=True)(*inputs)
 
-    plain, shapes = traced(lambda loss: loss)
+    try:
+        plain, shapes = traced(lambda loss: loss)
+    except ValueError as error:  # JAX's own: under `jax.vmap`, branches that vary over a mesh become a choice
+        if "pvary is a invariant->variant collective" in str(error):
+            raise InexactError from error
+        raise
     expected = evaluated(plain, inputs, exact_in(dtype))
     narrow, narrow_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
     assert jax.tree.structure(narrow_shapes) == jax.tree.structure(shapes)
-    assert narrow.out_avals == plain.out_avals  # shapes, dtypes, weak types
+    assert list(map(type_of, narrow.out_avals)) == list(map(type_of, plain.out_avals))
     for value, other in zip(evaluated(narrow, inputs), expected, strict=True):
         np.testing.assert_array_equal(value, other)
     dtypes = set(product_dtypes_in(narrow))

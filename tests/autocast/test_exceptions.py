@@ -70,6 +70,7 @@ def in_context(w, x):
 MARKED = "marked with the precision"
 FACTORED = "a factorization is made of its result"
 CONSTANT = "float16 cannot hold its constant operand"
+UNKNOWN = "nothing is known of its constant operand"
 CAST = "not float32 in the source"
 # What is computed from a matrix of 8 x 8 and one of 4 x 8, and why its products are not narrow; "" if they are.
 SITUATIONS = {
@@ -128,7 +129,7 @@ SITUATIONS = {
         lambda w, x: jax.scipy.linalg.solve_triangular(jnp.tril(gram(w)), x[0]),
         FACTORED,
     ),
-    "a product of a factor is not factored": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY), ""),
+    "a product of a factor is not factored": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY + 0 * w), ""),
     "constant too large": (lambda w, x: x @ LARGE, CONSTANT),
     "constant too small": (lambda w, x: x @ SMALL, CONSTANT),
     "constant made inside": (lambda w, x: x @ jnp.full((8, 8), 1e9), CONSTANT),
@@ -150,7 +151,14 @@ SITUATIONS = {
         CONSTANT,
     ),
     "constant made by a sum": (lambda w, x: x @ jnp.cumsum(jnp.full((8, 8), 1e5), axis=0), CONSTANT),
-    "constant drawn at random": (lambda w, x: x @ (1e9 * jax.random.normal(jax.random.key(0), (8, 8))), CONSTANT),
+    "constant drawn at random": (lambda w, x: x @ (1e9 * jax.random.normal(jax.random.key(0), (8, 8))), UNKNOWN),
+    "constant made by a factorization": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY), UNKNOWN),
+    "constant made by a loop": (
+        lambda w, x: x @ jax.lax.fori_loop(0, 9, lambda _, y: 10 * y, jnp.ones((8, 8))),
+        UNKNOWN,
+    ),
+    "constant made by adding at places": (lambda w, x: x @ jnp.zeros((8, 8)).at[0].add(1e9), UNKNOWN),
+    "constant that is infinite": (lambda w, x: x @ jnp.where(IDENTITY > 0, jnp.inf, -jnp.inf), UNKNOWN),
     "constant made by arithmetic, and fits": (lambda w, x: x @ (1e-9 * jnp.asarray(LARGE)), ""),
     "constant of which an iteration gets a part": (
         lambda w, x: jax.lax.scan(lambda x, y: (x @ (y.T - 1e9), None), x, LARGE[None])[0],

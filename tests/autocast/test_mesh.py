@@ -55,13 +55,65 @@ def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_narrow(
     assert distance(jax.value_and_grad(fully_sharded)(W, X), jax.jit(narrow)(W, X)) < rounding
 
 
-def test_what_a_device_makes_of_constants_is_computed_by_no_other():
-    def shard(w, x):
-        return x @ (2 * jnp.eye(16)) @ w @ (jax.lax.axis_index("data") * jnp.eye(16))
+def over_shards(function, axis_type=AxisType.Auto, check_vma=True):
+    over = P("data")
+    return jax.shard_map(function, mesh=mesh_of(axis_type), in_specs=(P(), over), out_specs=over, check_vma=check_vma)
 
+
+def times_its_number(w, x):
+    return x @ (2 * jnp.eye(16)) @ w @ (jax.lax.axis_index("data") * jnp.eye(16))
+
+
+def clipped(w, x):
+    return jnp.clip(x @ w, -1, 1) @ w
+
+
+def penalized(branches):
+    """The gradient of what branches."""
+    return lambda w, x: x @ w + jax.grad(lambda x: jnp.sum(jnp.sin(branches(w, x))))(x)
+
+
+ON_A_SHARD = {
+    "its number": (times_its_number, {"float16", "float32"}),  # any int32
+    "clip": (clipped, {"float16"}),
+    "hard_tanh": (lambda w, x: jax.nn.hard_tanh(x @ w) @ w, {"float16"}),
+    "a gradient of cond": (
+        penalized(lambda w, x: jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ w, lambda x: x, x)),
+        {"float16"},
+    ),
+    "a gradient of switch": (
+        penalized(lambda w, x: jax.lax.switch(jnp.int32(jnp.sum(x)) % 3, [lambda x: x @ w, jnp.sin, jnp.cos], x)),
+        {"float16"},
+    ),
+    "a gradient by platform": (
+        penalized(lambda w, x: jax.lax.platform_dependent(x, cpu=lambda x: x @ w, default=jnp.sin)),
+        {"float16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("function", "dtypes"), ON_A_SHARD.values(), ids=ON_A_SHARD)
+def test_what_a_device_makes_of_constants_is_computed_by_none_while_tracing(function, dtypes, check_vma):
+    sharded = over_shards(function, check_vma=check_vma)
+    expected = jax.jit(sharded)(W, X)
     with set_mesh(mesh_of()):
-        function = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P("data"))
-        assert set(product_dtypes(jls.autocast(function), W, X)) == {"float16"}
+        for dtype, found, error in ((jnp.float16, dtypes, 5e-3), (jnp.bfloat16, {"bfloat16"}, 5e-2)):
+            narrow = jls.autocast(sharded, dtype)
+            assert set(product_dtypes(narrow, W, X)) == found
+            assert distance(expected, jax.jit(narrow)(W, X)) < error
+
+
+def test_a_program_is_traced_for_devices_that_are_not_there():
+    mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((256, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+
+    def loss(w, x):
+        return loss_fn(w, jnp.clip(x @ (2 * jnp.eye(16)), -1, 1))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert set(product_dtypes(jax.grad(jls.autocast(loss)), w, x)) == {"float16"}
 
 
 COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from reading import distance, equations, product_dtypes
 from small_programs import W, X
 
@@ -195,12 +197,59 @@ def test_everything_narrow():
     assert set(dtypes_of("integer_pow", function, W, X)) == {(NARROW, NARROW)}
 
 
-def test_a_wide_move_moves_float32():
-    def moving(w, x):
-        return jnp.sin(x @ w).T @ x
+def test_between_devices_a_wide_move_moves_float32_and_its_gradient_is_summed_in_float32():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
-    assert dtypes_of("transpose", jls.autocast(moving), W, X) == [(NARROW, NARROW)]
-    assert dtypes_of("transpose", following("wide", operation="transpose")(moving), W, X) == [(WIDE, WIDE)]
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+    def gathering(w, x):
+        return jax.lax.pmean(jnp.sum(jnp.sin(x @ jax.lax.all_gather(w, "data", tiled=True))), "data")
+
+    for narrow, dtype in ((jls.autocast, NARROW), (following("wide", operation="all_gather"), WIDE)):
+        assert dtypes_of("all_gather", narrow(gathering), W, X) == [(dtype, dtype)]
+        assert dtypes_of("reduce_scatter", jax.grad(narrow(gathering)), W, X) == [(dtype, dtype)]
+        assert product_dtypes(narrow(gathering), W, X) == [NARROW]
+
+
+def test_a_rule_that_matches_moves_only_decides_nothing_and_warns():
+    with pytest.warns(UserWarning, match="no operation matches"):
+        following("wide", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
+
+
+MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+
+# How the second parameter comes to its product.
+ON_THE_WAY = {
+    "straight": lambda w, v: v,
+    "transposed": lambda w, v: v.T,
+    "sharded": lambda w, v: jax.lax.with_sharding_constraint(v, NamedSharding(MESH, P())),
+    "split": lambda w, v: jnp.concatenate(jnp.split(v, 2)[::-1]),
+    "flipped": lambda w, v: v[::-1, ::-1],
+    "taken": lambda w, v: jnp.take(v, w[0].astype(jnp.int32), axis=0, mode="clip"),
+    "held": lambda w, v: jax.lax.optimization_barrier((w, v))[1],
+    "padded": lambda w, v: jnp.pad(v[:, :4], ((0, 0), (0, 4))),
+    "stacked": lambda w, v: jnp.stack([v, v])[1],
+    "sliced": lambda w, v: jax.lax.dynamic_slice(jnp.concatenate([v, v]), (jnp.int32(3), 0), (8, 8)),
+    "cast": lambda w, v: v.astype(jnp.float16).astype(jnp.float32),
+    "broadcast": lambda w, v: jnp.broadcast_to(v[:1], (8, 8)),
+    "chosen": lambda w, v: jnp.where(w.astype(bool), v, 0.0),
+}
+
+
+@pytest.mark.parametrize("function", ON_THE_WAY.values(), ids=ON_THE_WAY)
+def test_a_rule_speaks_of_a_parameter_however_it_was_moved(function):
+    def twice(params, x):
+        return x @ params["w"] @ function(params["w"], params["v"])
+
+    narrow = following("wide", parameter="['v']")
+    assert product_dtypes(narrow(twice), {"w": W, "v": W}, X) == [NARROW, WIDE]
+
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
+    def over_rows(params, x):
+        return twice(params, x)
+
+    if function is not ON_THE_WAY["sharded"]:  # which has no meaning inside
+        assert product_dtypes(narrow(over_rows), {"w": W, "v": W}, X) == [NARROW, WIDE]
 
 
 def convolved(w, x):

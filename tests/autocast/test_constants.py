@@ -1,0 +1,161 @@
+"""A constant goes into a half-precision product only if all its numbers fit, as far as that can be known."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reading import product_dtypes
+
+import jax_lossscale as jls
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8)), jnp.float32)
+N = 8
+ROW, COLUMN = (lambda: jax.lax.broadcasted_iota(jnp.float32, (N, N), 0)), (lambda: jnp.arange(8.0)[None] + ROW() * 0)
+EYE = np.eye(N, dtype=np.float32)
+
+
+def drawn(shape=(N, N)):
+    return jax.random.normal(jax.random.key(0), shape)
+
+
+# What float16 cannot hold, by what makes it.
+TOO_LARGE = {
+    "a number": lambda: jnp.full((N, N), 1e6),
+    "a power": lambda: (ROW() + 1) ** 8,
+    "a power of floats": lambda: (ROW() + 1.0) ** 7.5,
+    "a power of a number": lambda: 100.0 ** ROW(),
+    "a square": lambda: jnp.square(300 * COLUMN()),
+    "a negative power": lambda: (1e-4 + 0 * ROW()) ** -2,
+    "an absolute value": lambda: jnp.abs(-1e5 - ROW()),
+    "logspace": lambda: jnp.logspace(0, 9, 64).reshape(N, N),
+    "geomspace": lambda: jnp.geomspace(1, 1e9, 64).reshape(N, N),
+    "linspace": lambda: jnp.linspace(0, 1e6, 64).reshape(N, N),
+    "arange": lambda: jnp.arange(64.0).reshape(N, N) * 1e4,
+    "cumsum": lambda: jnp.cumsum(jnp.full((N, N), 3e4), axis=0),
+    "cumprod": lambda: jnp.cumprod(jnp.full((N, N), 10.0), axis=0),
+    "sum": lambda: jnp.broadcast_to(jnp.full((N, N), 3e4).sum(0), (N, N)),
+    "prod": lambda: jnp.broadcast_to(jnp.full((N, N), 30.0).prod(0), (N, N)),
+    "exp": lambda: jnp.exp(2 * ROW()),
+    "exp2": lambda: jnp.exp2(3 * ROW()),
+    "expm1": lambda: jnp.expm1(2 * ROW()),
+    "sinh": lambda: jnp.sinh(2 * ROW()),
+    "cosh": lambda: jnp.cosh(-2 * ROW()),
+    "a quotient": lambda: 1 / (1e-6 * (ROW() + 1)),
+    "a reciprocal square root": lambda: jax.lax.rsqrt(1e-12 * (ROW() + 1)),
+    "tan": lambda: jnp.tan(ROW() * 0 + 1.5707963),
+    "gammaln": lambda: jax.scipy.special.gammaln(1e4 * (ROW() + 1)),
+    "drawn at random": lambda: 1e6 * drawn(),
+    "drawn as an integer": lambda: jax.random.randint(jax.random.key(0), (N, N), 0, 10**6).astype(jnp.float32),
+    "bits": lambda: jax.lax.bitcast_convert_type(jnp.full((N, N), 0x4B000000, jnp.int32), jnp.float32),
+    "integers": lambda: (jnp.arange(64) * 3000).reshape(N, N).astype(jnp.float32),
+    "integers that wrap": lambda: (jnp.full((N, N), 2**30, jnp.int32) * 3).astype(jnp.float32),
+    "unsigned": lambda: jnp.full((N, N), -1, jnp.int32).astype(jnp.uint32).astype(jnp.float32),
+    "a shift": lambda: (jnp.ones((N, N), jnp.int32) << 20).astype(jnp.float32),
+    "chosen": lambda: jnp.where(ROW() > 3, 1e6, 0.0),
+    "chosen by name": lambda: jnp.select([ROW() > 3, COLUMN() > 3], [1e6 * ROW(), ROW()], 0.0),
+    "a maximum": lambda: jnp.maximum(ROW(), 1e6 * EYE),
+    "a clip": lambda: jnp.clip(1e7 * EYE, 0.0, 1e6),
+    "sorted": lambda: jnp.sort(1e6 * drawn(), axis=0),
+    "gathered": lambda: jnp.asarray(1e6 * EYE)[jnp.arange(N)[::-1]],
+    "stacked": lambda: jnp.stack([ROW()[0], *[1e6 * EYE[n] for n in range(1, N)]]),
+    "joined": lambda: jnp.concatenate([EYE[:4], 1e6 * EYE[4:]]),
+    "padded": lambda: jnp.pad(EYE[:4, :4], 2, constant_values=1e6),
+    "rolled": lambda: jnp.roll(1e6 * EYE, 1, axis=0),
+    "written": lambda: jnp.zeros((N, N)).at[0].set(1e6),
+    "added at places": lambda: jnp.zeros((N, N)).at[jnp.zeros(N, int)].add(3e4),
+    "the difference of a mask": lambda: 1e6 * (1 - jnp.exp(jnp.where(ROW() > COLUMN(), -jnp.inf, 0.0))),
+    "the outer difference": lambda: ((jnp.arange(300.0)[:, None] - jnp.arange(300.0)[None]) ** 2)[-N:, :N],
+    "a loop": lambda: jax.lax.fori_loop(0, 6, lambda _, y: 10 * y, jnp.ones((N, N))),
+    "a scan": lambda: jax.lax.scan(lambda y, x: (10 * y + x, None), jnp.zeros((N, N)), jnp.ones(8))[0],
+    "polyval": lambda: jnp.polyval(jnp.full(9, 10.0), ROW()),
+    "a condition": lambda: jax.lax.cond(jnp.sum(ROW()) > 0, lambda: jnp.full((N, N), 1e6), lambda: ROW()),
+    "a function with a rule": lambda: jax.nn.relu(1e6 * EYE),
+    "jit": lambda: jax.jit(lambda x: 1e6 * x)(EYE),
+    "remat": lambda: jax.checkpoint(lambda x: 1e6 * x)(EYE),
+    "vmap": lambda: jax.vmap(lambda n: n**8)(ROW()),
+    "an inverse": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
+    "a long way": lambda: one_after_another(jnp.full((N, N), 1.0), 3000, lambda x: x * 1.005),
+}
+# What float16 holds, and is known to hold.
+FITS = {
+    "numbers": lambda: ROW() + 2 * COLUMN(),
+    "a table of angles": lambda: jnp.sin(ROW() / 10_000 ** (COLUMN() / 8)),
+    "a cosine of anything": lambda: jnp.cos(1e6 * drawn()),
+    "tanh of anything": lambda: jnp.tanh(1e6 * drawn()),
+    "a sign": lambda: jnp.sign(drawn()),
+    "a mask": lambda: (drawn() > 0).astype(jnp.float32),
+    "a one-hot": lambda: jax.nn.one_hot(jnp.argmax(drawn(), axis=1), N),
+    "a clip of anything": lambda: jnp.clip(1e6 * drawn(), -1.0, 1.0),
+    "a decay": lambda: jnp.exp(-jnp.abs(ROW() - COLUMN())),
+    "a triangle": lambda: jnp.tril(jnp.ones((N, N))),
+    "small bits": lambda: (jax.random.bits(jax.random.key(0), (N, N), jnp.uint8)).astype(jnp.float32),
+    "numbers, and some that are none": lambda: jnp.where(ROW() > COLUMN(), jnp.nan, ROW()),
+    "a normalised row": lambda: (ROW() - ROW().mean(0, keepdims=True)) / jnp.sqrt(ROW().var(0, keepdims=True) + 1.0),
+    "a window": lambda: 0.5 - 0.5 * jnp.cos(2 * jnp.pi * ROW() / N),
+    "reciprocals": lambda: 1 / (ROW() + COLUMN() + 1),
+}
+
+
+def one_after_another(x, number, function):
+    for _ in range(number):
+        x = function(x)
+    return x
+
+
+def times(constant):
+    return lambda x: x @ constant()
+
+
+@pytest.mark.parametrize("constant", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_what_half_precision_cannot_hold_stays_float32(constant):
+    assert jnp.max(jnp.abs(constant())) > 65_504
+    assert product_dtypes(jls.autocast(times(constant)), X) == ["float32"]
+
+
+@pytest.mark.parametrize("constant", FITS.values(), ids=FITS)
+def test_what_half_precision_holds_goes_into_products(constant):
+    assert product_dtypes(jls.autocast(times(constant)), X) == ["float16"]
+    largest = float(jnp.nanmax(jnp.abs(constant())))
+    np.testing.assert_allclose(jls.autocast(times(constant))(X), X @ constant(), rtol=1e-2, atol=2e-3 * largest)
+
+
+OF_ONE = {
+    **{name: getattr(jnp, name) for name in "abs arctan ceil cos cosh exp exp2 expm1 floor log log1p".split()},
+    **{name: getattr(jnp, name) for name in "negative round sign sin sinh sqrt square tanh cbrt".split()},
+    **{name: getattr(jax.lax, name) for name in ("erf", "erfc", "logistic", "rsqrt")},
+    **{f"power of {n}": lambda x, n=n: jax.lax.integer_pow(x, n) for n in (-3, -2, -1, 2, 3, 4)},
+    "integers": lambda x: x.astype(jnp.int32).astype(jnp.float32),
+    "bytes": lambda x: x.astype(jnp.int8).astype(jnp.float32),
+    "half": lambda x: x.astype(jnp.float16).astype(jnp.float32),
+    "largest": lambda x: jnp.max(x) - x,
+    "sum": lambda x: x.sum(0, keepdims=True) + x,
+    "cumulative sum": lambda x: jnp.cumsum(x, axis=0),
+    "turned": lambda x: x.T[::-1],
+    "clip": lambda x: jnp.clip(x, -3.0, 100.0),
+}
+OF_TWO = {
+    **{name: getattr(jnp, name) for name in "add subtract multiply divide maximum minimum power".split()},
+    "joined": lambda x, y: jnp.concatenate([x[:4], y[4:]]),
+    "chosen": lambda x, y: jnp.where(x > y, x, y),
+}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_of_random_constants_none_that_is_too_large_goes_into_a_product(seed):
+    numbers = random.Random(seed)
+
+    def constant():
+        values = [ROW() * numbers.choice([-1, 1, 100]), jnp.full((N, N), numbers.choice([-2.0, 0.0, 0.5, 3e4]))]
+        for _ in range(numbers.randrange(1, 6)):
+            if numbers.random() < 0.6:
+                values.append(OF_ONE[numbers.choice(list(OF_ONE))](numbers.choice(values)))
+            else:
+                values.append(OF_TWO[numbers.choice(list(OF_TWO))](*numbers.sample(values, 2)))
+        return values[-1]
+
+    found = constant()
+    numbers.seed(seed)
+    dtypes = product_dtypes(jls.autocast(times(constant)), X)
+    assert dtypes == ["float32"] or not jnp.any(jnp.abs(found) > 65_504), found
