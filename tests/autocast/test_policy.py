@@ -239,17 +239,17 @@ ON_THE_WAY = {
 @pytest.mark.parametrize("function", ON_THE_WAY.values(), ids=ON_THE_WAY)
 def test_a_rule_speaks_of_a_parameter_however_it_was_moved(function):
     def twice(params, x):
-        return x @ params["w"] @ function(params["w"], params["v"])
+        return x @ params["a"] @ function(params["a"], params["v"])
 
     narrow = following("wide", parameter="['v']")
-    assert product_dtypes(narrow(twice), {"w": W, "v": W}, X) == [NARROW, WIDE]
+    assert product_dtypes(narrow(twice), {"a": W, "v": W}, X) == [NARROW, WIDE]
 
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
     def over_rows(params, x):
         return twice(params, x)
 
     if function is not ON_THE_WAY["sharded"]:  # which has no meaning inside
-        assert product_dtypes(narrow(over_rows), {"w": W, "v": W}, X) == [NARROW, WIDE]
+        assert product_dtypes(narrow(over_rows), {"a": W, "v": W}, X) == [NARROW, WIDE]
 
 
 def convolved(w, x):
