@@ -57,20 +57,17 @@ def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     def forward(*boxes: Any) -> tuple[list[Any], Any]:
         moved = [n for n, box in enumerate(boxes) if box.perturbed]
-        pullbacks = []
 
-        def as_it_stands(*primals: Any) -> tuple[list[Any], list[Any]]:
-            outputs, pullback = jax.vjp(_of(eqn, primals, moved), *(primals[n] for n in moved))
-            residuals, structure = jax.tree.flatten(pullback)
-            pullbacks.append(structure)
-            return outputs, residuals
+        def as_it_stands(*primals: Any) -> Any:
+            return jax.vjp(_of(eqn, primals, moved), *(primals[n] for n in moved))
 
-        jaxpr, (_, residual_types) = jax.make_jaxpr(as_it_stands, return_shape=True)(*_types(eqn))
+        jaxpr, (_, types_in_pullback) = jax.make_jaxpr(as_it_stands, return_shape=True)(*_types(eqn))
+        residual_types, pullback = jax.tree.flatten(types_in_pullback)
         results = evaluate(jaxpr, [box.value for box in boxes])
 
         def pull_back(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
             def as_it_stands(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-                return jax.tree.unflatten(pullbacks[-1], residuals)(cotangents)
+                return jax.tree.unflatten(pullback, residuals)(cotangents)
 
             cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
             jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, cotangent_types)
