@@ -18,5 +18,6 @@ BENCHMARKS = {
 
 # These run only where they are named.
 ON_REQUEST = {
+    "collectives": "what a training step on eight devices gathers and reduces, by layout and dtype (half an hour)",
     "accuracy": "ten small trainings in nine arms: does float16 give float32's result? (most of an hour)",
 }

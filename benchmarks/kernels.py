@@ -62,10 +62,10 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
     """All kernels of a computation: a loop's with all launches, a conditional's of the branch that takes longest."""
     for instruction in computation.values():
         if instruction.opcode == "while":
-            turns = _turns(computations, computation, instruction)
+            times = turns(computations, computation, instruction)
             body = computations[instruction.attribute(r"body=%([^\s,]+)")]
             for kernel in kernels(computations, body):
-                yield replace(kernel, launches=turns * kernel.launches)
+                yield replace(kernel, launches=times * kernel.launches)
         elif instruction.opcode in ("call", "conditional"):
             branches = [list(kernels(computations, computations[name])) for name in instruction.callees]
             yield from max(branches, key=lambda branch: sum(kernel.seconds for kernel in branch))
@@ -74,7 +74,7 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
             yield Kernel(instruction.name, _bytes_moved(inside), _products(computations, inside))
 
 
-def _turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
+def turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
     """Return XLA's count of turns, or count them where a counter goes up by one from one constant to another."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)

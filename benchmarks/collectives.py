@@ -1,0 +1,214 @@
+"""What one device of eight sends and receives in a training step of a decoder that lies on a mesh in a usual way.
+
+XLA partitions the program, which is read and not run. It is compiled for H100s where the extra ``bench-cuda`` is
+installed, else for CPU devices. A collective counts with the bytes of the larger of what it takes and what it gives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+from benchmarks import cuda
+from benchmarks.hlo import Computation, parse
+from benchmarks.isolation import Progress
+from benchmarks.kernels import turns
+from benchmarks.report import Table, columns
+
+_HEADS, _BATCH, _CONTEXT, _VOCABULARY, _BLOCKS = 8, 16, 512, 8192, 2
+_GATHERED, _REDUCED, _OTHER = "gathered", "reduced", "other"
+_KINDS = {
+    **{"all-gather": _GATHERED, "all-reduce": _REDUCED, "reduce-scatter": _REDUCED},
+    **{"all-to-all": _OTHER, "collective-permute": _OTHER, "ragged-all-to-all": _OTHER},
+}
+_COLUMNS = columns(
+    "layout | written | gathered in float32 {:.1f} MB | in float16 {:.1f} MB | reduced in float32 {:.1f} MB | "
+    "in float16 {:.1f} MB | other {:.1f} MB | all {:.1f} MB | over by hand {:.2f} | temporaries {:.0f} MB"
+)
+_NOTES = (
+    "By hand: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table cast: the "
+    "embedding table is cast where tokens are looked up, in a function for `autocast`.",
+    "Value, gradient and Adam, donated. A loop counts with all its turns.",
+)
+
+
+class Layout(NamedTuple):
+    """How a decoder is written, and how it lies on a mesh of eight devices."""
+
+    name: str
+    mesh: dict[str, int]
+    weights: dict[str, P]
+    is_scanned: bool = False
+    is_rematerialized: bool = False
+    axis_type: AxisType = AxisType.Auto
+
+    def placed(self, mesh: Mesh, name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """The type of a weight; those of blocks are stacked for a scan."""
+        spec = self.weights.get(name, self.weights["all"])
+        if self.is_scanned and name != "table":
+            shape, spec = (_BLOCKS, *shape), P(None, *spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    def params(self, mesh: Mesh, width: int) -> Any:
+        """Types of all weights."""
+        shapes = {
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 4 * width),
+            "down": (4 * width, width),
+        }
+        block = {name: self.placed(mesh, name, shape) for name, shape in shapes.items()}
+        blocks = block if self.is_scanned else [block] * _BLOCKS
+        return {"table": self.placed(mesh, "table", (_VOCABULARY, width)), "blocks": blocks}
+
+
+_ON_ROWS = {"all": P("data")}
+_BY_COLUMNS_THEN_ROWS = {"all": P(None, "model"), "table": P("model"), "out": P("model"), "down": P("model")}
+LAYOUTS = (
+    Layout("data parallel", {"data": 8}, {"all": P()}),
+    Layout("data parallel, explicit axes", {"data": 8}, {"all": P()}, axis_type=AxisType.Explicit),
+    Layout("FSDP", {"data": 8}, _ON_ROWS),
+    Layout("FSDP, explicit axes", {"data": 8}, _ON_ROWS, axis_type=AxisType.Explicit),
+    Layout("FSDP, scan", {"data": 8}, _ON_ROWS, is_scanned=True),
+    Layout("FSDP, scan with remat", {"data": 8}, _ON_ROWS, is_scanned=True, is_rematerialized=True),
+    Layout("tensor parallel, 2 x 4", {"data": 2, "model": 4}, _BY_COLUMNS_THEN_ROWS),
+)
+_NOTHING_AGAIN = jls.PrecisionPolicy(recompute=False)
+WAYS = {
+    "float32": {"dtype": jnp.float32},
+    "by hand": {"dtype": jnp.float16},
+    "autocast": {"cast": jls.autocast},
+    "autocast, recompute=False": {"cast": functools.partial(jls.autocast, policy=_NOTHING_AGAIN)},
+    "autocast, table cast": {"cast": jls.autocast, "table": jnp.float16},
+}
+
+
+def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
+    """The cross-entropy of a decoder; ``dtype``: that of products and what lies between; ``table``: of lookups."""
+    is_explicit = layout.axis_type is AxisType.Explicit  # then the program gathers what the compiler does not
+
+    def whole(weight: jax.Array, dtype: Any = dtype) -> jax.Array:
+        weight = weight.astype(dtype)
+        return jax.sharding.reshard(weight, P()) if is_explicit else weight
+
+    def by_example(x: jax.Array) -> jax.Array:
+        return x if is_explicit else jax.lax.with_sharding_constraint(x, P("data"))
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
+
+    def block(x: jax.Array, weights: Any) -> jax.Array:
+        w = jax.tree.map(whole, weights)
+        q, k, v = (part.reshape(*x.shape[:2], _HEADS, -1) for part in jnp.split(norm(x) @ w["qkv"], 3, axis=-1))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+        seen = jax.nn.softmax(jnp.where(mask, scores, -1e30)).astype(dtype)
+        x = x + jnp.einsum("bhqk,bkhd->bqhd", seen, v).reshape(x.shape) @ w["out"]
+        return by_example(x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"])
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        looked_up = whole(params["table"], table or dtype).at[tokens[:, :-1]]
+        x = by_example(looked_up.get(out_sharding=P("data") if is_explicit else None).astype(dtype))
+        if layout.is_scanned:
+            turn = jax.checkpoint(block) if layout.is_rematerialized else block
+            x, _ = jax.lax.scan(lambda x, weights: (turn(x, weights), None), x, params["blocks"])
+        else:
+            x = functools.reduce(block, params["blocks"], x)
+        logits = (norm(x) @ whole(params["table"]).T).astype(jnp.float32)
+        right = jnp.sum(jnp.where(tokens[:, 1:, None] == jnp.arange(_VOCABULARY)[None, None], logits, 0), axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+    return loss
+
+
+def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
+    """A training step as XLA partitions it."""
+    devices = np.array(cuda.devices("1x1x8") if not cuda.missing() else jax.devices("cpu")[:8])
+    axis_types = (layout.axis_type,) * len(layout.mesh)
+    mesh = Mesh(devices.reshape(tuple(layout.mesh.values())), tuple(layout.mesh), axis_types=axis_types)
+    options = dict(WAYS[way])
+    cast = options.pop("cast", lambda loss: loss)
+    loss_fn = cast(loss_of(layout, **options))
+    tx = jls.loss_scaled(optax.adam(1e-3), None if way == "float32" else "auto")
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+        loss, grads = jls.value_and_scaled_grad(loss_fn, opt_state)(params, tokens)
+        return *tx.update_and_apply(grads, opt_state, params, value=loss), loss
+
+    params = layout.params(mesh, width)
+    tokens = jax.ShapeDtypeStruct((_BATCH, _CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(tx.init, params)
+        of_params = jax.tree.structure(params)
+
+        def placed(node: Any) -> Any:
+            if jax.tree.structure(node) == of_params:
+                return params
+            return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=NamedSharding(mesh, P()))
+
+        state = jax.tree.map(placed, state, is_leaf=lambda node: jax.tree.structure(node) == of_params)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
+        traced = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)).trace(params, state, tokens)
+        return traced.lower(lowering_platforms=("cpu",) if cuda.missing() else ("cuda",)).compile()
+
+
+def moved(text: str) -> Counter[tuple[str, str]]:
+    """Bytes by what a collective does and the dtype of its numbers; scalars, such as the loss, are left out."""
+    computations, entry = parse(text)
+    return _moved(computations, entry)
+
+
+def _moved(computations: Mapping[str, Computation], computation: Computation) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for instruction in computation.values():
+        if instruction.opcode == "while":
+            inside = _moved(computations, computations[instruction.attribute(r"body=%([^\s,]+)")])
+            times = turns(computations, computation, instruction) if inside else 0
+            found.update({key: times * count for key, count in inside.items()})
+        elif instruction.opcode in ("call", "conditional"):
+            branches = [_moved(computations, computations[name]) for name in instruction.callees]
+            found += max(branches, key=Counter.total, default=Counter())
+        kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
+        if kind:
+            taken = [array for name in instruction.operands for array in computation[name].arrays]
+            given = instruction.arrays[-len(taken) :]  # what has begun gives what it takes, too
+            for one, other in zip(taken, given, strict=True):
+                if max(one.size, other.size) > 1:
+                    found[kind, one.dtype] += max(one.bytes, other.bytes)
+    return found
+
+
+def run(quick: bool, progress: Progress) -> list[Table]:
+    """One table of all layouts."""
+    if not cuda.missing():
+        cuda.start()
+    rows = list(_rows(256 if quick else 1024, progress))
+    where = "eight CPU devices" if cuda.missing() else "eight H100s"
+    title = f"Collectives of one device, compiled for {where}: {_BLOCKS} blocks, {_BATCH} x {_CONTEXT} tokens"
+    return [Table(title, _COLUMNS, rows, (), _NOTES, quick)]
+
+
+def _rows(width: int, progress: Progress) -> Iterator[tuple[Any, ...]]:
+    for n, layout in enumerate(LAYOUTS):
+        by_hand = None
+        for k, way in enumerate(WAYS):
+            progress((n + k / len(WAYS)) / len(LAYOUTS), f"{layout.name}, {way}")
+            program = compiled(layout, way, width)
+            bytes_moved = moved(program.as_text() or "")
+            by_kind = [bytes_moved[kind, dtype] / 1e6 for kind in (_GATHERED, _REDUCED) for dtype in ("f32", "f16")]
+            total = bytes_moved.total() / 1e6
+            by_hand = total if way == "by hand" else by_hand
+            other = total - sum(by_kind)
+            over = total / by_hand if by_hand and way != "float32" else None
+            yield (layout.name, way, *by_kind, other, total, over, program.memory_analysis().temp_size_in_bytes / 1e6)
