@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 PARAMS = {
     "kernel": jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32),
     "bias": jnp.asarray([0.5, -1.0, 2.0], jnp.float32),
