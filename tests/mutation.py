@@ -36,18 +36,22 @@ HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits,
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
 
-# The tests of each folder or file of the core, the quickest to notice first.
+# The tests of each file or folder of the core, the quickest to notice first. Of a folder, only what does not stand before
+# it is run.
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
     "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
-    "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
+    "_measure": [
+        *("measure/test_finite.py", "measure/test_leaves.py", "diagnostics/test_nonfinite.py"),
+        *("wrapper/test_measuring.py", "measure", "wrapper/test_devices.py"),
+    ],
     "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "hardening/test_bad_input.py"],
-    "_gradients": ["gradients", "test_public_api.py"],
+    "_gradients": ["gradients", "wrapper/test_data_parallel.py", "hardening/test_bad_input.py", "test_public_api.py"],
     "_optax": [
-        "wrapper",
-        "diagnostics/test_recording.py",
-        "hardening/test_any_tree.py",
-        "hardening/test_properties.py",
+        *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
+        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_readers.py", "wrapper/test_data_parallel.py"),
+        *("diagnostics/test_recording.py", "hardening/test_bad_input.py", "wrapper"),
+        *("hardening/test_any_tree.py", "hardening/test_properties.py"),
     ],
     "_program": ["autocast", "diagnostics/test_in_precision.py"],
     "_autocast": ["autocast", "diagnostics/test_autocast_report.py"],
@@ -182,8 +186,9 @@ class Workplace:
 
         options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", "-m"]
         for code, which in (KILLED, "not ci"), (KILLED_IN_CI, "ci"):
-            for test in tests:
-                if pytest.main([*options, f"not slow and not peers and {which}", f"tests/{test}"]) not in PASSED:
+            for number, test in enumerate(tests):
+                done = [f"--ignore=tests/{earlier}" for earlier in tests[:number]]
+                if pytest.main([*options, f"{which} and not slow and not peers", *done, f"tests/{test}"]) not in PASSED:
                     return code
         return 0
 

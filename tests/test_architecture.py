@@ -224,6 +224,7 @@ def test_everything_public_is_documented(module):
     assert flaws == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", [path for path in sorted(MODULES) if path.stem != "__main__"], ids=MODULES.get)
 def test_the_examples_run(path):
     module = import_or_skip(MODULES[path].removesuffix(".__init__"))

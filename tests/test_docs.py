@@ -15,6 +15,8 @@ import pytest
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))

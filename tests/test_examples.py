@@ -14,6 +14,8 @@ from pathlib import Path
 import jax
 import pytest
 
+pytestmark = pytest.mark.ci
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("command_line", "compare"))
 PACKAGES = ["equinox", "flax", "haiku", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]

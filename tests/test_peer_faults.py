@@ -29,6 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 
 def test_01_growth_step_returns_the_exact_gradient__mpx_colossalai_and_deepspeed_halve_it():
     tx = jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(8.0, increment_period=2))

@@ -110,7 +110,7 @@ RECORDS = {  # of `golden`: the package and its version
 }
 
 # The packages' own warnings at import are not ours.
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.ci, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def require(package, version):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 

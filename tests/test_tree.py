@@ -14,6 +14,8 @@ from jax.experimental import sparse
 import jax_lossscale as jls
 from jax_lossscale import _tree
 
+pytestmark = pytest.mark.as_for_users
+
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 LARGEST_APPLIED = 2.0**126
 

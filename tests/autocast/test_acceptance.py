@@ -11,6 +11,8 @@ from small_programs import W, X
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 KEY = jax.random.key(7)
 SCALE = 2.0**10
 

@@ -17,6 +17,8 @@ from reading import product_dtypes_in
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 POLICIES = {
     "none": None,
     "recompute nothing": jls.PrecisionPolicy(recompute=False),

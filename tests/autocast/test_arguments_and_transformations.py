@@ -18,6 +18,8 @@ from small_programs import W, X
 import jax_lossscale as jls
 from jax_lossscale._program.place import place_of
 
+pytestmark = pytest.mark.ci
+
 
 def network(w, x):
     return jnp.tanh(x @ w) @ w

@@ -13,6 +13,8 @@ from small_programs import W, X
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 NARROW, WIDE = "float16", "float32"
 
 

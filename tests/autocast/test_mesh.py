@@ -13,6 +13,8 @@ from reading import distance, equations, product_dtypes
 
 import jax_lossscale as jls
 
+pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
+
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (32, 16))
 

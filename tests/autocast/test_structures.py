@@ -11,6 +11,8 @@ from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 
 

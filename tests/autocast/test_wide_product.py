@@ -12,6 +12,8 @@ from small_programs import W, X
 import jax_lossscale as jls
 from jax_lossscale._autocast.wide_product import wide_product
 
+pytestmark = pytest.mark.ci
+
 WIDE_RESULT = jls.PrecisionPolicy([jls.PrecisionRule("wide_result")])
 
 

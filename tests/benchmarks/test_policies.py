@@ -12,6 +12,8 @@ from benchmarks.policies.judge import judge, unused_bits
 from benchmarks.policies.traces import events, hostile, mixtures
 from benchmarks.policies.trainings import all_trainings, trained
 
+pytestmark = pytest.mark.ci
+
 # One in 50 or 100 that is 2^16 larger costs more skipped steps than one in 500.
 HARD = [trace for trace in mixtures(20_000) + events(4_000) if not trace.kind.startswith(("1 in 50", "1 in 100"))]
 

@@ -8,7 +8,7 @@ import jax_lossscale as jls
 from benchmarks import accuracy
 from benchmarks.workloads import WORKLOADS, training
 
-pytestmark = pytest.mark.slow  # ten trainings, compiled
+pytestmark = [pytest.mark.ci, pytest.mark.slow]  # ten trainings, compiled
 
 pytest.importorskip("sklearn")
 

@@ -8,6 +8,8 @@ import pytest
 import jax_lossscale as jls
 from jax_lossscale.demo import command, main
 
+pytestmark = pytest.mark.ci
+
 pytest.importorskip("sklearn")
 pytest.importorskip("rich")
 

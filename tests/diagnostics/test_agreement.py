@@ -9,6 +9,8 @@ from test_compare_gradients import KNOWN
 
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
+pytestmark = pytest.mark.ci
+
 PROGRAMS = faults.FAULTS | faults.SOUND | {name: getattr(workloads, name)() for name in KNOWN}
 QUICK = ("healthy", "tiny_loss", "square_too_large", "rounded_away", "layer_norm", "cosines_of_small_vectors")
 

@@ -10,6 +10,8 @@ from workloads import draw
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
 
+pytestmark = pytest.mark.ci
+
 PARAMS = {"kernel": draw(8, 4, scale=0.3)}
 X = draw(32, 8, seed=1)
 NAN, INF = jnp.nan, jnp.inf

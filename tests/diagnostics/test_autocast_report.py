@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import autocast_report
 
+pytestmark = pytest.mark.ci
+
 W = jnp.eye(8)
 X = jnp.ones((4, 8))
 

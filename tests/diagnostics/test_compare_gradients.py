@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients
 
+pytestmark = pytest.mark.ci
+
 # What each workload is known to suffer from: the cause, whether it trains, and words of the verdict.
 KNOWN = {
     "healthy": ("none", True, "It will train; start from 2^15."),
@@ -42,8 +44,11 @@ def compared(name):
     return compare_gradients(fun, *args)
 
 
+SLOW = ("layer_norm", "mask_of_minus_a_billion")
+
+
 @pytest.mark.usefixtures("in_the_checkout")
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
 def test_the_cause_is_named(name):
     cause, will_train, words = KNOWN[name]
     report = compared(name)
@@ -220,6 +225,7 @@ def test_bfloat16():
     assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)  # its range is float32's
 
 
+@pytest.mark.slow
 def test_what_lies_on_a_mesh_is_compared_and_measured_there():
     fun, params, x = workloads.healthy()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

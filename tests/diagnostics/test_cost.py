@@ -12,6 +12,8 @@ from jax_lossscale.diagnostics import compare_gradients, range_report
 from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics.programs import _compare_gradients, _gradient_error, _probes, _shadow
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
 def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch):
@@ -49,6 +51,7 @@ def wide(params, x):
     return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "params", "x"),
     [

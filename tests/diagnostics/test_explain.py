@@ -10,6 +10,8 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import _words, explain, nonfinite_report
 from jax_lossscale.diagnostics.runs._explain import findings_of
 
+pytestmark = pytest.mark.ci
+
 NAN_GRADS, INF_GRADS, NAN_LOSS = ([1.0, NAN], 1.0, False), ([INF, 1.0], 1.0, False), ([1.0, 1.0], NAN, False)
 NO_GRADS = ([0.0, 0.0], 1.0, False)
 CONDITION = ([1.0, 1.0], 1.0, True)

@@ -11,7 +11,7 @@ from lines import line
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
-pytestmark = pytest.mark.usefixtures("in_the_checkout")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 PARAMS = {"ln_1": {"scale": jnp.ones((1, 8))}, "c_attn": {"kernel": workloads.draw(8, 4, scale=0.3)}}
 X = workloads.draw(6, 8, seed=1)
 

@@ -10,6 +10,8 @@ from workloads import draw
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, explain, range_report
 
+pytestmark = pytest.mark.ci
+
 half = jnp.float16
 X = draw(32, 8, seed=1)
 LABELS = jnp.arange(32) % 4

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_lossscale.diagnostics import in_precision
 
+pytestmark = pytest.mark.ci
+
 KEY = jax.random.key(0)
 
 

@@ -9,6 +9,8 @@ import workloads
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import autocast_report, compare_gradients, range_report
 
+pytestmark = pytest.mark.ci
+
 X = workloads.draw(6, 4)
 
 
@@ -39,7 +41,12 @@ def tree_with_none_and_counters():
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(equinox_module, marks=pytest.mark.slow), nnx_module, tree_with_none_and_counters]
+    "model",
+    [
+        pytest.param(equinox_module, marks=pytest.mark.slow),
+        pytest.param(nnx_module, marks=pytest.mark.slow),
+        tree_with_none_and_counters,
+    ],
 )
 def test_whole_models_are_taken(model):
     params, loss, path = model()

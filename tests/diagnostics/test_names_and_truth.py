@@ -9,7 +9,7 @@ from lines import line
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 half = jnp.float16
-pytestmark = pytest.mark.usefixtures("in_the_checkout")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
 
 # Names.
@@ -97,6 +97,7 @@ def test_no_row_stands_at_a_line_of_this_library():
 # Truth.
 
 
+@pytest.mark.slow
 def test_an_infinity_that_float32_has_is_no_overflow():
     assert range_report(*workloads.mask_of_minus_infinity(), loss_scale=2.0**4).bad == ()
 

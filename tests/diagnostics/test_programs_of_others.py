@@ -18,6 +18,8 @@ from jax_lossscale.diagnostics import (
     range_report,
 )
 
+pytestmark = pytest.mark.ci
+
 SCALE = 2.0**8
 NARROW = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # and sound there
 ASKED = {
@@ -30,9 +32,22 @@ ASKED = {
 }
 
 
+SLOW = {
+    "range_report": ("bert", "gaussian_process", "mamba", "nnx_classifier", "s5", "vit"),
+    "compare_gradients": ("mamba", "nnx_classifier", "s5", "sinkhorn", "vit"),
+    "find_precision": ("nnx_classifier", "vit"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*products stay narrow")
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW.get(asked, ()) else ())
+        for name in PROGRAMS
+        for asked in ASKED
+    ],
+)
 def test_every_question_has_an_answer(name, asked):
     answer = ASKED[asked](*PROGRAMS[name]())
     assert "cast_floating" not in answer  # they are under `autocast` already

@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics import (
     underflow_fraction,
 )
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 
 
 def numpy_histogram(values):
@@ -235,6 +235,7 @@ OF_TREES = {
 of_trees = pytest.mark.parametrize("of_tree", OF_TREES.values(), ids=OF_TREES)
 
 
+@pytest.mark.slow
 @of_trees
 def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
     def instructions(number):

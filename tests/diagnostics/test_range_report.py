@@ -14,7 +14,7 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import range_report
 
 SOURCE = "tests/diagnostics/workloads.py:"
-pytestmark = pytest.mark.usefixtures("in_the_checkout")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
 
 @functools.cache
@@ -42,7 +42,10 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+SLOW = ("mask_of_minus_a_billion", "square_too_large")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
 def test_the_worst_operation_is_the_one_that_is_known(name):
     operation, derivative_of, layer, is_backward, cure = KNOWN[name]
     worst = reported(name)[0]

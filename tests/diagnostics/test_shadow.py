@@ -12,7 +12,7 @@ from lines import line
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 half = jnp.float16
-pytestmark = pytest.mark.usefixtures("in_the_checkout")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
 # Of each planted fault, the operation that it is called by, and words of the cure.
 KNOWN = {
@@ -35,7 +35,10 @@ def test_every_fault_is_here():
     assert set(KNOWN) == set(faults.FAULTS)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+SLOW = ("counts", "difference_of_squares", "loss_in_a_carry", "second_differences")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
 def test_a_fault_is_called_by_its_name_and_line(name):
     operation, cure = KNOWN[name]
     worst = reported(name).begin_forward()[0]
@@ -44,7 +47,12 @@ def test_a_fault_is_called_by_its_name_and_line(name):
     assert worst.error > 0.1
 
 
-@pytest.mark.parametrize("name", faults.SOUND)
+SLOW_SOUND = ("a_bias_of_the_keys", "recurrent", "transmittances")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOUND else ()) for name in faults.SOUND]
+)
 def test_of_a_sound_function_nothing_is_told(name):
     report = reported(name)
     assert report.bad == ()

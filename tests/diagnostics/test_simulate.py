@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics import (
     simulate,
 )
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain
 from jax_lossscale.diagnostics.runs._explain import findings_of
 
+pytestmark = pytest.mark.ci
+
 X = draw(16, 8, seed=1)
 Y = jnp.tanh(X @ draw(8, 4, seed=2, scale=0.3))
 PARAMS = {"kernel": draw(8, 4, seed=3, scale=0.3)}
@@ -127,6 +129,7 @@ def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, eve
     assert " | ".join(key for key, _ in list(findings_of(state, params))[2:]) == found
 
 
+@pytest.mark.slow
 def test_no_workload_that_trains_is_accused():
     for name in ("healthy", "normalized", "tiny_loss"):
         fun, params, batch = getattr(workloads, name)()

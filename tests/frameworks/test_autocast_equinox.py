@@ -12,6 +12,8 @@ from float32_programs import assert_narrow, distance_of_all  # noqa: E402
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.equinox import filter_value_and_scaled_grad  # noqa: E402
 
+pytestmark = pytest.mark.ci
+
 KEYS = jax.random.split(jax.random.key(0), 8)
 
 

@@ -12,6 +12,8 @@ from float32_programs import assert_narrow, distance_of_all
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 X = jax.random.normal(jax.random.key(0), (16, 8))
 Y = jnp.sum(X, axis=1, keepdims=True)
 

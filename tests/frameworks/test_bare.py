@@ -7,6 +7,8 @@ from pages import copied, first_block
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 
 def test_it_is_a_file_of_sixty_lines():
     assert len(first_block("bare").splitlines()) <= 60

@@ -13,6 +13,8 @@ from pages import assert_same_bits, bad, copied  # noqa: E402
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.equinox import filter_value_and_scaled_grad  # noqa: E402
 
+pytestmark = pytest.mark.ci
+
 SCALE = 2.0**10
 
 

@@ -17,6 +17,8 @@ from pages import assert_same_bits, bad, copied
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def page():

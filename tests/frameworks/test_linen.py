@@ -21,6 +21,8 @@ from pages import assert_same_bits, bad, copied  # noqa: E402
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.flax import TrainState  # noqa: E402
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def page():

@@ -8,6 +8,8 @@ import pytest
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 WIDTH, RANK, NUM_STEPS = 16, 2, 150
 STORED = pytest.mark.parametrize("stored", ["float16", "bfloat16"])
 HALF = pytest.mark.parametrize("half", ["float16", "bfloat16"])

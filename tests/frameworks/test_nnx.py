@@ -14,6 +14,8 @@ from pages import assert_same_bits, bad, copied  # noqa: E402
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.flax import Optimizer  # noqa: E402
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def page():

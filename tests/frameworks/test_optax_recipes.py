@@ -9,6 +9,8 @@ from optax import contrib
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
 PARAMS = {"w": jnp.array([0.5, -0.25])}
 

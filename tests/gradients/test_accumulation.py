@@ -229,6 +229,7 @@ def test_whatever_can_be_called_is_welcome(fun):
         assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4)).grads == 8.0
 
 
+@pytest.mark.ci
 def test_a_function_may_close_over_what_is_traced():
     x = jnp.arange(4.0)
 

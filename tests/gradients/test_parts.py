@@ -9,6 +9,8 @@ import pytest
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 UNITS = {"large": 1.0, "small": 2.0**-33}  # of the loss of each branch, and so of its gradients
 NUM_STEPS = 400
 OPTIMIZER = optax.adam(

@@ -13,7 +13,7 @@ from runs import MOMENTUM
 
 import jax_lossscale as jls
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")  # they are meant
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")]  # they are meant
 
 
 @dataclasses.dataclass(frozen=True)

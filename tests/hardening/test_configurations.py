@@ -11,6 +11,8 @@ import pytest
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 CONFIGURATIONS = {
     "x64": lambda: jax.enable_x64(True),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),

@@ -15,6 +15,8 @@ from runs import KINDS, SinkingLossScale
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 STEPS, MICROBATCHES, FEATURES = 10_000, 4, 8
 FAULTS = (
     *["none"] * 12,

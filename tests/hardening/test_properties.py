@@ -33,6 +33,8 @@ from runs import (
 
 import jax_lossscale as jls
 
+pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
+
 STEPS = 12
 each_kind = pytest.mark.parametrize("name", KINDS)
 quick = functools.partial(settings, deadline=None, derandomize=True)

@@ -16,6 +16,8 @@ from jax_lossscale.interop.keras import from_keras, to_keras
 from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
 from jax_lossscale.interop.torch import from_torch, to_torch
 
+pytestmark = pytest.mark.ci
+
 TINY = float(np.finfo(np.float32).tiny)
 TORCH = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 3}
 KERAS = {"initial_scale": 8.0, "dynamic_growth_steps": 9, "name": "scaled", "inner_optimizer": {}}

@@ -15,6 +15,8 @@ import optax
 import pytest
 from originals import PEERS, needs
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def tf_scale():

@@ -16,6 +16,8 @@ from jax_lossscale.interop.keras import from_keras
 from jax_lossscale.interop.tensorflow import from_tensorflow
 from jax_lossscale.interop.torch import from_torch
 
+pytestmark = pytest.mark.ci
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 ULP = 2.0**-23
 adjust = jax.jit(jls.DynamicLossScale.adjust)

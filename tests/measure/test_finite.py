@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.as_for_users
+
 BAD = (np.nan, np.inf, -np.inf)
 
 

@@ -20,6 +20,8 @@ import jax_lossscale as jls
 from jax_lossscale._measure import finite, finite_and_largest, largest
 from jax_lossscale._measure.leaves import as_read
 
+pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
+
 DTYPES = (*FLOAT8S, "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 BAD = (np.nan, np.inf, -np.inf)
 LARGEST_FLOAT32 = np.finfo(np.float32).max

@@ -6,6 +6,8 @@ import pytest
 
 from jax_lossscale._measure.leaves import alike, blocks, large
 
+pytestmark = pytest.mark.as_for_users
+
 
 class Leaf:
     """An array that counts how often it is asked for its size."""

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
+pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
+
 GOOD = np.ones((8, 16), np.float32)
 LARGE = np.ones((8, 2**13), np.float32)  # not read in a block with others
 BAD = GOOD.copy()

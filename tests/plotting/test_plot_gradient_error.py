@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from jax_lossscale.diagnostics import GradientComparison, LeafGradientError
 from jax_lossscale.plotting import plot_gradient_error
 
+pytestmark = pytest.mark.ci
+
 INF = math.inf
 
 

@@ -16,6 +16,8 @@ import jax_lossscale as jls
 from jax_lossscale.diagnostics import exponent_histogram, underflow_fraction
 from jax_lossscale.plotting import plot_exponents, plot_loss_scale, plot_run
 
+pytestmark = pytest.mark.ci
+
 NAN, INF = float("nan"), float("inf")
 
 

@@ -13,6 +13,8 @@ from flax import nnx
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
 GRADS = jax.tree.map(lambda leaf: 1024.0 * jnp.ones_like(leaf), PARAMS)
 

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jax_lossscale as jls
 from jax_lossscale._measure import axes_varied_over
 
+pytestmark = pytest.mark.ci
+
 SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -12,6 +12,8 @@ import pytest
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
 GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}
 BAD_GRADS = {**GRADS, "bias": jnp.float32(np.nan)}

@@ -14,6 +14,8 @@ import pytest
 import jax_lossscale as jls
 from jax_lossscale._measure import finite_and_largest
 
+pytestmark = pytest.mark.as_for_users
+
 PLATFORMS = ["cpu", "cuda", "rocm", "tpu"]
 LEAVES = 5
 SHAPE = (7, 11)  # of no other array in these programs

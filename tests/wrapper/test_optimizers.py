@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 PARAMS = {
     "kernel": jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32),
     "bias": jnp.asarray([0.5, -1.0, 2.0], jnp.float32),
@@ -42,6 +44,10 @@ WRAPPERS = {
     ),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 10)),
     "accumulated": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "every second": lambda: optax.chain(optax.adam(1e-2), optax.apply_every(2)),
+    "at some steps": lambda: optax.conditionally_transform(optax.scale(-1e-2), lambda step: step % 2 == 0),
+    "one frozen": lambda: optax.chain(optax.adam(1e-2), optax.transforms.freeze({"kernel": False, "bias": True})),
+    "mechanized": lambda: optax.contrib.mechanize(optax.sgd(1e-2)),
     "flattened": lambda: optax.flatten(optax.adam(1e-2)),
     "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
     "on a plateau": lambda: optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
@@ -95,6 +101,36 @@ def test_a_wrapped_optimizer_steps_like_the_bare_one_and_survives_a_bad_step(nam
         chex.assert_trees_all_close(
             (after, state.inner_state), (params, inner_state), rtol=LOOSER.get(name, 2e-5), atol=1e-6
         )
+
+
+HOLDERS = {  # what stands around an optimizer, loss-scaled or bare
+    "chain": lambda tx: optax.chain(optax.with_extra_args_support(optax.identity()), tx, optax.scale(0.5)),
+    "named_chain": lambda tx: optax.named_chain(("step", tx), ("half", optax.scale(0.5))),
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),  # one that leaves something out is refused
+    "injected": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=0.5),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_loss_scaled_optimizer_within_a_wrapper_steps_like_the_bare_one_there(hold):
+    inner = optax.adam(1e-2)
+    bare, tx = hold(inner), hold(jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE)))
+    params, state, expected, bare_state = PARAMS, tx.init(PARAMS), PARAMS, bare.init(PARAMS)
+    for step in range(STEPS):
+        grads = grads_at(step)
+        scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
+        if step == BAD_STEP:
+            scaled["bias"] = scaled["bias"].at[1].set(jnp.inf)
+        else:
+            updates, bare_state = jax.jit(bare.update)(grads, bare_state, expected)
+            expected = optax.apply_updates(expected, updates)
+        updates, state = jax.jit(tx.update)(scaled, state, params)
+        after = optax.apply_updates(params, updates)
+        if step == BAD_STEP:
+            chex.assert_trees_all_equal(after, params)
+        params = after
+    chex.assert_trees_all_close(params, expected, rtol=2e-5, atol=1e-6)
+    assert jls.metrics(state)["skipped_steps"] == 1
 
 
 # What no step may change, found out without compiling one.

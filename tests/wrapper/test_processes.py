@@ -17,7 +17,7 @@ from programs import data_parallel
 from programs.data_parallel import DEVICES, STEP_MAKERS
 from programs.starting import started
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups, and gloo")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="process groups, and gloo")]
 
 SECONDS = 120
 

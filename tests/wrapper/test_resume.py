@@ -13,6 +13,8 @@ from programs import checkpointed
 from programs.checkpointed import BEGINNING, BETWEEN_CHECKPOINTS, RESULTS, STEPS, WAITS_AT
 from programs.starting import started
 
+pytestmark = pytest.mark.ci
+
 
 @functools.cache
 def never_stopped():

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
+pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
+
 COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 TX = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0))

@@ -97,6 +97,7 @@ def test_every_way_to_skip_gives_the_same(skip, loss_scale):
     chex.assert_trees_all_close(state, expected, rtol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction set is named in x86 terms")
 def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
     # With fused multiply-add, two programs of XLA contract the same arithmetic differently. AVX has none.

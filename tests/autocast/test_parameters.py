@@ -1,0 +1,43 @@
+"""A rule by parameter is obeyed however the parameter is moved on its way into the product, and by no other product."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from reading import product_dtypes
+
+import jax_lossscale as jls
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+WIDE = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter="['kept']")])
+MOVED = {  # a parameter of the shape of W, and what a product takes of it
+    "as it is": (W, lambda w: w),
+    "transposed": (W, jnp.transpose),
+    "reshaped": (W.ravel(), lambda w: w.reshape(8, 8)),
+    "a slice": (jnp.ones((2, 8, 8)), lambda w: w[1]),
+    "a slice at a traced position": (
+        jnp.ones((2, 8, 8)),
+        lambda w: jax.lax.dynamic_index_in_dim(w, jnp.argmax(w[0, 0]), keepdims=False),
+    ),
+    "broadcast": (W[0], lambda w: jnp.broadcast_to(w, (8, 8))),
+    "with an axis more, and less": (W, lambda w: jnp.squeeze(jnp.expand_dims(w, 0), 0)),
+    "cast": (W.astype(jnp.bfloat16), lambda w: w.astype(jnp.float32)),
+    "copied": (W, lambda w: jnp.array(w, copy=True)),
+    "transposed in jit": (W, jax.jit(jnp.transpose)),
+    "one of a scan": (jnp.ones((2, 8, 8)), None),
+}
+
+
+@pytest.mark.parametrize(("parameter", "moved"), MOVED.values(), ids=MOVED)
+def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
+    def loss(params, x):
+        if moved is None:
+            x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["kept"])
+        else:
+            x = x @ moved(params["kept"])
+        return jnp.sum(x @ params["other"])
+
+    params = {"kept": parameter, "other": W}
+    assert product_dtypes(jls.autocast(loss, policy=WIDE), params, X) == ["float32", "float16"]
+    of_gradient = product_dtypes(jax.grad(jls.autocast(loss, policy=WIDE)), params, X)
+    assert of_gradient.count("float32") > 1  # the product for its derivative, too
+    assert set(product_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
