@@ -79,6 +79,25 @@ def _replace(
     return jax.tree.unflatten(structure, leaves)
 
 
+def device_of(leaf: Any) -> Any:
+    """Return the device, or the mesh of devices, that an array is committed to; ``None`` for what goes with any."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+        return None
+    return getattr(leaf.sharding, "mesh", None) or frozenset(leaf.sharding.device_set)
+
+
+def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
+    """Call a function that takes leaves one by one: once for each device, or mesh of devices, that leaves lie on."""
+    devices = list(map(device_of, leaves))
+    if len({device for device in devices if device is not None}) <= 1:
+        return function(leaves)
+    results: dict[int, jax.Array] = {}
+    for device in dict.fromkeys(devices):
+        positions = [position for position, other in enumerate(devices) if other == device]
+        results.update(zip(positions, function([leaves[position] for position in positions]), strict=True))
+    return [results[position] for position in range(len(leaves))]
+
+
 def applied(loss_scale: ArrayLike) -> jax.Array:
     """Return the scale to multiply and divide by: a constant to differentiation, and from ``2**-126`` to ``2**126``.
 
@@ -112,7 +131,9 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        return [_wide(leaf, keep) for leaf in leaves] if is_abstract else _widen(leaves, keep)
+        if is_abstract:
+            return [_wide(leaf, keep) for leaf in leaves]
+        return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
 
     return map_inexact(widen_leaves, tree)
 
@@ -160,7 +181,11 @@ def cast_floating(
         return bool(is_floating and (where is None or where(path, leaf)))
 
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
-    return _replace(lambda leaves: _cast(leaves, dtype), tree, jax.tree.leaves(chosen))
+
+    def cast(leaves: list[Any]) -> list[jax.Array]:
+        return _device_by_device(lambda leaves: _cast(leaves, dtype), leaves)
+
+    return _replace(cast, tree, jax.tree.leaves(chosen))
 
 
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
