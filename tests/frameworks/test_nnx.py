@@ -1,5 +1,7 @@
 """flax nnx: the page's program, and the same with flax's own optimizer; what rolls back, and what does not."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,9 +184,18 @@ def test_what_the_forward_pass_adds_stays_and_without_before_nothing_is_undone()
         assert (int(model.dropout.rngs.count[...]), model.hidden[...].shape) == (0 if is_told else 1, (3, 4))
 
 
+def with_its_statistics(model):
+    """A model of new parameters, and of the same statistics."""
+    copied = nnx.clone(model)
+    copied.seen = model.seen
+    return copied
+
+
 BEFORE = {
     "itself": (lambda model: model, "got the model itself"),
     "its state": (nnx.state, "got <class .*State"),
+    "a copy with the same variables": (copy.copy, "got a copy that shares its variables"),
+    "a copy with the same statistics": (with_its_statistics, "got a copy that shares its variables"),
     "a flag": (lambda _: True, "got <class 'bool'>"),
 }
 
