@@ -115,9 +115,12 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
 def test_a_module_as_the_function_has_true_gradients_and_changes():
     models, results = (Network(), Network()), []
     for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_inside(fun, 2.0**10)), strict=True):
-        calls = {"module": lambda model: model, "method": lambda model: model.__call__}
-        for take in calls.values():
-            results.append(nnx.grad(lambda model, take=take: jnp.mean(inside(take(model))(X) ** 2))(model))
+        for method in (lambda model: model), (lambda model: model.__call__):
+
+            def loss(model, inside=inside, method=method):
+                return jnp.mean(inside(method(model))(X) ** 2)
+
+            results.append(nnx.grad(loss)(model))
     for expected, found in zip(results[:2], results[2:], strict=True):
         assert distance_of_all(nnx.to_pure_dict(found), nnx.to_pure_dict(expected)) < 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *map(changeable, models))
@@ -127,5 +130,5 @@ def test_a_module_as_the_function_has_true_gradients_and_changes():
 def test_a_module_that_changes_and_is_closed_over_is_refused():
     model = Network()
     for fun in (lambda x: model(x)), jls.autocast(model):
-        with pytest.raises(ValueError, match="changes an nnx module .* Make the module an argument"):
+        with pytest.raises(ValueError, match=r"changes an nnx module .* Make the module an argument"):
             jls.scaled_inside(fun, 2.0**10)(X)
