@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, checked_floating_dtype
+from jax_lossscale._check import check_bool_scalar, checked_floating_dtype, shown
 
 # Float32 numbers whose reciprocals are normal numbers too. XLA makes zero of what is not normal.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
@@ -45,6 +45,16 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
     return getattr(leaf.dtype, "kind", None) not in _KINDS_OF_NUMPY_ALONE
+
+
+def check_tree(tree: Any, name: str, cure: str = "") -> None:
+    """Raise a `ValueError` that names the argument if ``tree`` is a lone leaf, and no array or number.
+
+    In a tree any leaf is welcome, since modules have functions and strings. Alone it is an argument in a wrong place.
+    """
+    is_number = is_array(tree) or isinstance(tree, (bool, int, float, complex))
+    if jax.tree_util.all_leaves([tree]) and not is_number:
+        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {cure}".rstrip())
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
@@ -159,7 +169,7 @@ def cast_floating(
       A tree of the same structure and shapes, its floating arrays of ``dtype``.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype.
+      ValueError: if ``tree`` is no pytree of arrays, or ``dtype`` not a real floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -174,6 +184,7 @@ def cast_floating(
       >>> compute["dense"].dtype, compute["norm"].dtype
       (dtype('float16'), dtype('float32'))
     """
+    check_tree(tree, "cast_floating(tree=...)", "The order is `cast_floating(tree, dtype)`.")
     dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:

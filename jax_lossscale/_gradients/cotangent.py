@@ -48,7 +48,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       The same values, in the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: if ``scale`` is no loss scale and holds none, or more than one.
+      ValueError: if ``tree`` is no pytree of arrays; if ``scale`` is no loss scale and holds none, or more than one.
 
     Warns:
       UserWarning: if the tree is a scalar, that is, a loss, whose dtype is too narrow for the scale that could be
@@ -60,6 +60,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       >>> jax.value_and_grad(lambda x: jls.scale_gradient(x**2, 1024.0))(3.0)
       (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
     """
+    _tree.check_tree(tree, "scale_gradient(tree=...)", "Of a function, pass the result.")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
@@ -111,6 +112,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       >>> jax.grad(half_precision_loss)(2.0, 1.0), jax.grad(half_precision_loss)(2.0, 2.0**20)
       (Array(0., dtype=float32), Array(3.7252903e-09, dtype=float32))
     """
+    _tree.check_tree(tree, "unscale_gradient(tree=...)")
     loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree

@@ -8,6 +8,7 @@ import chex
 import jax
 import numpy as np
 
+from jax_lossscale._check import shown
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.registry import is_serialized, made
 
@@ -78,7 +79,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
     if not nodes:
         raise ValueError(
             f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, as "
-            f"`tx.init(params)` or the last step has left it; got {jax.tree.structure(tree)}."
+            f"`tx.init(params)` or the last step has left it; got {shown(tree)}."
         )
     chosen = [(keys, node) for keys, node in nodes if path is None or _begins_with(keys, path)]
     if len(chosen) != 1:

@@ -40,7 +40,8 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       ``bool[]``; true for a tree without such leaves.
 
     Raises:
-      ValueError: outside `jax.jit`, if leaves lie on several devices that are no mesh.
+      ValueError: if ``tree`` is no pytree of arrays; outside `jax.jit`, if leaves lie on several devices that are no
+        mesh.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -50,6 +51,7 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       >>> bool(jls.all_finite([jnp.array([1.0, -jnp.inf])]))
       False
     """
+    _tree.check_tree(tree, "all_finite(tree=...)")
     leaves = _tree.inexact_leaves(tree)
     try:
         return _all_finite(leaves, axis_name)

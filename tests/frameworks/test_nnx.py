@@ -47,9 +47,9 @@ def test_a_bad_batch_leaves_the_model_as_it_was_random_counts_and_statistics_inc
 
 
 class Line(nnx.Module):
-    def __init__(self):
-        self.slope = nnx.Param(jnp.ones(2))
-        self.seen = nnx.BatchStat(jnp.zeros(2))
+    def __init__(self, size=2):
+        self.slope = nnx.Param(jnp.ones(size))
+        self.seen = nnx.BatchStat(jnp.zeros(size))
 
     def __call__(self, x):
         self.seen[...] = self.seen[...] + x.astype(jnp.float32)
@@ -196,6 +196,10 @@ BEFORE = {
     "its state": (nnx.state, "got <class .*State"),
     "a copy with the same variables": (copy.copy, "got a copy that shares its variables"),
     "a copy with the same statistics": (with_its_statistics, "got a copy that shares its variables"),
+    "a copy of other sizes": (
+        lambda _: Line(3),
+        r"got a model whose seen is float32\[3\], where this one has float32\[2\]",
+    ),
     "a flag": (lambda _: True, "got <class 'bool'>"),
 }
 

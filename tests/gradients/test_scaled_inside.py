@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jax_lossscale as jls
 
@@ -202,20 +201,6 @@ class OfEquinox(eqx.Module):
     __call__ = loss
 
 
-class OfNnx(nnx.Module):
-    def __init__(self, params):
-        self.params = nnx.data(jax.tree.map(nnx.Param, params))
-
-    def loss(self, x):
-        return loss_fn(jax.tree.map(lambda param: param[...], self.params, is_leaf=is_param), x)
-
-    __call__ = loss
-
-
-def is_param(node):
-    return isinstance(node, nnx.Param)
-
-
 def of_rows(loss):
     return lambda x: jnp.mean(loss(x[:, None]))
 
@@ -225,8 +210,6 @@ HOLDERS = {  # how a function comes by its parameters, and what is made of it
     "a method of an equinox module": lambda scaled, params, x: scaled(OfEquinox(params).loss)(x),
     "an equinox module, mapped": lambda scaled, params, x: of_rows(scaled(jax.vmap(OfEquinox(params))))(x),
     "an equinox module, compiled": lambda scaled, params, x: scaled(eqx.filter_jit(OfEquinox(params)))(x),
-    "an nnx module": lambda scaled, params, x: scaled(OfNnx(params))(x),
-    "a method of an nnx module": lambda scaled, params, x: scaled(OfNnx(params).loss)(x),
     "a method of an object": lambda scaled, params, x: scaled(Plain(params).loss)(x),
     "a partial function": lambda scaled, params, x: scaled(partial(loss_fn, params))(x),
     "a partial function of JAX": lambda scaled, params, x: scaled(jax.tree_util.Partial(loss_fn, params))(x),

@@ -98,7 +98,8 @@ class Optimizer(nnx.Optimizer):
             ``grads_finite``, and what the chain takes.
 
         Raises:
-          ValueError: if ``before`` is the model itself, a copy that shares its variables, or another kind of model.
+          ValueError: if ``before`` is the model itself, a copy that shares its variables, or a model of another kind or
+            size; as ``update`` of `loss_scaled`.
         """
         if before is not None:
             self._check_is_a_copy(before, model)
@@ -121,8 +122,7 @@ class Optimizer(nnx.Optimizer):
         elif before is model:
             what = "the model itself"
         else:
-            old, new = ({id(variable) for variable in self._all_else(tree).values()} for tree in (before, model))
-            what = "a copy that shares its variables, and changes with it" if old & new else ""
+            what = _difference(self._all_else(before), self._all_else(model))
         if what:
             raise ValueError(
                 "`Optimizer.update(before=...)` must be a copy of the model from before the forward pass, "
@@ -137,6 +137,21 @@ class Optimizer(nnx.Optimizer):
     def _options(self) -> dict[str, Any]:
         """Return flax's graph mode, of which 0.12.0 knows nothing."""
         return {"graph": self.graph} if hasattr(self, "graph") else {}
+
+
+def _difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
+    """Say why no choice between these variables, by path, would set anything back; "" if one can be made."""
+    if {id(variable) for variable in old.values()} & {id(variable) for variable in new.values()}:
+        return "a copy that shares its variables, and changes with it"
+    for path in old.keys() & new.keys():
+        was, is_now = (jax.tree.map(_type_of, _arrays(variables[path])) for variables in (old, new))
+        if was != is_now:
+            return f"a model whose {'.'.join(map(str, path))} is {was}, where this one has {is_now}"
+    return ""
+
+
+def _type_of(array: jax.Array) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
