@@ -15,6 +15,8 @@ import numpy as np
 Argnums = int | tuple[int, ...]
 
 _FLOAT32 = np.finfo(np.float32)
+# Characters of a value that an error shows.
+_LONGEST = 200
 
 
 def check_flag(value: Any, name: str) -> None:
@@ -26,7 +28,17 @@ def check_flag(value: Any, name: str) -> None:
 def check_function(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument unless ``value`` can be called."""
     if not callable(value):
-        raise ValueError(f"`{name}` must be a function, got {value!r}.")
+        raise ValueError(f"`{name}` must be a function, got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """Describe a value in an error: on one line, and without the numbers in its arrays, which may be gigabytes."""
+    if any(is_array_or_scalar(leaf) and leaf.ndim for leaf in jax.tree.leaves(value)):
+        is_array = is_array_or_scalar(value)
+        text = f"{value.dtype}[{','.join(map(str, value.shape))}]" if is_array else str(jax.tree.structure(value))
+    else:
+        text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
@@ -40,11 +52,11 @@ def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
 def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
     """Return ``dtype`` as a dtype; raise a `ValueError` that names the argument if it is none."""
     try:
-        if dtype is None:  # which NumPy takes for float64
+        if dtype is None or is_array_or_scalar(dtype):  # NumPy takes the first for float64, and has dtypes of others
             raise TypeError
         return jnp.dtype(dtype)
-    except TypeError as error:
-        raise ValueError(f"`{name}` got {dtype!r}, which is no dtype.") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` must be a dtype, such as `jnp.float16`, got {shown(dtype)}.") from error
 
 
 def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
@@ -61,7 +73,7 @@ def check_bool_scalar(value: Any, name: str) -> None:
     if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
         return
     raise ValueError(
-        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else repr(value)}. Reduce it with "
+        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else shown(value)}. Reduce it with "
         "`jnp.all` or `jnp.any`."
     )
 
@@ -85,7 +97,7 @@ def finite_number(value: Any, name: str) -> float:
     if is_array_or_scalar(value) and value.shape == ():
         number = value.item()
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
-        raise ValueError(f"`{name}` must be a number, got {value!r}.")
+        raise ValueError(f"`{name}` must be a number, got {shown(value)}.")
     try:
         number = float(number)
     except OverflowError:
@@ -118,7 +130,7 @@ def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
     except ValueError:
         number = math.nan
     if not number.is_integer():
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+        raise ValueError(f"`{name}` must be an integer, got {shown(value)}.")
     if not at_least <= number <= np.iinfo(np.int32).max:
         raise ValueError(f"`{name}` must be at least {at_least}, and fit int32, got {value!r}. {cure}".rstrip())
     return int(number)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, checked_floating_dtype
+from jax_lossscale._check import check_bool_scalar, checked_floating_dtype, shown
 
 # Float32 numbers whose reciprocals are normal numbers too. XLA makes zero of what is not normal.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
@@ -45,6 +45,16 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
     return getattr(leaf.dtype, "kind", None) not in _KINDS_OF_NUMPY_ALONE
+
+
+def check_tree(tree: Any, name: str, cure: str = "") -> None:
+    """Raise a `ValueError` that names the argument if ``tree`` is a lone leaf, and no array or number.
+
+    In a tree any leaf is welcome, since modules have functions and strings. Alone it is an argument in a wrong place.
+    """
+    is_number = is_array(tree) or isinstance(tree, (bool, int, float, complex))
+    if jax.tree_util.all_leaves([tree]) and not is_number:
+        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {cure}".rstrip())
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
@@ -77,6 +87,25 @@ def _replace(
     for position, replacement in zip(positions, replacements, strict=True):
         leaves[position] = replacement
     return jax.tree.unflatten(structure, leaves)
+
+
+def device_of(leaf: Any) -> Any:
+    """Return the device, or the mesh of devices, that an array is committed to; ``None`` for what goes with any."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+        return None
+    return getattr(leaf.sharding, "mesh", None) or frozenset(leaf.sharding.device_set)
+
+
+def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
+    """Call a function that takes leaves one by one: once for each device, or mesh of devices, that leaves lie on."""
+    devices = list(map(device_of, leaves))
+    if len({device for device in devices if device is not None}) <= 1:
+        return function(leaves)
+    results: dict[int, jax.Array] = {}
+    for device in dict.fromkeys(devices):
+        positions = [position for position, other in enumerate(devices) if other == device]
+        results.update(zip(positions, function([leaves[position] for position in positions]), strict=True))
+    return [results[position] for position in range(len(leaves))]
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
@@ -112,7 +141,9 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        return [_wide(leaf, keep) for leaf in leaves] if is_abstract else _widen(leaves, keep)
+        if is_abstract:
+            return [_wide(leaf, keep) for leaf in leaves]
+        return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
 
     return map_inexact(widen_leaves, tree)
 
@@ -138,7 +169,7 @@ def cast_floating(
       A tree of the same structure and shapes, its floating arrays of ``dtype``.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype.
+      ValueError: if ``tree`` is no pytree of arrays, or ``dtype`` not a real floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -153,6 +184,7 @@ def cast_floating(
       >>> compute["dense"].dtype, compute["norm"].dtype
       (dtype('float16'), dtype('float32'))
     """
+    check_tree(tree, "cast_floating(tree=...)", "The order is `cast_floating(tree, dtype)`.")
     dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
@@ -160,7 +192,11 @@ def cast_floating(
         return bool(is_floating and (where is None or where(path, leaf)))
 
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
-    return _replace(lambda leaves: _cast(leaves, dtype), tree, jax.tree.leaves(chosen))
+
+    def cast(leaves: list[Any]) -> list[jax.Array]:
+        return _device_by_device(lambda leaves: _cast(leaves, dtype), leaves)
+
+    return _replace(cast, tree, jax.tree.leaves(chosen))
 
 
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:

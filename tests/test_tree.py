@@ -463,3 +463,48 @@ def test_cast_floating_asks_of_floating_leaves_only():
     asked = []
     jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: asked.append(jax.tree_util.keystr(path)) or True)
     assert sorted(asked) == sorted(FLOATING)
+
+
+# Leaves on several devices, as the stages of a pipeline are.
+
+
+def across_devices():
+    """Four leaves on each of two devices and on a mesh of three others, one of NumPy, and one that goes anywhere."""
+    mesh = jax.sharding.Mesh(jax.devices()[2:5], "x")
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    places = {"first": jax.devices()[0], "second": jax.devices()[1], "mesh": replicated}
+    leaves = np.linspace(0, 1, 20, dtype=np.float16).reshape(4, 5)
+    tree = {name: [jax.device_put(leaf, place) for leaf in leaves] for name, place in places.items()}
+    return {"b": np.float16(2), **tree, "a": jnp.float16(3), "static": "relu", "frozen": None}
+
+
+def test_leaves_stay_on_their_devices_one_dispatch_a_device(monkeypatch):
+    calls = []
+    for name in "_widen", "_cast":
+        compiled = getattr(_tree, name)
+        monkeypatch.setattr(_tree, name, lambda *args, compiled=compiled: (calls.append(args), compiled(*args))[1])
+    tree = across_devices()
+    for cast in _tree.widen, partial(jls.cast_floating, dtype=jnp.float32):
+        calls.clear()
+        result = cast(tree)
+        assert sorted(len(leaves) for leaves, _ in calls) == [2, 4, 4, 4]
+        assert jax.tree.structure(result) == jax.tree.structure(tree)
+        assert [leaf.sharding for leaf in jax.tree.leaves(result["mesh"])] == [leaf.sharding for leaf in tree["mesh"]]
+        for name in ("first", "second"):
+            assert {device for leaf in result[name] for device in leaf.devices()} == set(tree[name][0].devices())
+        jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old), result, tree)
+        assert {leaf.dtype for leaf in _tree.inexact_leaves(result)} == {jnp.dtype("float32")}
+        calls.clear()
+        cast([tree["first"], tree["a"], tree["b"]])
+        assert len(calls) == 1
+
+
+def test_all_finite_says_in_its_own_words_that_it_asks_one_program():
+    with pytest.raises(ValueError, match=r"^`all_finite\(tree=...\)` has leaves on 3 devices or meshes"):
+        jls.all_finite(across_devices())
+    one_mesh = {name: part for name, part in across_devices().items() if name not in ("first", "second")}
+    assert jls.all_finite(one_mesh)
+    four = np.array(jax.devices()[:4])  # two meshes of the same devices are one to a program
+    meshes = jax.sharding.Mesh(four, "x"), jax.sharding.Mesh(four.reshape(2, 2), ("x", "y"))
+    split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")) for mesh in meshes]
+    assert jls.all_finite([jax.device_put(np.ones(4, np.float32), sharding) for sharding in split])

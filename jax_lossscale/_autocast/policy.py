@@ -206,6 +206,8 @@ def _checked_recompute(recompute: Any) -> bool | float:
 def _as_rule(rule: Any) -> PrecisionRule:
     if isinstance(rule, PrecisionRule):
         return rule
+    if not isinstance(rule, Mapping):
+        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got {rule!r}.")
     try:
         return PrecisionRule(**rule)
     except TypeError as error:

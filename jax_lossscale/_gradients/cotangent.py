@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_function
@@ -17,6 +18,7 @@ from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
 from jax_lossscale._program import nnx_objects
+from jax_lossscale._program.jaxpr import Traced
 
 
 def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
@@ -46,7 +48,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       The same values, in the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: if ``scale`` is no loss scale and holds none, or more than one.
+      ValueError: if ``tree`` is no pytree of arrays; if ``scale`` is no loss scale and holds none, or more than one.
 
     Warns:
       UserWarning: if the tree is a scalar, that is, a loss, whose dtype is too narrow for the scale that could be
@@ -58,6 +60,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       >>> jax.value_and_grad(lambda x: jls.scale_gradient(x**2, 1024.0))(3.0)
       (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
     """
+    _tree.check_tree(tree, "scale_gradient(tree=...)", "Of a function, pass the result.")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
@@ -109,6 +112,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       >>> jax.grad(half_precision_loss)(2.0, 1.0), jax.grad(half_precision_loss)(2.0, 2.0**20)
       (Array(0., dtype=float32), Array(3.7252903e-09, dtype=float32))
     """
+    _tree.check_tree(tree, "unscale_gradient(tree=...)")
     loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
@@ -124,14 +128,15 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
         backward:  cotangent(x) = fun's backward pass(loss_scale * cotangent(y)) / loss_scale
 
     Give this function to a library that takes the gradient itself and has no place for a loss scale: inside, small
-    float16 gradients survive; what the library gets is true. Every array among the arguments, keyword arguments
-    included, goes through `unscale_gradient`, so the gradients with respect to all of them are true. Gradients with
-    respect to what ``fun`` closes over are scaled: pass such values as arguments. Forward-mode derivatives (`jax.jvp`)
-    are those of ``fun``, without a scale. Derivatives of derivatives are as in `scale_gradient`.
+    float16 gradients survive; what the library gets is true. All that goes into the function goes through
+    `unscale_gradient`: every array among the arguments, the parameters of a module that is the function or whose method
+    it is, and what the function closes over. Forward-mode derivatives (`jax.jvp`) are those of ``fun``, without a
+    scale. Derivatives of derivatives are as in `scale_gradient`.
 
     Args:
-      fun: a function, mostly ``jls.autocast(loss_fn)``, of float32 arrays, nnx modules, and anything else. What it
-        changes in a module, such as batch statistics, is changed.
+      fun: a function, mostly ``jls.autocast(loss_fn)``, of float32 arrays, nnx modules, and anything else. Like
+        `autocast`, this function traces it. What it changes in a module, such as batch statistics, is changed; the
+        module must be an argument, or the function itself.
       loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale. It does not move.
 
     Returns:
@@ -162,19 +167,22 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
         return fun
     scale = _constant(loss_scale, "scaled_inside(loss_scale=...)")
 
+    def unscaled(values: Sequence[Any]) -> list[Any]:
+        return [_map_adjoint(_unscale_cotangent, value, scale) if _is_traced(value) else value for value in values]
+
     @wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        def unscaled(leaf: Any) -> Any:  # Python's numbers have no gradients, and may be settings
-            return _map_adjoint(_unscale_cotangent, leaf, scale) if isinstance(leaf, jax.Array) else leaf
-
-        leaves, objects, made_anew = nnx_objects.flattened((args, kwargs))
-        (args, kwargs), copies = made_anew(list(map(unscaled, leaves)))
-        before = nnx_objects.contents(copies)
-        result = fun(*args, **kwargs)
-        nnx_objects.change(objects, nnx_objects.changes(copies, before))
-        return scale_gradient(result, loss_scale)
+        function, its_object = nnx_objects.with_its_object(fun)
+        traced = Traced(function, (*its_object, *args), kwargs)
+        program = ClosedJaxpr(traced.jaxpr.jaxpr, unscaled(traced.jaxpr.consts))
+        return scale_gradient(traced.result(jaxpr_as_fun(program)(*unscaled(traced.inputs))), loss_scale)
 
     return scaled
+
+
+def _is_traced(value: Any) -> bool:
+    """Whether there may be a gradient with respect to this value."""
+    return isinstance(value, jax.core.Tracer)
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:

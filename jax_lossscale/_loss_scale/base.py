@@ -119,6 +119,7 @@ class LossScale(abc.ABC):
           A tree of the same structure, shapes and dtypes, times ``2**126`` at most. A float16 leaf overflows where the
           product exceeds what float16 holds.
         """
+        _tree.check_tree(tree, f"{type(self).__name__}.scale(tree=...)")
         return _tree.scale(tree, self())
 
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
@@ -134,6 +135,7 @@ class LossScale(abc.ABC):
           A tree of the same structure and shapes. Floating leaves narrower than float32 become float32; float64 and
           complex leaves keep their dtype; other leaves are the same objects.
         """
+        _tree.check_tree(tree, f"{type(self).__name__}.unscale(tree=...)")
         return _tree.unscale(tree, self())
 
     def update(self, grads: chex.ArrayTree, *, axis_name: AxisName = None) -> tuple[Self, jax.Array]:
@@ -146,7 +148,14 @@ class LossScale(abc.ABC):
         Returns:
           ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. If it is false, keep the old parameters,
           optimizer state and everything else that this step has changed (`select_tree`).
+
+        Raises:
+          ValueError: if ``grads`` is a boolean, or no pytree of arrays.
         """
+        name = f"{type(self).__name__}.update(grads=...)"
+        _tree.check_tree(grads, name)
+        if getattr(grads, "dtype", type(grads)) in (bool, np.bool_):
+            raise ValueError(f"`{name}` must be the unscaled gradients, got {grads!r}. For a verdict, use `adjust`.")
         if not self.checks_gradients:
             return self, jnp.array(True)
         return _update(self, _tree.inexact_leaves(grads), axis_name)

@@ -8,10 +8,12 @@ import chex
 import jax
 import numpy as np
 
+from jax_lossscale._check import shown
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.registry import is_serialized, made
 
 _Found = TypeVar("_Found")
+_Tree = TypeVar("_Tree")
 
 
 def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
@@ -42,7 +44,7 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
       >>> jls.get_loss_scale(states, "critic")()
       Array(1024., dtype=float32)
     """
-    return find_one(opt_state, LossScale, "get_loss_scale(opt_state=...)", path)  # type: ignore[type-abstract]
+    return _found(opt_state, "get_loss_scale(opt_state=...)", path)
 
 
 def as_loss_scale(argument: Any, name: str) -> LossScale:
@@ -52,13 +54,16 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
     """
     if isinstance(argument, LossScale) or is_serialized(argument) or jax.tree_util.all_leaves([argument]):
         return made(argument, name)
-    return made(None, name) if argument is None else find_one(argument, LossScale, name)  # type: ignore[type-abstract]
+    return made(None, name) if argument is None else _found(argument, name)
+
+
+def _found(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
+    """Return the one loss scale in a tree, its leaves unwrapped."""
+    return unwrapped(find_one(tree, LossScale, name, path))  # type: ignore[type-abstract]
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
-    """Return the one instance of ``kind`` in a tree.
-
-    Its wrapped leaves are unwrapped: inside an `nnx.Optimizer` each leaf of a state is an `nnx.Variable`.
+    """Return the one instance of ``kind`` in a tree, with leaves that may be wrapped, see `unwrapped`.
 
     Args:
       tree: any pytree.
@@ -74,7 +79,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
     if not nodes:
         raise ValueError(
             f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, as "
-            f"`tx.init(params)` or the last step has left it; got {jax.tree.structure(tree)}."
+            f"`tx.init(params)` or the last step has left it; got {shown(tree)}."
         )
     chosen = [(keys, node) for keys, node in nodes if path is None or _begins_with(keys, path)]
     if len(chosen) != 1:
@@ -85,17 +90,18 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
             "that holds the one you mean, or to `get_loss_scale` its path."
         )
     ((_, node),) = chosen
-    return _unwrapped(node)
+    return node
 
 
-def _unwrapped(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Put arrays in the place of objects that are no arrays, but can be converted to one."""
+def unwrapped(tree: _Tree) -> _Tree:
+    """Put arrays in the place of objects that can be converted to one: `nnx.Optimizer` keeps each number in such a one.
+
+    Ask it of numbers alone. The named arrays of haliax, which an optimizer's moments may be, refuse to be converted.
+    """
 
     def is_wrapped(node: Any) -> bool:
         return hasattr(node, "__jax_array__") and not isinstance(node, (jax.Array, np.ndarray, np.generic))
 
-    if not any(map(is_wrapped, jax.tree.leaves(tree, is_leaf=is_wrapped))):
-        return tree
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
 
 

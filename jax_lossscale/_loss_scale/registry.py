@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import checked_dtype, is_number
+from jax_lossscale._check import checked_dtype, is_number, shown
 from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
@@ -69,7 +69,7 @@ def made(identifier: Any, name: str) -> LossScale:
         return _from_dict(identifier["class_name"], identifier["config"])
     if is_number(identifier):
         return FixedLossScale(identifier)
-    raise ValueError(f"`{name}` must be {_ACCEPTED}; got {identifier!r}.")
+    raise ValueError(f"`{name}` must be {_ACCEPTED}; got {shown(identifier)}.")
 
 
 def is_serialized(identifier: Any) -> bool:
@@ -95,7 +95,7 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
       {'class_name': 'FixedLossScale', 'config': {'loss_scale_value': 8.0, 'skip_nonfinite': False}}
     """
     if not isinstance(loss_scale, LossScale):
-        raise ValueError(f"`serialize(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}.")
+        raise ValueError(f"`serialize(loss_scale=...)` must be a `LossScale`, got {shown(loss_scale)}.")
     kind = type(loss_scale)
     if kind.__name__ in {own.__name__ for own in OWN_KINDS} and kind not in OWN_KINDS:
         raise ValueError(

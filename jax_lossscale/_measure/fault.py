@@ -28,6 +28,9 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
     Returns:
       ``int32[]``: its index among the leaves, or -1 if all are finite.
 
+    Raises:
+      ValueError: if ``tree`` is no pytree of arrays.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
@@ -36,6 +39,7 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
       ... )
       Array(1, dtype=int32)
     """
+    _tree.check_tree(tree, "first_nonfinite(tree=...)")
     index, _ = first_fault(tree, axis_name)
     return index
 

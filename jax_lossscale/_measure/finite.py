@@ -39,6 +39,10 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
     Returns:
       ``bool[]``; true for a tree without such leaves.
 
+    Raises:
+      ValueError: if ``tree`` is no pytree of arrays; outside `jax.jit`, if leaves lie on several devices that are no
+        mesh.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import jax_lossscale as jls
@@ -47,7 +51,18 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       >>> bool(jls.all_finite([jnp.array([1.0, -jnp.inf])]))
       False
     """
-    return _all_finite(_tree.inexact_leaves(tree), axis_name)
+    _tree.check_tree(tree, "all_finite(tree=...)")
+    leaves = _tree.inexact_leaves(tree)
+    try:
+        return _all_finite(leaves, axis_name)
+    except ValueError as error:
+        number = len({_tree.device_of(leaf) for leaf in leaves} - {None})
+        if number < 2:
+            raise
+        raise ValueError(
+            f"`all_finite(tree=...)` has leaves on {number} devices or meshes, and no one program can read them. Ask "
+            "about the leaves of each, and combine the answers on one device with `jax.device_put`."
+        ) from error
 
 
 def finite_and_largest(

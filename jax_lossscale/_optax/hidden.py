@@ -29,6 +29,21 @@ def shown(params: optax.Params, grads: optax.Updates) -> optax.Params:
     )
 
 
+def have_one_structure(grads: optax.Updates, params: optax.Params) -> bool:
+    """Whether there is a parameter for each gradient; ``None`` inside of the gradients stands for any of them."""
+
+    def is_one(grad: Any, param: Any) -> bool:
+        return grad is None or jax.tree_util.all_leaves([param])
+
+    def matched(params: optax.Params) -> Any:
+        return jax.tree.map(is_one, grads, params, is_leaf=_is_none)
+
+    try:
+        return grads is not None and all(jax.tree.leaves(_of_each_copy(matched, params)))
+    except (TypeError, ValueError):
+        return False
+
+
 def hidden_updates(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Make updates for the leaves that the chain is not shown, and ``None`` for all others.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_lossscale._check import count
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import find_one
+from jax_lossscale._loss_scale.finding import find_one, unwrapped
 from jax_lossscale._optax.state import LossScaledState
 
 # MindSpore's manager gives up after as many skipped steps in a row.
@@ -39,7 +39,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       >>> {name: value.item() for name, value in jls.metrics(state).items()}["loss_scale"]
       256.0
     """
-    state = find_one(opt_state, LossScaledState, "metrics(opt_state=...)")
+    state = own_numbers(opt_state, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
     measured = {} if state.largest is None else {"largest": _if_known(state.largest, state.grads_finite)}
     return {
@@ -86,7 +86,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       fairseq and DeepSpeed raise as soon as the scale is at its floor; MindSpore after 1,000 skipped steps in a row.
     """
     patience = count(patience, "raise_if_stuck(patience=...)", 1, "It counts skipped steps in a row.")
-    state = find_one(opt_state, LossScaledState, "raise_if_stuck(opt_state=...)")
+    state = own_numbers(opt_state, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())
@@ -108,6 +108,15 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         "though the loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, "
         "`jls.diagnostics.explain(opt_state)` tells which it is."
     )
+
+
+def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
+    """Find the one `LossScaledState` in an optimizer state, its own numbers unwrapped, its ``inner_state`` as it is.
+
+    ``name`` is what the argument is called in the error.
+    """
+    state = find_one(opt_state, LossScaledState, name)
+    return unwrapped(state._replace(inner_state=None))._replace(inner_state=state.inner_state)
 
 
 def check_is_concrete(state: LossScaledState, name: str) -> None:

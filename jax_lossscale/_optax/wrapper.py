@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -15,6 +16,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax import hidden
@@ -45,6 +47,7 @@ class Wrapper:
 
     def init(self, params: optax.Params) -> LossScaledState:
         """Return the state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        _tree.check_tree(params, "init(params=...)")
         if self.initial_loss_scale.checks_gradients:
             _check_not_masked(params, "init(params=...)")
             _warn_of_float16(params)
@@ -69,8 +72,10 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return ``(updates, state)``: those of the inner chain, or zeros for a skipped step; see `loss_scaled`."""
         told = Told(value, skip_if, grads_finite)
-        new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
-        return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
+        _check_arguments(updates, state, told, extra_args)
+        with _structures_named(updates, params):
+            new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
+            return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
 
     def update_and_apply(
         self,
@@ -86,9 +91,13 @@ class Wrapper:
         """Return ``(params, state)``, as ``update`` and `optax.apply_updates` would, faster; see `loss_scaled`."""
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
-        told, shown = Told(value, skip_if, grads_finite), hidden.shown(params, scaled_grads)
-        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, shown, told)
-        return hidden.filled(new_params, lambda: params), state
+        told = Told(value, skip_if, grads_finite)
+        _check_arguments(scaled_grads, state, told, extra_args)
+        _tree.check_tree(params, "update_and_apply(params=...)")
+        with _structures_named(scaled_grads, params):
+            trained = hidden.shown(params, scaled_grads)
+            new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, told)
+            return hidden.filled(new_params, lambda: params), state
 
     def _dispatched(self, applies: bool, extra_args: dict[str, Any], *arguments: Any) -> _Stepped:
         """Take the step with the leaves that are numbers; outside `jax.jit`, in one dispatch if it can be compiled.
@@ -97,15 +106,6 @@ class Wrapper:
         steer Python code. With one of those nothing is compiled, as with a bare optax chain.
         """
         scaled_grads, state, params, told = arguments
-        check_state(state)
-        check_told(told)
-        if "parts_finite" in extra_args:  # It would go to the chain, silently, and the step would be applied.
-            raise ValueError(
-                "`update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite."
-            )
-        if state.loss_scale.checks_gradients:
-            _check_not_masked(scaled_grads, "update(updates=...)")
-            _check_not_scaled(extra_args, scaled_grads)
         arguments = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(arguments)))
         is_compiled = are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args)))
@@ -183,6 +183,41 @@ def _warn_of_float16(params: optax.Params) -> None:
             "jls.cast_floating(params, jnp.float32)`. If they were not meant to be float16, initialize their layer "
             "with a float32 input, whose dtype it took."
         )
+
+
+# What other functions take would go to the chain, silently, and the step would be applied.
+_REFUSED = {
+    "parts_finite": "went in 0.4.0. Pass `grads_finite=`: all parts must be finite.",
+    "before": "is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no parameter, use "
+    "`select_tree(state.consecutive_skips == 0, new, before)`.",
+}
+
+
+def _check_arguments(scaled_grads: optax.Updates, state: Any, told: Told, extra_args: dict[str, Any]) -> None:
+    """Raise a `ValueError` that names what is not of its kind."""
+    check_state(state)
+    check_told(told)
+    _tree.check_tree(scaled_grads, "update(scaled_grads=...)")
+    for name in extra_args.keys() & _REFUSED:
+        raise ValueError(f"`update({name}=...)` {_REFUSED[name]}")
+    if state.loss_scale.checks_gradients:
+        _check_not_masked(scaled_grads, "update(updates=...)")
+        _check_not_scaled(extra_args, scaled_grads)
+
+
+@contextlib.contextmanager
+def _structures_named(scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
+    """Say of a failure that gradients and parameters are not of one structure, if that is so."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if params is None or hidden.have_one_structure(scaled_grads, params):
+            raise
+        got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
+        raise ValueError(
+            f"`update(scaled_grads=...)` must be of the structure of `params`, {expected}, got {got}. Of "
+            "`loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`."
+        ) from error
 
 
 def _check_not_masked(tree: optax.Params, name: str) -> None:

@@ -112,3 +112,25 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
         jls.autocast(lambda x: model(x))(X)
     frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # which changes nothing
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
+
+
+def test_a_module_as_the_function_has_true_gradients_and_changes():
+    models, results = (Network(), Network()), []
+    for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_inside(fun, 2.0**10)), strict=True):
+        for method in (lambda model: model), (lambda model: model.__call__):
+
+            def loss(model, inside=inside, method=method):
+                return jnp.mean(inside(method(model))(X) ** 2)
+
+            results.append(nnx.grad(loss)(model))
+    for expected, found in zip(results[:2], results[2:], strict=True):
+        assert distance_of_all(nnx.to_pure_dict(found), nnx.to_pure_dict(expected)) < 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *map(changeable, models))
+    assert models[0].num_calls == models[1].num_calls == 2
+
+
+def test_a_module_that_changes_and_is_closed_over_is_refused():
+    model = Network()
+    for fun in (lambda x: model(x)), jls.autocast(model):
+        with pytest.raises(ValueError, match=r"changes an nnx module .* Make the module an argument"):
+            jls.scaled_inside(fun, 2.0**10)(X)

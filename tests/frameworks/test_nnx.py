@@ -1,5 +1,7 @@
 """flax nnx: the page's program, and the same with flax's own optimizer; what rolls back, and what does not."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,9 +49,9 @@ def test_a_bad_batch_leaves_the_model_as_it_was_random_counts_and_statistics_inc
 
 
 class Line(nnx.Module):
-    def __init__(self):
-        self.slope = nnx.Param(jnp.ones(2))
-        self.seen = nnx.BatchStat(jnp.zeros(2))
+    def __init__(self, size=2):
+        self.slope = nnx.Param(jnp.ones(size))
+        self.seen = nnx.BatchStat(jnp.zeros(size))
 
     def __call__(self, x):
         self.seen[...] = self.seen[...] + x.astype(jnp.float32)
@@ -184,9 +186,22 @@ def test_what_the_forward_pass_adds_stays_and_without_before_nothing_is_undone()
         assert (int(model.dropout.rngs.count[...]), model.hidden[...].shape) == (0 if is_told else 1, (3, 4))
 
 
+def with_its_statistics(model):
+    """A model of new parameters, and of the same statistics."""
+    copied = nnx.clone(model)
+    copied.seen = model.seen
+    return copied
+
+
 BEFORE = {
     "itself": (lambda model: model, "got the model itself"),
     "its state": (nnx.state, "got <class .*State"),
+    "a copy with the same variables": (copy.copy, "got a copy that shares its variables"),
+    "a copy with the same statistics": (with_its_statistics, "got a copy that shares its variables"),
+    "a copy of other sizes": (
+        lambda _: Line(3),
+        r"got a model whose seen is float32\[3\], where this one has float32\[2\]",
+    ),
     "a flag": (lambda _: True, "got <class 'bool'>"),
 }
 

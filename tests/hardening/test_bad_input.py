@@ -4,6 +4,7 @@ A new public name has no row here, and fails until it has one. Then: what comes 
 state, builds loss scales and does nothing else.
 """
 
+import functools
 import importlib
 import inspect
 import json
@@ -28,6 +29,8 @@ MODULES = [jls, diagnostics, plotting, *(importlib.import_module(f"jax_lossscale
 PARAMS = jnp.ones(2)
 TX = jls.loss_scaled(optax.sgd(0.1), "dynamic")
 STATE = TX.init(PARAMS)
+ADAM = jls.loss_scaled(optax.adam(0.1))
+LOSS = jnp.float32(1)
 DYNAMIC = jls.DynamicLossScale()
 
 
@@ -42,6 +45,15 @@ jls.AutoLossScale("3")
 jls.AutoLossScale(min_loss_scale=2.0**16)
     `AutoLossScale(initial_loss_scale=...)` must not be below `min_loss_scale` = 65536.0, got 256.0. Lower
     `min_loss_scale`.
+jls.AutoLossScale().scale("x")
+    `AutoLossScale.scale(tree=...)` must be a pytree of arrays, got 'x'.
+jls.AutoLossScale().unscale("x")
+    `AutoLossScale.unscale(tree=...)` must be a pytree of arrays, got 'x'.
+jls.AutoLossScale().update("x")
+    `AutoLossScale.update(grads=...)` must be a pytree of arrays, got 'x'.
+jls.AutoLossScale().update(jnp.array(False))
+    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). For a verdict, use
+    `adjust`.
 jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1, and fit int32, got 0. To keep the scale fixed,
     use `FixedLossScale`.
@@ -53,6 +65,9 @@ jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
     `jnp.any`.
+jls.DynamicLossScale().adjust({"kernel": PARAMS})
+    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got PyTreeDef({'kernel': *}). Reduce it with
+    `jnp.all` or `jnp.any`.
 jls.DynamicLossScale.from_config({"other": 1})
     `DynamicLossScale.from_config(config=...)` must be its arguments, got {'other': 1}:
     DynamicLossScale.__init__() got an unexpected keyword argument 'other'.
@@ -62,6 +77,8 @@ jls.FixedLossScale(0.5)
 jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}])
     `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'wide', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
+jls.PrecisionPolicy(rules=[3])
+    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got 3.
 jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
     number, got -1.0.
@@ -74,8 +91,19 @@ jls.autocast(square, jnp.float8_e5m2)
     `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
+jls.all_finite("x")
+    `all_finite(tree=...)` must be a pytree of arrays, got 'x'.
 jls.cast_floating(PARAMS, jnp.int32)
     `cast_floating(dtype=...)` must be a real floating dtype, got int32.
+jls.cast_floating(PARAMS, {"kernel": PARAMS})
+    `cast_floating(dtype=...)` must be a dtype, such as `jnp.float16`, got PyTreeDef({'kernel': *}).
+jls.cast_floating(PARAMS, PARAMS)
+    `cast_floating(dtype=...)` must be a dtype, such as `jnp.float16`, got float32[2].
+jls.cast_floating("float16", PARAMS)
+    `cast_floating(tree=...)` must be a pytree of arrays, got 'float16'. The order is `cast_floating(tree, dtype)`.
+jls.cast_floating(jnp.dtype("float16"), {"kernel": PARAMS})
+    `cast_floating(tree=...)` must be a pytree of arrays, got dtype('float16'). The order is
+    `cast_floating(tree, dtype)`.
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get_loss_scale(STATE, path="nope")
@@ -83,10 +111,10 @@ jls.get_loss_scale(STATE, path="nope")
     part of the state that holds the one you mean, or to `get_loss_scale` its path.
 jls.metrics(PARAMS)
     `metrics(opt_state=...)` holds no `LossScaledState`. It should be the state of an optimizer made with `loss_scaled`,
-    as `tx.init(params)` or the last step has left it; got PyTreeDef(*).
+    as `tx.init(params)` or the last step has left it; got float32[2].
 diagnostics.explain(PARAMS)
     `explain(opt_state=...)` holds no `LossScaledState`. It should be the state of an optimizer made with `loss_scaled`,
-    as `tx.init(params)` or the last step has left it; got PyTreeDef(*).
+    as `tx.init(params)` or the last step has left it; got float32[2].
 diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
 jls.in_half(3)
@@ -102,6 +130,9 @@ jls.loss_scaled(optax.sgd(0.1), skip="other")
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
     alone.
+TX.update(PARAMS, STATE, PARAMS, before=PARAMS)
+    `update(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no parameter, use
+    `select_tree(state.consecutive_skips == 0, new, before)`.
 TX.update(PARAMS, STATE, PARAMS, parts_finite=jnp.array(True))
     `update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
@@ -109,18 +140,37 @@ TX.update(PARAMS, STATE, PARAMS, skip_if=1)
 TX.update(PARAMS, (), PARAMS)
     `update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got tuple. The
     order is `update(scaled_grads, state, params)`.
+TX.update("x", STATE, PARAMS)
+    `update(scaled_grads=...)` must be a pytree of arrays, got 'x'.
+ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
+    `update(scaled_grads=...)` must be of the structure of `params`, PyTreeDef(*), got PyTreeDef((*, *)). Of
+    `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+TX.init(square)
+    `init(params=...)` must be a pytree of arrays, got SQUARE.
+TX.update_and_apply(STATE, PARAMS, PARAMS)
+    `update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got ArrayImpl. The
+    order is `update(scaled_grads, state, params)`.
+TX.update_and_apply((LOSS, PARAMS), STATE, {"kernel": PARAMS})
+    `update(scaled_grads=...)` must be of the structure of `params`, PyTreeDef({'kernel': *}), got PyTreeDef((*, *)). Of
+    `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+TX.update_and_apply(PARAMS, STATE, "x")
+    `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` got None. To compute updates without them, use `update`.
 jls.raise_if_stuck(STATE, patience=0)
     `raise_if_stuck(patience=...)` must be at least 1, and fit int32, got 0. It counts skipped steps in a row.
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
+jls.scale_gradient(square, 8)
+    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. Of a function, pass the result.
 jls.scaled_inside(3, 8)
     `scaled_inside(fun=...)` must be a function, got 3.
 jls.scaled_grad(square, True)
     `scaled_grad(loss_scale=...)` must be ACCEPTED; got True.
 jls.unscale_gradient(PARAMS, "8")
     `unscale_gradient(scale=...)` must be ACCEPTED; got '8'.
+jls.unscale_gradient("x", 8)
+    `unscale_gradient(tree=...)` must be a pytree of arrays, got 'x'.
 jls.value_and_scaled_grad(None, 8)
     `value_and_scaled_grad(fun=...)` must be a function, got None.
 jls.select_tree(True, {"a": PARAMS}, {"a": jnp.ones(3)})
@@ -135,18 +185,28 @@ diagnostics.compare_gradients(square, PARAMS, loss_scales=[0.0])
     chosen.
 diagnostics.exponent_histogram(PARAMS, per_leaf=1)
     `exponent_histogram(per_leaf=...)` must be True or False, got 1.
+diagnostics.exponent_histogram("x")
+    `exponent_histogram(tree=...)` must be a pytree of arrays, got 'x'.
 diagnostics.find_precision(square, PARAMS, tolerance=0)
     `find_precision(tolerance=...)` must be a number between 0 and 1, got 0.
+diagnostics.first_nonfinite("x")
+    `first_nonfinite(tree=...)` must be a pytree of arrays, got 'x'.
 diagnostics.in_precision(square, jnp.int32)
     `in_precision(dtype=...)` must be a real floating dtype, got int32.
+diagnostics.nonfinite_report("x")
+    `nonfinite_report(grads=...)` must be a pytree of arrays, got 'x'.
 diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
     `simulate(loss_scale=...)` must be a `LossScale`, got 8. Make one with `jls.get`.
 diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
     `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
+diagnostics.suggest_loss_scale("x")
+    `suggest_loss_scale(grads=...)` must be a pytree of arrays, got 'x'.
 diagnostics.underflow_fraction(PARAMS, dtype=jnp.int32)
     `underflow_fraction(dtype=...)` must be a real floating dtype, got int32.
+diagnostics.underflow_fraction("x")
+    `underflow_fraction(grads=...)` must be a pytree of arrays, got 'x'.
 plotting.plot_exponents(PARAMS, yscale="other")
     `plot_exponents(yscale=...)` must be 'linear' or 'log', got 'other'.
 plotting.plot_gradient_error(3)
@@ -201,7 +261,14 @@ def rows():
             yield line, message
 
 
-CALLS = {call: " ".join(message).replace("ACCEPTED", ACCEPTED) for call, message in list(rows())}
+STANDS_FOR = {"ACCEPTED": ACCEPTED, "SQUARE": repr(square)}
+
+
+def spelled_out(message):
+    return functools.reduce(lambda text, word: text.replace(word, STANDS_FOR[word]), STANDS_FOR, " ".join(message))
+
+
+CALLS = {call: spelled_out(message) for call, message in list(rows())}
 NAMES = dict(vars(jls), **globals()) | {name: sys.modules[f"jax_lossscale.interop.{name}"] for name in PEERS}
 
 
@@ -213,8 +280,8 @@ def test_a_bad_argument_is_refused_in_these_words(call):
     assert str(caught.value) == CALLS[call]
 
 
-# They take any tree, and the leaf rule says what becomes of its leaves; or they take nothing.
-TAKE_ANYTHING = {"all_finite", "first_nonfinite", "nonfinite_report", "NoOpLossScale", "LossScale"}
+# They take no arguments.
+TAKE_NOTHING = {"NoOpLossScale", "LossScale"}
 
 
 def public_functions():
@@ -229,7 +296,7 @@ def public_functions():
 
 def test_every_public_function_refuses_something():
     refusing = {message.removeprefix("`").partition("(")[0].partition("`")[0] for message in CALLS.values()}
-    assert set(public_functions()) - TAKE_ANYTHING - refusing == set()
+    assert set(public_functions()) - TAKE_NOTHING - refusing == set()
 
 
 # Configuration from outside: it builds loss scales, and does nothing else.

@@ -365,3 +365,17 @@ def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_t
     assert len(verdicts) == run.layout.verdicts
     moves = [kind for kind, _ in found if kind != "all-reduce"]
     assert moves == ["all-gather"] * run.layout.gathers  # those of the forward pass
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", None])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
+def test_init_takes_parameters_on_several_devices_as_a_bare_chain_does(loss_scale, dtype):
+    mesh = NamedSharding(jax.make_mesh((2,), ("shard",), devices=jax.devices()[2:4]), P("shard"))
+    places = [jax.devices()[0], jax.devices()[1], mesh]
+    params = [{"kernel": jax.device_put(np.ones((2, 4), dtype), place)} for place in places]
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    state, expected = jls.loss_scaled(chain, loss_scale).init(params).inner_state, chain.init(params)
+    for leaf, bare in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(bare.sharding, bare.ndim)
+        assert leaf.dtype == (jnp.float32 if bare.dtype == dtype else bare.dtype)

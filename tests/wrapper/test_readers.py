@@ -176,3 +176,38 @@ def test_an_nnx_optimizer_from_end_to_end():
     assert jls.metrics(optimizer)["loss_scale"] == jls.get_loss_scale(optimizer)() == 2.0**14
     text = jls.diagnostics.explain(optimizer.opt_state, nnx.state(model, nnx.Param))
     assert "an infinity in the gradients, first in ['bias']" in text
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Named:
+    """An array whose axes have names, as in haliax: part of the tree, and refuses to become a bare array."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("array"), self.array)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+    def __jax_array__(self):
+        raise ValueError("Only scalar NamedArrays can be implicitly converted to jax arrays.")
+
+
+def test_the_moments_of_named_arrays_are_left_alone():
+    tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(2.0), record_bad_steps=True)
+    params = {"kernel": Named(PARAMS["kernel"])}
+    state = tx.init(params)
+    for _ in range(20):
+        state = tx.update_and_apply({"kernel": Named(BAD_GRADS["kernel"] * jnp.nan)}, state, params)[1]
+    assert isinstance(state.inner_state[0].mu["kernel"], Named)
+    for tree in state, (state, params), [params, {"optimizer": state}]:
+        assert jls.metrics(tree)["skipped_steps"] == 20
+        assert jls.get_loss_scale(tree)() == 1
+        for names in (None, params):
+            assert "NaN in the gradients, first in ['kernel'].array" in jls.diagnostics.explain(tree, names)
+        with pytest.raises(RuntimeError, match="cannot go lower"):
+            jls.raise_if_stuck(tree)
+        assert jls.value_and_scaled_grad(lambda x: x**2, tree)(3.0)[0] == 9

@@ -161,3 +161,22 @@ def test_apply_if_finite_around_the_wrapper_never_lets_the_scale_down():
     for _ in range(5):
         _, state = tx.update(BAD_GRADS, state, PARAMS)
     assert jls.get_loss_scale(state)() == 8.0
+
+
+def failing(error):
+    def update(updates, state, params=None):
+        raise error
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_what_a_chain_raises_itself_is_not_called_a_matter_of_structure(compiled):
+    params = {"kernel": jnp.ones(2), "frozen": None, "layers": [jnp.ones(3)]}
+    for grads in params, {**params, "layers": None}:
+        tx = jls.loss_scaled(failing(ValueError("of its own")))
+        step = jax.jit(tx.update_and_apply) if compiled else tx.update_and_apply
+        with pytest.raises(ValueError, match=r"^of its own$"):
+            step(grads, tx.init(params), params)
+    with pytest.raises(ValueError, match=r"update\(scaled_grads=\.\.\.\)"):
+        step({**params, "layers": [jnp.ones(3), jnp.ones(3)]}, tx.init(params), params)

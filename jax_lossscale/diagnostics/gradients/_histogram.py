@@ -65,7 +65,8 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
       leaf of integers, keys and the like.
 
     Raises:
-      ValueError: if more numbers would be counted together than a ``uint32`` holds, 4 294 967 295.
+      ValueError: if ``tree`` is no pytree of arrays; if more numbers would be counted together than a ``uint32``
+        holds, 4 294 967 295.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -81,6 +82,7 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
     """
+    _tree.check_tree(tree, "exponent_histogram(tree=...)")
     leaves = _tree.inexact_leaves(tree)
     check_flag(per_leaf, "exponent_histogram(per_leaf=...)")
     for group in [[leaf] for leaf in leaves] if per_leaf else [leaves]:

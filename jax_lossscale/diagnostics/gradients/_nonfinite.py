@@ -123,7 +123,8 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
       A `NonfiniteReport`, the worst leaf first.
 
     Raises:
-      ValueError: inside `jax.jit` and other transformations, where nothing is known yet.
+      ValueError: if ``grads`` is no pytree of arrays; inside `jax.jit` and other transformations, where nothing is
+        known yet.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -137,6 +138,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
       leaf        dtype     shape  NaN  +inf  -inf   share  largest finite  first at
       ['kernel']  float32  [2, 2]    1     1     1  75.00%               1    [0, 1]
     """
+    _tree.check_tree(grads, "nonfinite_report(grads=...)")
     with_paths = jax.tree_util.tree_leaves_with_path(grads)
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths if _tree.is_inexact(leaf)]
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):

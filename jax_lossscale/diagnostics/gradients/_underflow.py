@@ -118,6 +118,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
       >>> print(lost)
       25.000% would become zero, 25.000% subnormal; beside these, 20.000% of all are zero already.
     """
+    _tree.check_tree(grads, "underflow_fraction(grads=...)")
     dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
     check_flag(per_leaf, "underflow_fraction(per_leaf=...)")
     if per_leaf:
@@ -160,6 +161,7 @@ def suggest_loss_scale(
       >>> print(suggestion)
       2^22 = 4194304 fits a largest gradient of 0.001, and rescues 50.000%; 0.000% of all are zero already.
     """
+    _tree.check_tree(grads, "suggest_loss_scale(grads=...)")
     dtype = checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")
     given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
     if headroom < 1:

@@ -15,10 +15,9 @@ from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._loss_scale.auto import LOG2_ALLOWANCE
-from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
-from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor
+from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor, own_numbers
 from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import power_of_two
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path, nonfinite_report
@@ -75,7 +74,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients bear: there is nothing to do.
     """
-    state = find_one(opt_state, LossScaledState, "explain(opt_state=...)")
+    state = own_numbers(opt_state, "explain(opt_state=...)")
     check_is_concrete(state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(

@@ -98,34 +98,60 @@ class Optimizer(nnx.Optimizer):
             ``grads_finite``, and what the chain takes.
 
         Raises:
-          ValueError: if ``before`` is the model itself, or another kind of model.
+          ValueError: if ``before`` is the model itself, a copy that shares its variables, or a model of another kind or
+            size; as ``update`` of `loss_scaled`.
         """
-        if before is not None and (before is model or type(before) is not type(model)):
-            what = "the model itself" if before is model else repr(type(before))
-            raise ValueError(
-                "`Optimizer.update(before=...)` must be a copy of the model from before the forward pass, "
-                f"`before = nnx.clone(model)`, got {what}."
-            )
+        if before is not None:
+            self._check_is_a_copy(before, model)
         params, grads = (_arrays(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
         params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(told))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, **self._options))
         self.step[...] += 1
         if before is not None:
-            old, new = (self._all_else(tree) for tree in (before, model))
+            old, new = (_arrays(self._all_else(tree)) for tree in (before, model))
             kept = {path: leaf for path, leaf in new.items() if path in old}  # the forward pass may add variables
             old = {path: old[path] for path in kept}
             kept = select_tree(opt_state.consecutive_skips == 0, kept, old)
             nnx.update(model, nnx.from_flat_state(list(kept.items())))
 
+    def _check_is_a_copy(self, before: Any, model: Any) -> None:
+        """Raise a `ValueError` unless ``before`` is a model of the same kind that keeps what this one was."""
+        if type(before) is not type(model):
+            what = repr(type(before))
+        elif before is model:
+            what = "the model itself"
+        else:
+            what = _difference(self._all_else(before), self._all_else(model))
+        if what:
+            raise ValueError(
+                "`Optimizer.update(before=...)` must be a copy of the model from before the forward pass, "
+                f"`before = nnx.clone(model)`, got {what}."
+            )
+
     def _all_else(self, model: Any) -> dict[Any, Any]:
-        """Return, by path, the arrays of a model that this optimizer does not train."""
-        return dict(nnx.to_flat_state(_arrays(nnx.state(model, nnx.Not(self.wrt), **self._options))))
+        """Return, by path, the variables of a model that this optimizer does not train."""
+        return dict(nnx.to_flat_state(nnx.state(model, nnx.Not(self.wrt), **self._options)))
 
     @property
     def _options(self) -> dict[str, Any]:
         """Return flax's graph mode, of which 0.12.0 knows nothing."""
         return {"graph": self.graph} if hasattr(self, "graph") else {}
+
+
+def _difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
+    """Say why no choice between these variables, by path, would set anything back; "" if one can be made."""
+    if {id(variable) for variable in old.values()} & {id(variable) for variable in new.values()}:
+        return "a copy that shares its variables, and changes with it"
+    for path in old.keys() & new.keys():
+        was, is_now = (jax.tree.map(_type_of, _arrays(variables[path])) for variables in (old, new))
+        if was != is_now:
+            return f"a model whose {'.'.join(map(str, path))} is {was}, where this one has {is_now}"
+    return ""
+
+
+def _type_of(array: jax.Array) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
