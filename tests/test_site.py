@@ -1,6 +1,6 @@
 """The documentation site: it builds with warnings as errors, needs no network, and its links lead somewhere.
 
-Needs the extra ``docs``: ``pip install -e ".[docs]"``, then ``python -m pytest -m ci tests/test_site.py``.
+Needs ``pip install -e ".[test]" --group docs``. Run ``python -m pytest -m ci tests/test_site.py``.
 """
 
 import os
