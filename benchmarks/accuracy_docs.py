@@ -52,7 +52,7 @@ def write(summary: Table, details: Table) -> None:
 
 
 def draw(summary: Table, details: Table) -> Figure:
-    """Percent above float32's final loss, of the table's settings: a row a workload, a mark a seed, the noise floor shaded."""
+    """Percent above float32's final loss: rows are workloads, marks are seeds, and shades the noise floors."""
     from matplotlib.figure import Figure
 
     names = [str(row[0]) for row in summary.rows]
