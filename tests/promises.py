@@ -159,7 +159,7 @@ BREAKS = {
             "return jax.lax.psum(largest_on_all(of_local(*shards), names), names)",
         )
     ],
-    "A resumed run ends with the same bits": [
+    "A resumed run is bitwise equal": [
         (
             "_loss_scale/base.py",
             # Which checkpointers ask, and compiled programs do not.
