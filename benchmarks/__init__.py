@@ -12,8 +12,8 @@ BENCHMARKS = {
     "finite": "`all_finite` alone, beside a plain sum and jmp",
     "compile_time": "trace, lower and compile: the optimizer's step, and a whole training step",
     "policies": "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits",
-    "autocast": "`jls.autocast` beside casts by hand: steps for an H100 (extra `bench-cuda`), bytes kept, errors",
-    "cuda": "the program for an H100, compiled and not run (extra `bench-cuda`)",
+    "autocast": "`jls.autocast` beside casts by hand: steps for an H100 (group `bench-cuda`), bytes kept, errors",
+    "cuda": "the program for an H100, compiled and not run (group `bench-cuda`)",
 }
 
 # These run only where they are named.

@@ -21,11 +21,9 @@ _BEGIN, _END = "<!-- begin: written by `python -m benchmarks accuracy --docs` --
 _STYLES = {
     "bfloat16": ("#d55e00", "s"),
     "float16": ("#6e6e6e", "x"),
-    "float16, fixed": ("#56b4e9", "^"),
     "float16, dynamic": ("#0072b2", "o"),
     "float16, auto": ("#009e73", "D"),
     "autocast, auto": ("#e69f00", "v"),
-    "autocast, found policy": ("#cc79a7", "P"),
 }
 _LINEAR_UP_TO = 0.1  # percent; logarithmic beyond
 
@@ -54,12 +52,12 @@ def write(summary: Table, details: Table) -> None:
 
 
 def draw(summary: Table, details: Table) -> Figure:
-    """Percent above float32's final loss: a row a workload, a dot a seed, the noise floor shaded."""
+    """Percent above float32's final loss: rows are workloads, marks are seeds, and shades the noise floors."""
     from matplotlib.figure import Figure
 
     names = [str(row[0]) for row in summary.rows]
     percents = _percents(details)
-    arms = [arm for arm in _STYLES if (names[0], arm) in percents]
+    arms = [arm for arm in _COLUMNS if (names[0], arm) in percents]  # those of the table
     figure = Figure(figsize=(5, 1.6 + 0.62 * len(names)), layout="constrained")  # legible on a phone, too
     ax = figure.subplots()
     for place, row in enumerate(summary.rows):
@@ -69,7 +67,7 @@ def draw(summary: Table, details: Table) -> Figure:
             colour, marker = _STYLES[arm]
             heights = place + 0.8 * ((number + 0.5) / len(arms) - 0.5)
             values = percents[names[place], arm]
-            label = arm if place == 0 else None
+            label = None if place else _COLUMNS[arm].replace("`", "")
             ax.plot(values, [heights] * len(values), marker, color=colour, markersize=5, label=label, clip_on=False)
     ax.set_xscale("symlog", linthresh=_LINEAR_UP_TO)
     ticks = [-10, 0, 1, 100]
@@ -78,7 +76,8 @@ def draw(summary: Table, details: Table) -> Figure:
     ax.set_xticks(ticks, [f"{tick:+g} %" if tick else "0" for tick in ticks])
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
-    ax.set_xlabel("final loss above that of float32\nfrom the same seed; shaded: the noise floor")
+    scale = f"axis: linear up to {_LINEAR_UP_TO} %, logarithmic beyond"
+    ax.set_xlabel(f"final loss above that of float32\nfrom the same seed; shaded: the noise floor\n({scale})")
     ax.axvline(0, color="black", linewidth=0.8, zorder=0)
     ax.grid(axis="x", color="#eeeeee", zorder=0)
     ax.set_axisbelow(True)

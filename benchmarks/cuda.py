@@ -1,6 +1,6 @@
 """What XLA makes of the optimizer's step for a GPU: the program compiled for an H100, read, and never run.
 
-XLA compiles for a GPU that it has only a description of, so this needs the extra ``bench-cuda`` and no GPU. The program
+XLA compiles for a GPU that it has only a description of, so this needs the group ``bench-cuda`` and no GPU. The program
 says how many kernels a step launches and how much each of them reads and writes, and Adam is bound by that traffic. It
 says nothing of time: no cache, no launch and no GPU has a part in it. Those marks are `optimizer`'s, on a GPU.
 """
@@ -79,7 +79,7 @@ def missing() -> str:
     """What has to be installed to compile for a GPU; empty if nothing."""
     installed = {distribution.name for distribution in importlib.metadata.distributions()}
     packages = [package for package in _PACKAGES if package not in installed]
-    return f"needs {' and '.join(packages)}: pip install -e '.[bench-cuda]'" if packages else ""
+    return f"needs {' and '.join(packages)}: pip install -e '.[bench]' --group bench-cuda" if packages else ""
 
 
 def start() -> None:

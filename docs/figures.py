@@ -47,7 +47,6 @@ def history(result: job.Result) -> dict[str, np.ndarray]:
         "loss": trace.loss,
         "loss_scale": trace.loss_scale,
         "skipped": np.diff(trace.skipped_steps, prepend=0) > 0,
-        "underflow": trace.zero_fraction,
     }
 
 

@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import NoReturn
 
 DTYPES = ("float32", "bfloat16", "float16")
+# What installs all that the examples need; pip 25.1 or newer knows `--group`.
+INSTALL = "pip install '.[demo,plot]' --group examples"
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,7 +67,7 @@ def picture(text: str) -> Path:
 def name_the_extra(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Instead of the traceback of a missing package, one line on how to install it."""
     if isinstance(error, ModuleNotFoundError):
-        sys.stderr.write(f"{error}. All that the examples need: pip install '.[examples]' in the checkout\n")
+        sys.stderr.write(f"{error}. In the checkout: {INSTALL}\n")
     else:
         sys.__excepthook__(kind, error, traceback)
 

@@ -205,7 +205,8 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     Use it for whatever must be set back on a skipped step: batch statistics, moving averages, random keys.
 
     Args:
-      pred: ``bool[]``.
+      pred: ``bool[]``: whether the step was applied, which is ``opt_state.consecutive_skips == 0``, or the
+        ``should_apply`` that `LossScale.update` returns.
       on_true: any pytree. Leaves may be arrays of any dtype, float0 and random keys included.
       on_false: a tree of the same structure and the same shapes and dtypes. Leaves that are not arrays
         (strings, functions) must be equal in both.

@@ -1,7 +1,7 @@
 """Execute the notebooks of this folder from top to bottom, in place: ``python notebooks/execute.py [NAME ...]``.
 
-With ``--check`` nothing is written, and two run at a time: each must run without an error, and within its time. Needs
-the extra ``notebooks``.
+With ``--check`` nothing is written, and two run at a time: each must run without an error, and within its time. It
+needs ``pip install -e ".[demo,plot]" --group notebooks``, with pip 25.1 or newer.
 """
 
 from __future__ import annotations

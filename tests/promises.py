@@ -87,7 +87,7 @@ BREAKS = {
             "_saturating_add(state.consecutive_skips, skipped)",
         ),
     ],
-    "The fast way is the plain way": [
+    "The fused step is the plain step": [
         (
             STEP,
             "        return optax.apply_updates(params, updates)",
@@ -125,7 +125,7 @@ BREAKS = {
             "_widened(scaled_grads, state.loss_scale),",
         )
     ],
-    "Narrow parameters have float32 moments": [(STEP, "return _tree.widen(tree, keep=keep)", "return tree")],
+    "Half-precision parameters have float32 moments": [(STEP, "return _tree.widen(tree, keep=keep)", "return tree")],
     "Without a loss scale it is the bare optimizer": [
         (
             "_loss_scale/fixed.py",
@@ -159,7 +159,7 @@ BREAKS = {
             "return jax.lax.psum(largest_on_all(of_local(*shards), names), names)",
         )
     ],
-    "A resumed run ends with the same bits": [
+    "A resumed run is bitwise equal": [
         (
             "_loss_scale/base.py",
             # Which checkpointers ask, and compiled programs do not.

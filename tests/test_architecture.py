@@ -11,6 +11,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,15 @@ def test_importing_brings_nothing_but_the_dependencies_and_what_they_bring():
     dependencies = "import jax, jaxlib, optax, chex, numpy\n"
     before, after = (set(json.loads(run_python(code + DESCRIBE))) for code in (dependencies, "import jax_lossscale\n"))
     assert after - before - sys.stdlib_module_names == {"jax_lossscale"}
+
+
+def test_what_the_core_imports_is_named_among_the_dependencies():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    named = {re.match(r"\w+", dependency)[0] for dependency in project["dependencies"]}
+    core = [path for path in MODULES if layer_of(MODULES[path]) not in ("demo", "interop", "plotting")]
+    imported = {name.partition(".")[0] for path in core for name in imported_names(path)}
+    assert "scipy" in imported  # in the middle of a function
+    assert imported - sys.stdlib_module_names - {PACKAGE.name} <= named
 
 
 def test_importing_without_the_extras_is_silent_and_touches_no_device():

@@ -1,11 +1,13 @@
 """What a release says of itself in several places is the same in all of them."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import jax_lossscale as jls
 
 ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_version_and_date_are_those_of_the_changelog():
@@ -20,3 +22,19 @@ def test_the_hosted_ci_runs_what_a_contributor_runs():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "run: bash .ci/run" in workflow
     assert "run: python tests/versions.py" in workflow
+
+
+def test_what_texts_and_errors_tell_to_install_exists():
+    """Extras as `.[name]` and "extra `name`", groups as `--group name` and "group `name`"."""
+    folders = [ROOT / name for name in ("benchmarks", "docs", "examples", "jax_lossscale", "notebooks", "tests")]
+    paths = [path for folder in folders for kind in ("*.py", "*.md") for path in folder.rglob(kind)]
+    paths += [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "ci.yml", ROOT / "mkdocs.yml"]
+    paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml"]
+    text = "\n".join(path.read_text() for path in paths if path != Path(__file__))
+    lists = re.findall(r"(?:\s|[\"'])\.\[([a-z][\w,-]*)\]", text) + re.findall(r"\bextras? `+([\w-]+)`", text)
+    extras = {name for listed in lists for name in listed.split(",")}
+    groups = set(re.findall(r"(?:--group |\bgroup `+)([a-z][\w-]*)", text))
+    assert len(extras) > 3
+    assert len(groups) > 3
+    assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
+    assert groups <= set(PYPROJECT["dependency-groups"])

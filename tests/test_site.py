@@ -1,10 +1,12 @@
-"""The documentation site: it builds with warnings as errors, needs no network, and its links lead somewhere.
+"""The documentation site: it builds with warnings as errors, needs no network, links lead somewhere, search finds.
 
-Needs the extra ``docs``: ``pip install -e ".[docs]"``, then ``python -m pytest -m ci tests/test_site.py``.
+Needs ``pip install -e ".[test]" --group docs``. Run ``python -m pytest -m ci tests/test_site.py``.
 """
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -100,3 +102,100 @@ def test_names_in_backticks_lead_to_the_reference(site):
     assert re.search(r'href="../../api/gradients/#jax_lossscale.value_and_scaled_grad"[^>]*><code>jls\.value', text)
     text = (site / "api" / "optimizer" / "index.html").read_text()
     assert re.search(r'href="../loss_scales/#jax_lossscale.NoOpLossScale"[^>]*><code>NoOpLossScale</code>', text)
+
+
+# What readers type, and the page or the section that must be among the first three hits.
+SEARCHES = """
+tensorboard                                  guide/logging/#every-n-steps-tensorboard-wandb-csv
+wandb                                        guide/logging/#every-n-steps-tensorboard-wandb-csv
+gradscaler                                   migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
+torch.amp.GradScaler                         migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
+amp                                          migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
+pytorch                                      migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
+deepspeed                                    migrating/#from-deepspeed
+megatron                                     migrating/#from-megatron-lm
+lossscaleoptimizer                           migrating/#from-keras
+dynamicscale                                 migrating/#from-flax
+jmp                                          migrating/#from-jmp
+apply_if_finite                              migrating/#from-optaxapply_if_finite
+autolossscale                                api/loss_scales/#jax_lossscale.AutoLossScale
+dynamiclossscale                             api/loss_scales/#jax_lossscale.DynamicLossScale
+scaled_grad                                  api/gradients/#jax_lossscale.scaled_grad
+jls.value_and_scaled_grad                    api/gradients/#jax_lossscale.value_and_scaled_grad
+compare_gradients                            api/diagnostics/#jax_lossscale.diagnostics.compare_gradients
+raise_if_stuck                               api/optimizer/#jax_lossscale.raise_if_stuck
+trainstate                                   api/interop/#jax_lossscale.interop.flax.TrainState
+cheat sheet                                  api/
+license                                      #more-and-the-license
+install with pip                             #install-with-pip-required-versions
+pip install                                  #install-with-pip-required-versions
+changelog                                    changelog/
+faq                                          faq/
+float8                                       faq/#what-about-float8
+webgpu                                       why/#float16-or-bfloat16-which-one-to-take
+V100                                         why/#float16-or-bfloat16-which-one-to-take
+bfloat16 or float16                          why/#float16-or-bfloat16-which-one-to-take
+memory saved                                 why/#memory-saved-time-saved
+softmax in float16                           why/#what-must-stay-float32-softmax-norm-layers-long-sums
+training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
+overhead                                     performance/#overhead-of-the-optimizers-step
+tf32                                         performance/#is-it-faster-than-float32-what-an-h100-would-do
+loss scale keeps decreasing                  wrong/#the-loss-scale-keeps-decreasing-down-to-its-floor
+loss is nan                                  wrong/
+gradients are zero                           wrong/#the-loss-does-not-fall-and-nothing-is-skipped-gradients-are-zero
+which layer overflows                        wrong/#which-layer-is-nan
+mixed precision policy per layer             guide/precision/#a-mixed-precision-policy-per-layer-what-autocast-should-keep-in-float32
+flash attention                              guide/precision/#kernels-that-take-16-bits-only
+cast by hand                                 guide/precision/#casting-by-hand
+lora                                         guide/recipes/#fine-tune-with-lora
+eval mode                                    guide/recipes/#evaluation-disable-autocast-for-eval-or-keep-it
+resume training                              guide/recipes/#resume-training
+freeze parameters                            guide/recipes/#freeze-parameters
+multisteps                                   guide/accumulation/#micro-batches-call-by-call-optaxmultisteps
+gradient accumulation                        guide/accumulation/
+gradient clipping                            guide/clipping/
+grad norm                                    guide/clipping/#the-gradient-norm-for-the-log
+multi gpu                                    guide/devices/
+shard_map                                    guide/devices/#jaxshard_map-and-jaxpmap-name-the-axes-with-axis_name
+batch norm                                   guide/skipped_steps/#batch-norm-statistics-moving-averages-random-keys
+all steps are skipped                        guide/skipped_steps/
+learning rate schedule                       guide/skipped_steps/#learning-rate-schedules
+gan                                          guide/several/
+lbfgs                                        guide/step/#line-searches-and-other-extra-arguments
+numpyro                                      guide/libraries/#or-let-the-optimizer-take-the-gradient-numpyro
+ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
+batchnorm                                    frameworks/linen/
+reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
+"""  # noqa: E501
+# The site's own worker, which a browser runs, given the index; its answer is a list of pages, each of
+# which is a list of the parts that match, the best first.
+ASK = """
+const [worker, index, queries] = process.argv.slice(1), answers = [], read = require("fs").readFileSync
+let ask
+Object.assign(globalThis, {
+  self: globalThis,
+  addEventListener: (kind, listener) => { ask = data => listener({data}) },
+  postMessage: answer => answers.push(answer.data),
+});
+(0, eval)(read(worker, "utf8"))
+const run = async () => {
+  await ask({type: 0, data: {...JSON.parse(read(index)), options: {}}})
+  for (const query of JSON.parse(queries)) await ask({type: 2, data: query})
+  console.log(JSON.stringify(answers.slice(1).map(({items}) => items.map(page => page.map(part => part.location)))))
+}
+run()
+"""
+
+
+def test_the_search_answers_what_readers_type(site):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("There is no node, which the group `docs` brings.")
+    expected = dict(re.split(r"  +", line) for line in SEARCHES.strip().splitlines())
+    [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
+    command = [node, "-e", ASK, str(worker), str(site / "search" / "search_index.json"), json.dumps([*expected])]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert asked.returncode == 0, asked.stderr
+    for (query, place), pages in zip(expected.items(), json.loads(asked.stdout), strict=True):
+        hits = [parts[0] for parts in pages[:3]]
+        assert place in [*hits, *(hit.partition("#")[0] for hit in hits)], (query, hits)

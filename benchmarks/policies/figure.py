@@ -52,7 +52,7 @@ def draw(groups: Sequence[Group]) -> Figure:
         bits.set(xlabel="unused bits, mean over applied steps", xlim=(-1, None))
         bits.set_yticks(range(rows), list(group.judgements))
         skipped.set_xscale("symlog", linthresh=1)
-        skipped.set(xlabel="skipped of 1,000 steps", xlim=(-0.2, 1500))
+        skipped.set(xlabel="skipped of 1,000 steps\n(axis: linear up to 1, then logarithmic)", xlim=(-0.2, 1500))
         skipped.set_xticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
         skipped.set_yticks(range(rows), [""] * rows)
     return figure

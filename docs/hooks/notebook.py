@@ -20,7 +20,7 @@ def as_markdown(source: str, name: str) -> tuple[str, dict[str, bytes]]:
     parts: list[str] = []
     pictures: dict[str, bytes] = {}
     cells = json.loads(source)["cells"]
-    for place, cell in enumerate(cells):
+    for cell in cells:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         printed = ""
@@ -30,7 +30,7 @@ def as_markdown(source: str, name: str) -> tuple[str, dict[str, bytes]]:
                 continue
             parts += _as_printed(printed)
             printed = ""
-            parts.append(_shown(output["data"], name, _told(cells, place), pictures))
+            parts.append(_shown(output["data"], name, cell["metadata"].get("alt", ""), pictures))
         parts += _as_printed(printed)
     return "\n\n".join(parts) + "\n", pictures
 
@@ -40,26 +40,14 @@ def _as_printed(text: str) -> list[str]:
     return [f"```{{ .text .output }}\n{text}\n```"] if text else []
 
 
-def _told(cells: list[dict[str, Any]], place: int) -> str:
-    """What a figure shows: its section, and what is said below it, or above it where a section begins below."""
-    text = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else "" for cell in cells]
-    headings = re.findall(r"^#+ (.+)$", "\n".join(text[:place]), re.MULTILINE)
-    below = text[place + 1] if place + 1 < len(text) else ""
-    if below and not below.startswith("#"):
-        sentences = re.split(r"(?<=\.)\s+", below)
-        said = sentences[0] if len(sentences[0]) > 60 else " ".join(sentences[:2])
-    else:
-        said = re.split(r"(?<=\.)\s+", text[place - 1].strip())[-1]
-    words = [*headings[-1:], said.strip().rstrip(":")]
-    return " ".join(re.sub(r"[`*\[\]]", "", ": ".join(filter(None, words))).split())
-
-
-def _shown(data: dict[str, Any], name: str, told: str, pictures: dict[str, bytes]) -> str:
-    """The richest form of an output that a page can have; a figure with what is told of it as its text."""
+def _shown(data: dict[str, Any], name: str, alt: str, pictures: dict[str, bytes]) -> str:
+    """The richest form of an output that a page can have; a figure with `alt`, of its cell's metadata, as its text."""
     if "image/png" in data:
         picture = f"{name}_{len(pictures)}.png"
         pictures[picture] = base64.b64decode("".join(data["image/png"]))
-        return f"![{told or f'A figure of the notebook {name}'}]({picture})"
+        if not alt:
+            raise ValueError(f"{picture} needs a text: say what it shows in its cell's metadata, as `alt`.")
+        return f"![{alt}]({picture})"
     if "text/html" in data:
         html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))
         return f'<div class="output">\n{html}\n</div>'

@@ -34,11 +34,12 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     own.
 
     The product is computed in float32 or the leaf's own wider dtype, then rounded to the leaf's dtype; with a power of
-    two it is exact if that dtype can hold the result. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) are those of
-    the identity, and so is the backward pass of the backward pass. So derivatives of derivatives, in any order of
-    modes, are scaled once, and a part between `unscale_gradient` and `scale_gradient` has its true derivatives of every
-    order. (`jax.experimental.jet` goes through this function, but not through its gradient.) The scale is a constant:
-    there is no gradient with respect to it. As in `LossScale.unscale`, at most ``2**126`` is applied.
+    two it is exact if that dtype can hold the result. Only the first backward pass is scaled: forward-mode derivatives
+    (`jax.jvp`, `jax.jacfwd`) and a backward pass through a backward pass are those of the identity. So a derivative of
+    any order, in any order of modes, is scaled once, and a part between `unscale_gradient` and `scale_gradient` has its
+    true derivatives of every order. (`jax.experimental.jet` goes through this function, but not through its gradient.)
+    The scale is a constant: there is no gradient with respect to it. As in `LossScale.unscale`, at most ``2**126`` is
+    applied.
 
     Args:
       tree: any pytree, of any shapes and dtypes. Integers, keys and the like stay the same objects.

@@ -128,7 +128,8 @@ def loss_scaled(
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``, ``skip`` or
         ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if ``value``
         is no real scalar, or one of the flags no boolean scalar; if another argument holds the scaled gradients
-        themselves; if `optax.masked` or `optax.partition` is around the wrapper, and not inside.
+        themselves; if `optax.masked` or `optax.partition` is around the wrapper and leaves something out: put it
+        inside.
 
     Warns:
       UserWarning: from ``init``, at float16 parameters, in which small updates are lost.

@@ -55,7 +55,8 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
         )
     console = Console(file=file, highlight=False)
     console.print(table)
-    console.print("float16_dynamic begins far too high on purpose: DynamicLossScale(2.0**32, increment_period=50).")
+    begins = "float16_dynamic begins far too high on purpose: DynamicLossScale(2.0**32, increment_period=50)."
+    console.print(f"{begins} Its scale comes down with each skipped step, then goes up as gradients shrink.")
     console.print(conclusion(results))
 
 

@@ -53,8 +53,20 @@ class Report(Sequence[Entry]):
         return "\n".join([self._summary(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
-        """Give the same for a notebook, where a wide table is not to be wrapped."""
-        return f'<pre style="white-space: pre">{html.escape(repr(self))}</pre>'
+        """Give the same for a notebook: the summary as it is printed, a table, and the notes below it."""
+
+        def line(cell: str, row: Sequence[str]) -> str:
+            sides = ["left" if n < self._name_columns else "right" for n in range(len(row))]
+            cells = zip(sides, map(html.escape, row), strict=True)
+            return "".join(f'<{cell} style="text-align: {side}">{text}</{cell}>' for side, text in cells)
+
+        lines = [line("td" if n else "th", row) for n, row in enumerate(self._rows())]
+        table = "".join(f"<tr>{cells}</tr>\n" for cells in lines)
+        above, below = (
+            f'<div style="white-space: pre-wrap">{html.escape(text)}</div>\n' if text else ""
+            for text in (self._summary(), "\n".join(self._notes()))
+        )
+        return above + (f"<table>\n{table}</table>\n" if table else "") + below
 
 
 def tell(caller: str, what: str) -> None:

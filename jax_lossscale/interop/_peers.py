@@ -30,6 +30,8 @@ _NAMES = {
     "flax": ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale", ""),
     "jmp": ("loss_scale", "counter", "period", "factor", "", "", ""),
 }
+# What each library is called in a warning.
+_TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
 # What a library has in the place of a field that cannot be set there. (jmp's floor can be, but does not last.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
@@ -49,26 +51,26 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
         if argument != "state" or values is not None:
             fields = {"config": _CONFIG, "state": _STATE}.get(argument, _STATE + _CONFIG)
             ours |= _read(_names(library, fields), values, f"{call}({argument}=...)")
-    has_floor = floor is not None
+    has_floor, name = floor is not None, _TITLES[library]
     floor = _check.positive_normal_number(floor, f"{call}(min_loss_scale=...)") if has_floor else SMALLEST_FLOOR
     lowest = min(ours[field] for field in ("initial_loss_scale", "current_loss_scale") if field in ours)
     initial = ours.setdefault("initial_loss_scale", max(lowest, floor))
     loss_scale = DynamicLossScale(**ours, min_loss_scale=min(floor, initial))
     if not has_floor:
         warn_user(
-            f"`{call}`: the peer has no floor, so `min_loss_scale` becomes the smallest normal float32, 1.2e-38, below "
-            "which the peer goes on to 0; pass `min_loss_scale=` to choose another."
+            f"`{call}`: {name} has no floor, so `min_loss_scale` becomes the smallest normal float32, 1.2e-38, below "
+            f"which {name} goes on to 0; pass `min_loss_scale=` to choose another."
         )
     if lowest < floor:
         warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}, to which the peer raises it on an overflow; "
+            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}, to which {name} raises it on an overflow; "
             "here an overflow never raises the scale."
         )
     # TensorFlow compares its counter with `>=`, as we do; all other libraries with `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
-            f"{loss_scale.increment_period}, from where the peer does not grow on the next finite step; here it does."
+            f"{loss_scale.increment_period}, from where {name} does not grow on the next finite step; here it does."
         )
     return loss_scale
 
@@ -92,7 +94,7 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
     theirs |= {"backoff_factor": 1 / theirs["multiplier"], "max_loss_scale": LARGEST_SCALE, "hysteresis": 1}
     for field, value in theirs.items():
         if field not in names and not math.isclose(ours[field], value, rel_tol=1e-6):
-            warn_user(f"`{call}`: `{field}` is {ours[field]:g}, and the peer's is {value:g}.")
+            warn_user(f"`{call}`: `{field}` is {ours[field]:g}, and that of {_TITLES[library]} is {value:g}.")
     return {name: ours[field] for field, name in names.items()}
 
 

@@ -28,35 +28,35 @@ def every_fifth(step):
 
 EXPLAINED = {
     # loss scale, recorded, steps: what is found after scale and steps, in this order
-    "a healthy run": ("dynamic", True, [GOOD] * 3, "right or wrong"),
+    "a healthy run": ("dynamic", True, [GOOD] * 3, ""),
     "before the first step": ("auto", True, [], ""),
-    "no loss scale": (None, False, [GOOD], "right or wrong"),
-    "measured": (jls.AutoLossScale(64.0), False, [LARGE_GRADS], "largest | right or wrong"),
+    "no loss scale": (None, False, [GOOD], ""),
+    "measured": (jls.AutoLossScale(64.0), False, [LARGE_GRADS], "largest"),
     "measured, and all zero": ("auto", True, [GOOD, NO_GRADS], "all zero"),
-    "all zero, not measured": ("dynamic", True, [NO_GRADS], "right or wrong"),
+    "all zero, not measured": ("dynamic", True, [NO_GRADS], ""),
     "measured, and not finite": ("auto", True, [GOOD, INF_GRADS], "skipped | an overflow"),
-    "a scale that is too low": (jls.AutoLossScale(2.0), False, [GOOD], "largest | room | right or wrong"),
+    "a scale that is too low": (jls.AutoLossScale(2.0), False, [GOOD], "largest | room"),
     "never scaled": (jls.AutoLossScale(2.0**60), False, [GOOD], "largest | not scaled"),
-    "a fixed scale as high, on purpose": (2.0**60, False, [GOOD], "right or wrong"),
-    "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | scale was lower | right or wrong"),
-    "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], "right or wrong"),
-    "what no lower scale can have mended": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago | right or wrong"),
-    "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale was lower | right or wrong"),
+    "a fixed scale as high, on purpose": (2.0**60, False, [GOOD], ""),
+    "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | scale was lower"),
+    "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], ""),
+    "what no lower scale can have mended": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago"),
+    "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale was lower"),
     "an infinity in one leaf, a NaN in the next": ("dynamic", True, [BOTH], "skipped | an overflow"),
     "a NaN at every scale": (jls.DynamicLossScale(2.0**30), True, [NAN_GRADS] * 17, "skipped in a row | a NaN stays"),
     "it started too high": (jls.DynamicLossScale(2.0**60), True, [INF_GRADS] * 17, "skipped in a row | an overflow"),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
-    "often": (SHORT, True, TENTH, "bad step ago | often | rarer | right or wrong"),
-    "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer | right or wrong"),
-    "often on condition": ("dynamic", True, every_fifth(CONDITION), "bad step ago | often | skip_if | right or wrong"),
-    "a loss": ("dynamic", True, every_fifth(NAN_LOSS), "bad step ago | one loss | often | loss | right or wrong"),
+    "often": (SHORT, True, TENTH, "bad step ago | often | rarer"),
+    "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer"),
+    "often on condition": ("dynamic", True, every_fifth(CONDITION), "bad step ago | often | skip_if"),
+    "a loss": ("dynamic", True, every_fifth(NAN_LOSS), "bad step ago | one loss | often | loss"),
     "often, a NaN at the floor": (
         jls.DynamicLossScale(1.0),
         True,
         every_fifth(NAN_GRADS),
-        "bad step ago | scale is back | at the floor | often | right or wrong",
+        "bad step ago | scale is back | at the floor | often",
     ),
 }
 
@@ -157,7 +157,7 @@ FOUND = {
     "applied, an infinity": ("applied | parameters", INF_AT),
     "perhaps applied": ("applied | parameters", UNKNOWN),
     "the parameters": ("parameters", None),
-    "nothing": ("right or wrong", None),
+    "nothing": ("", None),
 }
 RECORDED = """
                   | dynamic       | floor                     | skipping            | fixed                | none
@@ -199,8 +199,8 @@ def test_every_cause_is_found(kind, table, record):
     assert causes.keys() == CAUSES.keys()
     for cause, cell in causes.items():
         params, state = after(tx, **CAUSES[cause])
-        (_, numbers), *_ = list(findings_of(state, params))[2:]
-        assert (found_in(state, params), numbers.get("why")) == FOUND[cell], cause
+        told = [numbers["why"] for _, numbers in findings_of(state, params) if "why" in numbers]
+        assert (found_in(state, params), told[0] if told else None) == FOUND[cell], cause
 
 
 def test_every_line_is_whole_sentences_in_plain_words():
@@ -216,7 +216,6 @@ def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_i
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     state = recorded(tx, PARAMS, [GOOD])._replace(loss_scale=jls.DynamicLossScale())
     _, state = tx.update_and_apply(PARAMS, state, PARAMS)
-    assert "Whether the gradients" in explain(state)
     assert not [word for word in ("largest", "zero") if word in explain(state)]
 
 

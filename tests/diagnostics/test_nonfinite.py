@@ -1,6 +1,6 @@
 """Which leaf is not finite: the report for the host, and the number for a compiled step."""
 
-import html
+from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax_lossscale.diagnostics import (
     leaf_path,
     nonfinite_report,
 )
+from jax_lossscale.diagnostics._report import Report
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -71,10 +72,51 @@ def test_the_report_prints_as_a_table_of_the_bad_leaves():
     assert [line.split() for line in printed.splitlines()] == [line.split() for line in PRINTED.splitlines()]
 
 
-def test_in_a_notebook_it_is_the_same_text_escaped():
+class Tables(HTMLParser):
+    """The cells of tables, line by line, and the text around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines, self.around = [], []
+
+    def handle_starttag(self, tag, attributes):
+        assert tag in ("div", "table", "tr", "th", "td"), tag
+        self.lines += [[]] if tag == "tr" else []
+        self.tag = tag
+
+    def handle_data(self, data):
+        if data.strip():
+            (self.lines[-1] if self.tag in ("th", "td") else self.around).append(data)
+
+    def handle_endtag(self, tag):
+        self.tag = ""
+
+
+class WithNotes(Report):
+    def _summary(self):
+        return "One <b> is\nbad & worse."
+
+    def _rows(self):
+        return [["name", "kind", "size"], ["<script>", "a & b", "3"]]
+
+    def _notes(self):
+        return ["[1] Look.", "[2] Fix <it>."]
+
+
+def read(report):
+    tables = Tables()
+    tables.feed(report._repr_html_())
+    return tables
+
+
+def test_in_a_notebook_it_is_a_table_between_summary_and_notes():
+    tables = read(WithNotes())
+    assert tables.lines == WithNotes()._rows()
+    assert tables.around == ["One <b> is\nbad & worse.", "[1] Look.\n[2] Fix <it>."]
     report = nonfinite_report({"<script>": jnp.array([NAN]), "fine": jnp.ones(1)})
-    assert "<script>" not in report._repr_html_()
-    assert repr(report) in html.unescape(report._repr_html_())
+    assert read(report).lines == [list(row) for row in report._rows()]
+    fine = read(nonfinite_report({"fine": jnp.ones(1)}))
+    assert (fine.lines, len(fine.around)) == ([], 1)
 
 
 NOTHING_BAD = {

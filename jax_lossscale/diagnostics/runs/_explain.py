@@ -236,7 +236,6 @@ def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
     if not int(state.applied_steps):
         return
     if state.largest is None or not state.loss_scale.needs_largest:
-        yield "right or wrong", {}
         return
     largest, scale = float(state.largest), float(state.loss_scale())
     if not largest:
@@ -249,7 +248,6 @@ def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
         return
     if room >= _MUCH_ROOM:
         yield "room", {"room": room}
-    yield "right or wrong", {}
 
 
 def _steps(number: int) -> str:
