@@ -57,3 +57,16 @@ def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradient
 def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
     """As one of 2^26 equal logits has."""
     assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("choose", [jnp.max, jnp.min])
+def test_the_largest_of_many_equal_numbers_has_a_gradient(choose, dtype):
+    """As in a global pool over padding: JAX divides by how many they are, counted in the dtype that they have."""
+
+    def loss(w, x):
+        return jnp.sum(choose(x @ w, axis=0))
+
+    arguments = jnp.array([[1.0, -1.0], [0.5, 2.0]]), jnp.ones((70_000, 2))
+    exact, ours = (jax.grad(each)(*arguments) for each in (loss, jls.autocast(loss, dtype)))
+    np.testing.assert_allclose(ours, exact, rtol=2e-3)
