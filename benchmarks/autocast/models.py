@@ -88,10 +88,14 @@ class ResNet(nn.Module):
 
 
 class Mamba(nn.Module):
-    """A block of selective state spaces, by an associative scan in float32 (Gu and Dao 2023, arXiv 2312.00752)."""
+    """A block of selective state spaces, by an associative scan in float32 (Gu and Dao 2023, arXiv 2312.00752).
+
+    The state is read by a sum, or by an einsum, which is a product.
+    """
 
     dtype: Any = None
     states: int = 16
+    by_einsum: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -106,8 +110,11 @@ class Mamba(nn.Module):
         decay = jnp.exp(-time[..., None] * jnp.exp(log_rates))
         added = (time * y)[..., None] * write[:, :, None]
         _, states = jax.lax.associative_scan(_composed, (decay, added), axis=1)
-        skip = self.param("skip", nn.initializers.ones, (inner,))
-        y = ((states * read[:, :, None]).sum(-1) + skip * y).astype(y.dtype)
+        if self.by_einsum:
+            seen = jnp.einsum("blds,bls->bld", states.astype(read.dtype), read)
+        else:
+            seen = (states * read[:, :, None]).sum(-1)
+        y = (seen + self.param("skip", nn.initializers.ones, (inner,)) * y).astype(y.dtype)
         return x + dense(x.shape[-1])(y * nn.silu(gate))
 
 
@@ -115,11 +122,14 @@ class MambaStack(nn.Module):
     """Two blocks."""
 
     dtype: Any = None
+    by_einsum: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Of ``[batch, length, width]``."""
-        return Mamba(self.dtype)(Mamba(self.dtype)(x))
+        for _ in range(2):
+            x = Mamba(self.dtype, by_einsum=self.by_einsum)(x)
+        return x
 
 
 class LSTM(nn.Module):
@@ -135,6 +145,77 @@ class LSTM(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    """Two blocks in which each token goes to one expert, by products with a table of who goes where (arXiv 2101.03961).
+
+    Tokens that an expert has no place for are left as they are. The router is float32.
+    """
+
+    dtype: Any = None
+    experts: int = 8
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Of ``[batch, length, width]``."""
+        for block in range(2):
+            x = x + self._block(nn.LayerNorm(dtype=self.dtype)(x), f"block_{block}")
+        return x
+
+    def _block(self, x: jax.Array, name: str) -> jax.Array:
+        *shape, width = x.shape
+        tokens, places = x.reshape(-1, width), x.size // width // self.experts
+        gates = nn.softmax(nn.Dense(self.experts, name=f"{name}_router")(tokens.astype(jnp.float32)))
+        chosen = jax.nn.one_hot(gates.argmax(-1), self.experts, dtype=jnp.int32)
+        place = jnp.where(chosen == 1, chosen.cumsum(0) - 1, places)
+        dispatch = jax.nn.one_hot(place, places, dtype=self.dtype or jnp.float32)  # [token, expert, place]
+        combine = dispatch * gates.astype(dispatch.dtype)[..., None]
+        sizes = (self.experts, width, 4 * width), (self.experts, 4 * width, width)
+        into, out = (
+            self.param(f"{name}_{n}", nn.initializers.lecun_normal(batch_axis=0), size).astype(dispatch.dtype)
+            for n, size in enumerate(sizes)
+        )
+        taken = jnp.einsum("tep,td->epd", dispatch, tokens)
+        given = jnp.einsum("epf,efd->epd", nn.gelu(jnp.einsum("epd,edf->epf", taken, into)), out)
+        return jnp.einsum("tep,epd->td", combine, given).reshape(*shape, width)
+
+
+class Words(nn.Module):
+    """Two layers between a table of words and itself, which is read by index, or by a product with a one-hot array."""
+
+    words: int
+    width: int
+    by_product: bool = False
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, words: jax.Array) -> jax.Array:
+        """Of ``[batch, length]``, the logits of the next word."""
+        table = nn.Embed(self.words, self.width, dtype=self.dtype)
+        kind = self.dtype or jnp.float32
+        x = jax.nn.one_hot(words, self.words, dtype=kind) @ table.embedding.astype(kind) if self.by_product else table(words)
+        for _ in range(2):
+            x = x + nn.Dense(self.width, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
+        return table.attend(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+class ConvolutionNet(nn.Module):
+    """Three residual blocks, with relu and norm before each convolution (He et al. 2016, arXiv 1603.05027)."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Of ``[batch, height, width, channels]``, the logits of 1,000 classes."""
+        options = {"use_bias": False, "dtype": self.dtype}
+        for _ in range(3):
+            y = x
+            for _ in range(2):
+                y = nn.relu(nn.GroupNorm(8, dtype=self.dtype)(y))
+                y = nn.Conv(x.shape[-1], (3, 3), **options)(y)
+            x = x + y
+        return nn.Dense(1000, dtype=self.dtype)(x.mean((1, 2)))
+
+
 def networks() -> dict[str, Model]:
     """In the sizes that are trained, by name."""
     images, words = (64, 224, 224, 3), (8, 512, 512)
@@ -144,7 +225,12 @@ def networks() -> dict[str, Model]:
         "ResNet-18": model_of(ResNet, images, stages=(2, 2, 2, 2)),
         "ResNet-50": model_of(ResNet, images, stages=(3, 4, 6, 3), bottleneck=True),
         "Mamba": model_of(MambaStack, words),
+        "Mamba, read by an einsum": model_of(MambaStack, words, by_einsum=True),
         "LSTM": model_of(LSTM, (64, 256, 512)),
+        "experts": model_of(Experts, words),
+        "one-hot words": model_of(Words, words[:2], words=8192, width=512, by_product=True),
+        "50,304 words": model_of(Words, (8, 256), words=50304, width=1024),
+        "convolution net": model_of(ConvolutionNet, (64, 56, 56, 64)),
     }
 
 
@@ -159,27 +245,35 @@ def small() -> dict[str, Model]:
 
 
 def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **options: Any) -> Model:
-    """Images are classified; of sequences, each entry is to be what tanh makes of the one before."""
+    """Images are classified; of sequences, each entry is to be what tanh makes of the one before; words are foretold."""
 
     def loss(dtype: DTypeLike | None) -> Loss:
         def function(params: Any, batch: Any) -> jax.Array:
             x, targets = batch
+            if len(shape) > 2:
+                x = x.astype(dtype or x.dtype)
             # What batch norm learns of the statistics has no part in the loss.
             outputs, _ = network(dtype=dtype, **options).apply(
-                params, x.astype(dtype or x.dtype), mutable=["batch_stats"], rngs={"dropout": jax.random.key(1)}
+                params, x, mutable=["batch_stats"], rngs={"dropout": jax.random.key(1)}
             )
             outputs = outputs.astype(jnp.float32)
-            return cross_entropy(outputs, targets) if len(shape) == 4 else mean_square(outputs - targets)
+            if options.get("by_product"):
+                return -(jax.nn.one_hot(targets, outputs.shape[-1]) * nn.log_softmax(outputs)).sum(-1).mean()
+            return mean_square(outputs - targets) if len(shape) == 3 else cross_entropy(outputs, targets)
 
         return function
 
     def params() -> Any:
-        return {"params": network(**options).init(jax.random.key(0), jnp.zeros((1, *shape[1:])))["params"]}
+        kind = jnp.float32 if len(shape) > 2 else jnp.int32
+        return {"params": network(**options).init(jax.random.key(0), jnp.zeros((1, *shape[1:]), kind))["params"]}
 
     def batch(number: int) -> Any:
         noise, which = jax.random.split(jax.random.key(number))
+        if len(shape) == 2:
+            x = jax.random.randint(which, shape, 0, options["words"])
+            return x, jnp.roll(x, -1, axis=1)
         x = jax.random.normal(noise, shape)
-        if len(shape) < 4:
+        if len(shape) == 3:
             return x, jnp.tanh(jnp.roll(x, 1, axis=1))
         labels = jax.random.randint(which, shape[:1], 0, 10)
         return x + jax.random.normal(jax.random.key(0), (10, *shape[1:]))[labels], labels

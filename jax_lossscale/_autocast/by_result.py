@@ -53,7 +53,13 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         exponentials = jnp.exp(x)
         return exponentials / exponentials.sum(axes, keepdims=True)
 
-    return ByResult(function, lambda y, tangent: y * (tangent - (y * tangent).sum(axes, keepdims=True)))
+    def derivative(y: Any, tangent: Any) -> Any:
+        # A rounded row does not sum to one, and what all its tangents have in common must not be left. A row of which
+        # all is rounded to zero sums to zero.
+        total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
+        return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
+
+    return ByResult(function, derivative)
 
 
 def by_result(

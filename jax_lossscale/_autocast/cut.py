@@ -8,7 +8,7 @@ again from what is had, at another. The cheapest way is a minimum cut of this gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax_lossscale._program.primitives import PLACEMENTS
 # They are written by themselves, not within what they go into.
 _WRITTEN = frozenset(
     {
-        *("concatenate", "dynamic_update_slice", "gather", "pad", "reduce_window_max", "reduce_window_min"),
+        *("concatenate", "dynamic_update_slice", "gather", "reduce_window_max", "reduce_window_min"),
         *("reduce_window_sum", "scatter", "scatter-add", "scatter_add", "stack", "tile"),
     }
 )
@@ -97,11 +97,6 @@ class Cut:
             is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
             return size_of(aval) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
-        # An associative scan, as in a Mamba, is many kernels that read parts of one another's results. Which of these
-        # are read again and which computed again is the compiler's choice: what is cut out of one is another array.
-        if sum(map(size, _written_of_written(steps))) > self._price * sum(map(size, in_memory)):
-            return None
-
         def again(value: Value) -> float:
             # A residual sum is written again for what reads it; other arithmetic is fused.
             return size(value) if value in in_memory else 0
@@ -162,17 +157,6 @@ class Cut:
 
 def _is_complex(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.complexfloating)
-
-
-def _written_of_written(steps: Sequence[tuple[Step, Decision]]) -> Iterator[Value]:
-    """Return what is written by itself, and made of what is written so before."""
-    made: set[Name] = set()
-    for step, _ in steps:
-        is_made, is_written = not made.isdisjoint(names(step.inputs)), step.eqn.primitive.name in _WRITTEN
-        if is_made and is_written:
-            yield from map(Value, step.outputs)
-        if is_made or is_written:
-            made |= {*step.outputs}
 
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:

@@ -15,7 +15,7 @@ from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
 from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import LOOPS, REMAT, inside
-from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of
 from jax_lossscale._program.parameters import Path, path_of
 from jax_lossscale._program.place import place_within
 from jax_lossscale._program.primitives import (
@@ -125,6 +125,11 @@ class Rule:
             return Kind.MOVE if dtypes == {np.dtype(np.float32)} else None
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
             return None
+        if name in ("reduce_max", "reduce_min"):
+            # The derivative divides by the number of equal ones, which is counted in the dtype of the operand.
+            (whole,), (result,) = eqn.invars, eqn.outvars
+            is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
+            return Kind.CHOICE if is_countable else None
         if name == "custom_jvp_call":  # such as relu
             kinds = {self._follows(step.eqn) for step in inlined(inside(eqn).bodies[0].closed).steps}
             return Kind.CHOICE if Kind.CHOICE in kinds and None not in kinds else None

@@ -4,15 +4,27 @@ The *level* of a step is the number of results of products, and of steps that ar
 other step is put off to the level where its results are first needed. The steps of a level cannot wait for one another
 by way of a product, so they are one stretch, which ends in the products that it feeds; and stretches in the order of
 their levels are a program.
+
+What goes from one stretch to another is an array in memory. A value that is large and made of small ones, such as a mask
+for each head, is none: each stretch that takes it makes it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax_lossscale._program.inline import Name, Program, names
-from jax_lossscale._program.jaxpr import has_effects
+from jax_lossscale._program.jaxpr import has_effects, size_of
+
+# A compiler fuses them into what takes their results, where they cost next to nothing: no exp, no gather, no sum.
+_CHEAP = frozenset(
+    {
+        *("add", "and", "broadcast_in_dim", "convert_element_type", "div", "eq", "expand_dims", "ge", "gt", "iota"),
+        *("le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "stop_gradient"),
+        *("sub", "transpose", "xor"),
+    }
+)
 
 
 class Stretch(NamedTuple):
@@ -50,7 +62,39 @@ def stretches(program: Program, is_alone: Sequence[bool], is_product: Sequence[b
     for position, level in enumerate(levels):
         # What is alone may wait for the stretch of its level, but not the other way round.
         groups.setdefault((level, position + 1 if is_alone[position] else 0), []).append(position)
+    makers = _makers_of_large_values(program)
+    for (_, alone), group in groups.items():
+        if not alone:
+            group[:] = _with_makers(program, group, makers)
     return _with_borders(program, [groups[key] for key in sorted(groups)])
+
+
+def _makers_of_large_values(program: Program) -> dict[Name, int]:
+    """Return the steps that make values of more than twice the bytes of what they are made of, by these values."""
+
+    def bytes_of(name: Name) -> int:
+        aval = program.types[name]
+        return size_of(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
+
+    makers: dict[Name, int] = {}
+    made_of: dict[Name, frozenset[Name]] = {}
+    for position, step in enumerate(program.steps):
+        if step.eqn.primitive.name in _CHEAP:
+            (name,) = step.outputs
+            sources = frozenset[Name]().union(*(made_of.get(taken, {taken}) for taken in names(step.inputs)))
+            if bytes_of(name) > 2 * sum(map(bytes_of, sources)):
+                makers[name], made_of[name] = position, sources
+    return makers
+
+
+def _with_makers(program: Program, group: Sequence[int], makers: Mapping[Name, int]) -> list[int]:
+    """Return the steps of a stretch with those that make the large values that they take."""
+    steps, left = set(group), list(group)
+    while left:
+        taken = names(program.steps[left.pop()].inputs)
+        left += (found := {makers[name] for name in taken if name in makers} - steps)
+        steps |= found
+    return sorted(steps)
 
 
 def _levels(program: Program, is_kept: Sequence[bool]) -> list[int]:
@@ -76,20 +120,21 @@ def _levels(program: Program, is_kept: Sequence[bool]) -> list[int]:
 
 
 def _with_borders(program: Program, groups: list[list[int]]) -> list[Stretch]:
-    made_in = {name: number for number, steps in enumerate(groups) for n in steps for name in program.steps[n].outputs}
-    inputs: list[dict[Name, None]] = [{} for _ in groups]
-    needed_outside = set(names(program.outputs))
-    for number, steps in enumerate(groups):
-        for position in steps:
-            inputs[number] |= dict.fromkeys(
-                n for n in names(program.steps[position].inputs) if made_in.get(n) != number
-            )
-        needed_outside |= inputs[number].keys()
+    made = [dict.fromkeys(name for n in steps for name in program.steps[n].outputs) for steps in groups]
+    inputs = [
+        dict.fromkeys(name for n in steps for name in names(program.steps[n].inputs) if name not in made_here)
+        for steps, made_here in zip(groups, made, strict=True)
+    ]
+    first_made_in: dict[Name, int] = {}
+    for number, made_here in enumerate(made):
+        for name in made_here:
+            first_made_in.setdefault(name, number)
+    needed_outside = {*names(program.outputs)}.union(*inputs)
     return [
         Stretch(
             steps=tuple(steps),
             inputs=tuple(inputs[number]),
-            outputs=tuple(name for n in steps for name in program.steps[n].outputs if name in needed_outside),
+            outputs=tuple(n for n in made[number] if n in needed_outside and first_made_in[n] == number),
         )
         for number, steps in enumerate(groups)
     ]

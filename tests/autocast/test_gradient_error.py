@@ -1,0 +1,72 @@
+"""Gradients are no worse than those of code that casts by hand, where that is hard; by NumPy, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+from jax_lossscale._autocast.by_result import _softmax
+
+KEYS, WIDTH, SCALE = 64, 32, 2.0**6
+
+
+def attention(dtype):
+    """A loss by attention, in which ``lead`` is added to the logit of each query's own key."""
+
+    def cast(x):
+        return x if dtype is None else x.astype(dtype)
+
+    def loss(params, lead, weights):
+        q, k, v = map(cast, params)
+        logits = (q @ k.T).astype(jnp.float32) / WIDTH**0.5 + lead * jnp.eye(KEYS)
+        return SCALE * jnp.sum((cast(jax.nn.softmax(logits)) @ v).astype(jnp.float32) * weights)
+
+    return loss
+
+
+def exact_gradients(params, lead, weights):
+    q, k, v = (np.asarray(x, np.float64) for x in params)
+    logits = q @ k.T / WIDTH**0.5 + lead * np.eye(KEYS)
+    probabilities = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    of_probabilities = np.asarray(weights, np.float64) @ v.T
+    of_logits = probabilities * (of_probabilities - (probabilities * of_probabilities).sum(1, keepdims=True))
+    return of_logits @ k / WIDTH**0.5, of_logits.T @ q / WIDTH**0.5, probabilities.T @ weights
+
+
+@pytest.fixture(scope="module", params=[jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
+def gradients(request):
+    """By hand, and by `autocast`."""
+    losses = attention(request.param), jls.autocast(attention(None), request.param)
+    return [jax.jit(jax.grad(loss)) for loss in losses]
+
+
+@pytest.mark.parametrize("mean", [0, 3, 10])
+@pytest.mark.parametrize("lead", [0.0, 4.0, 6.0, 8.0, 10.0, 12.0])
+def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradients, lead, mean):
+    q, k, v, weights = np.random.default_rng(0).normal(size=(4, KEYS, WIDTH)).astype(np.float32)
+    arguments = (q, k, v + np.float32(mean)), lead, weights
+    exact = exact_gradients(*arguments)
+    by_hand, ours = (
+        [np.linalg.norm(a / SCALE - b) for a, b in zip(grad(*arguments), exact, strict=True)] for grad in gradients
+    )
+    assert all(error <= 1.25 * of_hand for error, of_hand in zip(ours, by_hand, strict=True))
+
+
+def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
+    """As one of 2^26 equal logits has."""
+    assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("choose", [jnp.max, jnp.min])
+def test_the_largest_of_many_equal_numbers_has_a_gradient(choose, dtype):
+    """As in a global pool over padding: JAX divides by how many they are, counted in the dtype that they have."""
+
+    def loss(w, x):
+        return jnp.sum(choose(x @ w, axis=0))
+
+    arguments = jnp.array([[1.0, -1.0], [0.5, 2.0]]), jnp.ones((70_000, 2))
+    exact, ours = (jax.grad(each)(*arguments) for each in (loss, jls.autocast(loss, dtype)))
+    np.testing.assert_allclose(ours, exact, rtol=2e-3)
