@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import graphlib
 import importlib
 import inspect
 import json
@@ -87,6 +88,13 @@ def known_layers(path):
 def test_imports_run_one_way(path):
     layer = layer_of(MODULES[path])
     assert set(known_layers(path)) <= LAYERS[layer] | ({layer} - {""})
+
+
+def test_no_imports_run_in_a_circle():
+    """Those that are for type checkers only are counted, too."""
+    names = {path: module.removesuffix(".__init__") for path, module in MODULES.items()}
+    imported = {name: {n for n in imported_names(path) if is_module(n)} - {name} for path, name in names.items()}
+    graphlib.TopologicalSorter(imported).prepare()  # raises if there is one
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_loss_scale").glob("*.py")), ids=lambda path: path.name)

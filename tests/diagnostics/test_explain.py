@@ -7,8 +7,10 @@ import pytest
 from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import _words, explain, nonfinite_report
-from jax_lossscale.diagnostics.runs._explain import findings_of
+from jax_lossscale.diagnostics import explain, nonfinite_report
+from jax_lossscale.diagnostics.programs._blame import FAULTS
+from jax_lossscale.diagnostics.programs._precision_rules import REASONS
+from jax_lossscale.diagnostics.runs._explain import RUN, findings_of
 
 NAN_GRADS, INF_GRADS, NAN_LOSS = ([1.0, NAN], 1.0, False), ([INF, 1.0], 1.0, False), ([1.0, 1.0], NAN, False)
 NO_GRADS = ([0.0, 0.0], 1.0, False)
@@ -202,11 +204,11 @@ def test_every_cause_is_found(kind, table, record):
 
 
 def test_every_line_is_whole_sentences_in_plain_words():
-    for key, said in _words.RUN.items():
+    for key, said in RUN.items():
         for line in said.splitlines():
             assert line[0].isupper() or line.startswith("{"), key
             assert line[-1] in ".:", key
-    all_said = " ".join([*_words.RUN.values(), *_words.FAULTS.values(), *_words.REASONS.values()])
+    all_said = " ".join([*RUN.values(), *FAULTS.values(), *REASONS.values()])
     assert not [word for word in ("verdict", "facts", "the others", "so does", "trial") if word in all_said]
 
 

@@ -15,7 +15,6 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import Report, percent
 from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_among
 from jax_lossscale.diagnostics.programs._operations import (
@@ -26,7 +25,12 @@ from jax_lossscale.diagnostics.programs._operations import (
     opaque,
     operations,
 )
-from jax_lossscale.diagnostics.programs._question import faults_of, named_leaves, with_gradients
+from jax_lossscale.diagnostics.programs._question import (
+    faults_of,
+    named_leaves,
+    nonfinite_argument,
+    with_gradients,
+)
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
@@ -184,7 +188,7 @@ def autocast_report(
         bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
-        arguments=tuple(map(_words.nonfinite_argument, faults.nan)),
+        arguments=tuple(map(nonfinite_argument, faults.nan)),
         not_in_half=tuple(not_in_half(Traced(of_leaves, chosen, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 

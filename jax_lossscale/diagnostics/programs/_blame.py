@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from jax_lossscale.diagnostics._words import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics.programs._shadow import Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Site
 
 # An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1
+# An error that an operation multiplies by less has come in a loop, from iteration to iteration.
+ACCUMULATED = 2
+# So many of an operation's results may become zero before it is told: a few always do.
+MANY_ZEROS = 0.5
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
 _MAY_MASK = ("add", "convert_element_type", "sub")
@@ -50,7 +53,7 @@ def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], boo
 
 
 def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:
-    """Name what is wrong with an operation: a key of `_words.FAULTS`, or "".
+    """Name what is wrong with an operation: a key of `FAULTS`, or "".
 
     Args:
       site: the operation.
@@ -76,3 +79,42 @@ def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: b
     if pass_ == "backward" and measured.zero + measured.subnormal > 0:
         return "backward underflow"
     return "sum" if measured.amplification < ACCUMULATED or site.operation in _SUMMED_UP else "rounding"
+
+
+# What is wrong with an operation. Some faults have a cure for each operation.
+
+FAULTS = {
+    "nan": "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
+    "zero, and for 0 * inf behind a `jnp.where`.",
+    "derivative": "The derivative of `{}` is computed in the forward pass, so no loss scale helps. Compute `{}` in "
+    "float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon.",
+    "backward overflow": "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own.",
+    "cast of autocast": "`autocast` casts it for the product there. Keep that product in float32, with "
+    "`jls.keep_float32`, or let `find_precision` measure what must be.",
+    "mask": "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
+    "must leave room for what it is added to, such as -1e4. Or take the softmax in float32.",
+    "forward overflow": "Compute it in float32.",
+    "backward underflow": "A larger loss scale helps. If other gradients overflow then, give this branch a scale of "
+    "its own: `jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs.",
+    "forward underflow": "A loss scale does not help in the forward pass. Compute it in float32, or make it larger "
+    "before.",
+    "sum": "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32.",
+    "rounding": "It makes the rounding errors of its operands larger. Compute it and its operands in float32.",
+}
+_FORWARD_OVERFLOWS = {
+    "convert_element_type": "Do not cast it, or scale it down before the cast.",
+    "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
+    "or give it a float32 result: with `jls.keep_float32` under `autocast`, with `preferred_element_type` by hand.",
+    "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
+    "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
+    "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",
+    "div": "Divide in float32, or bound the divisor from below.",
+    "mul": "Multiply in float32, or make one factor smaller before.",
+}
+
+
+def cure(fault: str, operation: str) -> str:
+    """Say what helps; ``operation``: the name of the one at fault, or of the one that it is the derivative of."""
+    if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
+        return _FORWARD_OVERFLOWS[operation]
+    return FAULTS[fault].replace("{}", operation) if fault else ""

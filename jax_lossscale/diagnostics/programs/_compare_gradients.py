@@ -15,10 +15,9 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
-from jax_lossscale.diagnostics.programs._finding import find_cause
+from jax_lossscale.diagnostics.programs._finding import conclusion, find_cause
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale
 from jax_lossscale.diagnostics.programs._question import asked, with_gradients
@@ -182,7 +181,7 @@ def compare_gradients(
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=_words.conclusion(question, errors, finding),
+        verdict=conclusion(question, errors, finding),
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,

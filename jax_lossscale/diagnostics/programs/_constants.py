@@ -11,6 +11,7 @@ import numpy as np
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
+from jax_lossscale.diagnostics._report import at
 
 # A number that is added, or that is the least that may be, keeps what follows away from zero.
 _KEEPS_AWAY = ("add", "max", "sub")
@@ -32,6 +33,11 @@ class LostConstant(NamedTuple):
     place: Place
     value: float
     is_epsilon: bool = False
+
+    def __str__(self) -> str:
+        name = "epsilon" if self.is_epsilon else "constant"
+        where = at(self.place.layer, self.place.source)
+        return f"The {name} in `{self.operation}`{where} is {self.value:g} in 16 bits"
 
 
 def lost_constants(traced: Traced) -> list[LostConstant]:

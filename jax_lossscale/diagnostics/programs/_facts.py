@@ -12,7 +12,7 @@ from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import is_product
-from jax_lossscale.diagnostics import _words
+from jax_lossscale.diagnostics._report import listed, percent
 from jax_lossscale.diagnostics.programs._operations import OperationPrecision, operations
 
 
@@ -36,12 +36,32 @@ class ProductFacts(NamedTuple):
     is_autocast: bool = False
 
     def __str__(self) -> str:
-        return _words.product_counts(self)
+        if not self.products:
+            return "Matrix products and convolutions: none."
+        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}"
+        if not self.first_wide:
+            return f"{counts}."
+        work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
+        return f"{counts}{work}. The first that is not: {self.first_wide}."
 
-    @property
-    def nothing_narrow(self) -> str:
-        """What to say where nothing is computed in the dtype."""
-        return _words.nothing_narrow(self)
+    def nothing_narrow(self, met: Sequence[str] = ()) -> str:
+        """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that there are."""
+        dtype, products = self.dtype, f"{self.products} matrix products and convolutions"
+        if met and dtype not in met:
+            return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+        if self.is_autocast and not self.products:
+            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
+        if self.is_autocast:
+            return f"`autocast` leaves all {products} as they are: {self.first_wide}."
+        if not met:
+            return (
+                f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
+                "with `jls.cast_floating`."
+            )
+        return (
+            f"None of the {products} is computed in {dtype}, so nothing is gained: {self.first_wide}. "
+            f"`jls.autocast(fun)` computes them in {dtype}."
+        )
 
 
 def products_of(
@@ -55,7 +75,7 @@ def products_of(
     origins = _Origins(dtype)
     origins.outputs(traced.jaxpr, [Origin("argument", name) for name in names])
     wide = sorted(origins.wide, key=lambda product: product[0].is_backward)
-    return counted._replace(first_wide=_words.wide_product(dtype.name, *wide[0])) if wide else counted
+    return counted._replace(first_wide=_wide_product(dtype.name, *wide[0])) if wide else counted
 
 
 def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
@@ -71,7 +91,7 @@ def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocas
         dtype=dtype,
         products=sum(product.number for product in products),
         narrow_products=sum(product.number for product in narrow),
-        first_wide=f"{_words.place(wide[0]) or 'no line of your code'}; {wide[0].reason}" if wide else "",
+        first_wide=f"{_named(wide[0]) or 'no line of your code'}; {wide[0].reason}" if wide else "",
         narrow_work=sum(product.work for product in narrow) / work if work else 1.0,
         is_autocast=is_autocast,
     )
@@ -127,3 +147,25 @@ class _Origins(Flow[Origin]):
 
 def _is_wide_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
+
+
+_ORIGINS = {
+    "met": "its input is float32 since {dtype} met float32 {name} at {there}",
+    "cast": "its input becomes float32 at {there}",
+    "argument": "its input is float32 from the beginning ({name})",
+    "constant": "its input is float32 from the beginning ({name})",
+}
+
+
+def _wide_product(dtype: str, at: Place, origin: Origin) -> str:
+    """Say where a product is, and why its input is float32."""
+    if not origin.kind:
+        return _named(at)
+    name = f"`{origin.name}`" if origin.name else "a constant"
+    there = _named(origin.place) if origin.place else ""
+    return f"{_named(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
+
+
+def _named(at: Place | OperationPrecision) -> str:
+    """Name a layer and a line; "" if neither is known."""
+    return f"`{at.layer}` ({at.source})" if at.layer else at.source

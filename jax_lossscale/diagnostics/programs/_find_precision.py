@@ -14,10 +14,15 @@ from jax_lossscale._autocast import PrecisionPolicy
 from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
-from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import percent, tell
+from jax_lossscale.diagnostics._report import off, percent, tell
 from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
-from jax_lossscale.diagnostics.programs._question import Leaves, faults_of, named_leaves, with_gradients
+from jax_lossscale.diagnostics.programs._question import (
+    Leaves,
+    faults_of,
+    named_leaves,
+    nonfinite_argument,
+    with_gradients,
+)
 from jax_lossscale.diagnostics.programs._search import MOST_GRADIENTS, Search
 from jax_lossscale.diagnostics.programs._trials import WIDE, Trial, Trials
 
@@ -106,7 +111,7 @@ def find_precision(
     trials = Trials(of_leaves, of_batches, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
     if not trials.is_exact_finite():
         faults = faults_of(named_leaves(fun, args, kwargs), dtype)
-        why = " ".join(map(_words.nonfinite_argument, faults.nan + faults.infinite))
+        why = " ".join(map(nonfinite_argument, faults.nan + faults.infinite))
         why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
@@ -122,13 +127,13 @@ def find_precision(
     best = search.run()
     while True:
         error, where = trials.verified(policy(best, [""] * len(best.levels)))
-        search.tell(f"under `autocast`, {where} is {_words.off(error)}")
+        search.tell(f"under `autocast`, {where} is {off(error)}")
         if error <= tolerance or not (best.levels < WIDE).any():
             break
         best = search.wider(best)
     if error > tolerance:
         warn_user(
-            f"`find_precision`: with every product in float32, {where} is {_words.off(error)}, more than the "
+            f"`find_precision`: with every product in float32, {where} is {off(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
     narrow = int(trials.numbers[best.levels < WIDE].sum())

@@ -8,13 +8,18 @@ from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
+from jax_lossscale._limits import limits_of
+from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
+from jax_lossscale.diagnostics.programs._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.programs._gradients_by_scale import LARGE_ERROR, GradientErrors
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.programs._question import Question
+from jax_lossscale.diagnostics.programs._question import Question, large_argument, nonfinite_argument
 
 # A leaf starves where so many of its numbers are zero.
 _MANY_LOST = 0.25
+# Of one leaf, an error above this is told even if its network trains.
+WORTH_SAYING = 0.05
 
 
 class Finding(NamedTuple):
@@ -27,7 +32,7 @@ class Finding(NamedTuple):
       place: the operation with which it begins.
       will_train: whether a scale gives right gradients.
       loss_scale: the scale to start from.
-      advice: what to do besides, a key of the advice in `_words`.
+      advice: what to do besides, a key of `_ADVICE`.
     """
 
     cause: str
@@ -123,3 +128,148 @@ def _does_not_train(errors: GradientErrors, best: int, report: RangeReport) -> F
 
 def _first(operations: Sequence[OperationRange]) -> OperationRange | None:
     return operations[0] if operations else None
+
+
+# What `compare_gradients` finds, by cause; and what to do where no operation is to blame.
+
+_CAUSES = {
+    "reference not finite": "In float32 {what} not finite either.",
+    "no gradients": "All gradients are zero in float32, too, so there is nothing that {dtype} could lose.",
+    "forward overflow": "The loss is {value} in {dtype} and {reference} in float32. No loss scale changes that.",
+    "forward overflow of gradients": "The gradients are {off} at the best loss scale. No loss scale changes that.",
+    "backward overflow": "The loss is finite, but the gradients of {whose} are not, at any loss scale compared.",
+    "forward rounding": "The gradients are {off} at the best loss scale{most}. No loss scale helps, since the error is "
+    "made in the forward pass.",
+    "starving branch": "At {start} the gradients as a whole are right (error {error}), but {lost} of those of {whose} "
+    "are zero. At a scale where they are not, other gradients overflow.",
+    "underflow": "The gradients underflow: even at {scale}, {lost} of those of {whose} are zero, and all gradients "
+    "together are {off}.",
+}
+_ADVICE = {
+    "nothing used": "Look for a `jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that "
+    "the loss does not use.",
+    "index": "No arithmetic makes it. Look for an index that is out of range, for which `jnp.take` and its like give "
+    "NaN, and for a constant that is NaN.",
+    "division": "The forward pass leaves the range of {dtype}, perhaps by dividing by a constant that is zero there.",
+    "ranges": "`range_report` shows how far off each operation is.",
+    "branch": "Give that branch a scale of its own, {factor} times the other: its float32 parameters and inputs go "
+    "through `jls.unscale_gradient(..., {factor})`, and its result, cast to float32, through "
+    "`jls.scale_gradient(..., {factor})`. Or compute it in float32.",
+    "more scales": "Compare larger scales: `loss_scales=...`.",
+    "wide loss": "The loss is {loss_dtype}, which carries no larger scale. Return it in float32, and take its last "
+    "mean there.",
+    "part": "At a larger scale other gradients overflow. Give the part with the small gradients a scale of its own, "
+    "with `jls.scale_gradient` and `jls.unscale_gradient`, or compute it in float32.",
+}
+
+
+def conclusion(question: Question, errors: GradientErrors, finding: Finding) -> str:
+    """Say what `compare_gradients` found."""
+    dtype = question.dtype
+    if finding.cause == "nothing narrow":
+        return question.products.nothing_narrow([narrow.name for narrow in question.narrow_dtypes])
+    said = (
+        _said_of_one_that_trains(question, errors, finding)
+        if finding.will_train
+        else _said_of_one_that_does_not(question, errors, finding)
+    )
+    has_overflow = finding.cause in ("forward overflow", "backward overflow")
+    if has_overflow and abs(errors.reference_value) > limits_of(dtype).largest:
+        said.insert(
+            len(said) if finding.will_train else 0,
+            f"The loss is {errors.reference_value:.2g} in float32, too. If training made it so large, it diverges in "
+            f"float32 as well: look at the learning rate and at the sign of the loss, not at {dtype.name}.",
+        )
+    is_in_vain = finding.cause in ("reference not finite", "no gradients")
+    for constant in [constant for constant in question.lost if constant.is_epsilon or is_in_vain][:1]:
+        lost = f"{constant}, also in the float32 reference. Compute it in float32."
+        said.insert(0 if is_in_vain else len(said), lost)
+    return " ".join(said)
+
+
+def _said_of_one_that_does_not(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
+    at, leaves, dtype = finding.at, finding.leaves, question.dtype.name
+    whose, error = listed([leaf.path for leaf in leaves]), errors.total.relative_error[at]
+    numbers = {
+        "what": f"the gradients of {whose} are" if leaves else "the loss is",
+        "whose": whose,
+        "most": f", most of all those of {whose}" if leaves else "",
+        "dtype": dtype,
+        "loss_dtype": errors.loss_dtype.name,
+        "value": f"{errors.value:.4g}",
+        "reference": f"{errors.reference_value:.4g}",
+        "scale": power_of_two(errors.scales[at]),
+        "start": power_of_two(finding.loss_scale or 1.0),
+        "off": off(error),
+        "error": percent(error),
+    }
+    if nonzero := sum(leaf.nonzero for leaf in leaves):
+        numbers["lost"] = percent(sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / nonzero)
+        # Brings their largest gradient to the size of the largest of all.
+        ratio = math.log2(errors.total.largest / max(leaf.largest for leaf in leaves))
+        numbers["factor"] = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
+    is_right = finding.cause == "forward overflow" and not errors.is_loss_wrong
+    said = [_CAUSES[finding.cause + " of gradients" * is_right].format(**numbers)]
+    said += [_too_small(errors)] if finding.cause == "underflow" and errors.is_loss_too_small else []
+    said += [_begins(finding.place, dtype)] if finding.place else []
+    said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
+    if finding.cause == "reference not finite":
+        arguments = list(map(nonfinite_argument, question.faults.nan + question.faults.infinite))
+        said = [*arguments, f"So i{said[0][1:]}"] if question.faults.nan else [*said, *arguments]
+    if finding.cause == "forward overflow":
+        said += [large_argument(leaf, dtype) for leaf in question.faults.too_large]
+    return said
+
+
+def _too_small(errors: GradientErrors) -> str:
+    return f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
+
+
+def _said_of_one_that_trains(question: Question, errors: GradientErrors, finding: Finding) -> list[str]:
+    start, dtype, counted = finding.loss_scale or 1.0, question.dtype.name, question.products
+    it = "It will train"
+    if counted.narrow_products < counted.products:
+        it += f", with {counted.narrow_products} of {counted.products} products in {dtype}"
+    said = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
+    if finding.cause == "backward overflow":
+        made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
+        said = [
+            f"{it}; start from {power_of_two(start)}, which is below 1, since larger scales make the gradients "
+            f"overflow. {made} goes there. Or make the loss smaller, with means for sums."
+        ]
+    elif finding.cause == "underflow":
+        bare = errors.scales.index(1.0)
+        share = errors.total.lost[bare]
+        lost = f"{percent(share)} of the gradients would be zero"
+        if share < WORTH_SAYING:  # they are subnormal
+            lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
+        whose = f", most of all those of {listed([leaf.path for leaf in finding.leaves])}" if finding.leaves else ""
+        said.append(f"Without a loss scale {lost}{whose}.")
+    if errors.is_loss_noted and errors.is_loss_too_small:
+        said.append(f"{_too_small(errors)} Return it in float32.")
+    elif errors.is_loss_noted:
+        error = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
+        said.append(f"But the loss is {errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({error:+.0%}).")
+        said += [_begins(finding.place, dtype)] if finding.place else []
+    worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[finding.at] > WORTH_SAYING]
+    if worse:
+        most = max(leaf.relative_error[finding.at] for leaf in worse)
+        said.append(f"The gradients of {listed([leaf.path for leaf in worse])} stay {off(most)}.")
+    return said
+
+
+def _begins(operation: OperationRange, dtype: str) -> str:
+    """Say where an error begins, with the cure."""
+    name = f"the derivative of `{operation.derivative_of}`" if operation.derivative_of else f"`{operation.operation}`"
+    it = name + at(operation.layer, operation.source)
+    if math.isnan(operation.largest):
+        what = f"{it} gives NaN"
+    elif operation.overflow:
+        what = f"{it} reaches {operation.largest:.2g}, and {end_of(dtype)}"
+    elif operation.zero > MANY_ZEROS:
+        what = f"the results of {it} become zero"
+    elif operation.amplification < ACCUMULATED:
+        what = f"the error grows to {percent(operation.error)} over the iterations at {it}"
+    else:
+        what = f"the error grows from {percent(operation.error_in)} to {percent(operation.error)} at {it}"
+    return f"{what[0].upper()}{what[1:]}. {operation.cure}".rstrip()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics.programs._blame import MANY_ZEROS
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 
 _MOST_ROWS = 16
@@ -122,7 +122,27 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
     def _summary(self) -> str:
-        return "\n".join([str(self.facts), *self.arguments, _words.in_range(self)])
+        return "\n".join([str(self.facts), *self.arguments, self._in_range()])
+
+    def _in_range(self) -> str:
+        """Say how many operations leave the range."""
+        if not self:
+            return self.facts.nothing_narrow()
+        over = [operation for operation in self.bad if operation.overflow]
+        zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
+        if self.arguments and not over and not zero:
+            return "What is computed from it is not finite in float32 either, so nothing else can be told."
+        rounded = len(self.bad) - len(over) - zero
+        also = f" In {rounded}, rounding changes the result." if rounded else ""
+        operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
+        at = f"at a loss scale of {power_of_two(self.loss_scale)}"
+        if not over and not zero:
+            return f"All {operations} stay in range {at}.{also}"
+        harmless = sum(not operation.changes_result for operation in over)
+        without_harm = f" ({harmless} without changing the result)" if harmless else ""
+        return (
+            f"{len(over)} of {operations} overflow{without_harm} {at}, and more than half becomes zero in {zero}.{also}"
+        )
 
     def _rows(self) -> list[list[str]]:
         if not self.bad:

@@ -12,12 +12,25 @@ import numpy as np
 
 from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import power_of_two
+from jax_lossscale.diagnostics._report import off, power_of_two
 from jax_lossscale.diagnostics.programs._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, Measured, ProductSite
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, Trial, Trials
 
 _PRECISIONS = ("narrow", "wide_result", "wide")
+# Why `find_precision` widens a product: the reasons of its rules.
+
+REASONS = {
+    "overflow": "{what} reaches {largest:.2g}",
+    "underflow": "{what} is at most {largest:.2g}, much of it too small for {dtype}",
+    "small gradients": "its gradients are at most {largest:.2g}, too small for {dtype}, at a loss scale of {scale}, "
+    "above which others overflow; to have it narrow, give its part a scale of its own: "
+    "`jls.scale_gradient(result, 2.0**{log2})`, `jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`",
+    "large gradients": "its gradients reach {largest:.2g} at a loss scale of {scale}, at which others are too small "
+    "for {dtype}; to have it narrow, give the small ones a scale of their own, with `jls.scale_gradient` and "
+    "`jls.unscale_gradient`",
+    "error": "narrow, {where} is {off}",
+    "unknown": "what is made of it is sensitive to rounding",
+}
 
 
 def rules_for(sites: Sequence[ProductSite], levels: np.ndarray, reasons: Sequence[str]) -> list[PrecisionRule]:
@@ -71,9 +84,9 @@ def reasons_of(trials: Trials, trial: Trial, most: int) -> list[str]:
             kind, numbers = _out_of_range(measured[scale], site, levels, trials.dtype)
         if not kind and trials.spent < most:
             without = trials.trial(levels)
-            kind, numbers = "error", {"where": without.where, "off": _words.off(without.error)}
+            kind, numbers = "error", {"where": without.where, "off": off(without.error)}
         named = {"dtype": trials.dtype.name, "scale": power_of_two(scale)}
-        reasons[site] = _words.REASONS[kind or "unknown"].format(**named, **numbers)
+        reasons[site] = REASONS[kind or "unknown"].format(**named, **numbers)
     return reasons
 
 

@@ -20,6 +20,7 @@ from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import ALL_MOVES
+from jax_lossscale.diagnostics._report import end_of
 from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, reports_of_named
 from jax_lossscale.diagnostics.programs._constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_of
@@ -228,3 +229,17 @@ class _Casts(Flow[str]):
 def _has_values(leaf: Any) -> bool:
     is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
     return is_array and _tree.is_inexact(leaf) and not isinstance(leaf, jax.core.Tracer)
+
+
+def nonfinite_argument(leaf: LeafReport) -> str:
+    """Say that an argument holds NaN or infinities."""
+    number = leaf.nan or leaf.nonfinite
+    what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
+    first = ", at" if number == 1 else ", the first at"
+    where = f"{first} {list(leaf.first_bad_index)}" if leaf.first_bad_index else ""
+    return f"`{leaf.path}` holds {number} {what}{where}."
+
+
+def large_argument(leaf: LeafReport, dtype: str) -> str:
+    """Say that the dtype does not hold an argument."""
+    return f"`{leaf.path}` reaches {leaf.largest_finite:.2g}, and {end_of(dtype)}."

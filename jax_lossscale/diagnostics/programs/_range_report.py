@@ -15,13 +15,12 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics.programs._blame import blame, fault_of
+from jax_lossscale.diagnostics.programs._blame import blame, cure, fault_of
 from jax_lossscale.diagnostics.programs._facts import ProductFacts
 from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.programs._parameters import told_apart
-from jax_lossscale.diagnostics.programs._question import Question, asked
+from jax_lossscale.diagnostics.programs._question import Question, asked, nonfinite_argument
 from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.programs._sites import Graph, Parameter, Site, Value
 
@@ -124,9 +123,9 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         dtype=dtype.name,
         loss_scale=loss_scale,
         as_they_are=tuple(evaluator.evaluator.as_they_are),
-        lost_constants=tuple(_words.lost_constant(each) for each in question.lost if each.is_epsilon or has_nan),
+        lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
         facts=question.products,
-        arguments=tuple(map(_words.nonfinite_argument, faults)),
+        arguments=tuple(map(nonfinite_argument, faults)),
     )
 
 
@@ -181,7 +180,7 @@ def _operation_range(
         subnormal=measured.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=_words.cure(fault, site.derivative_of or site.operation),
+        cure=cure(fault, site.derivative_of or site.operation),
         error=measured.error,
         error_in=measured.error_in,
         amplification=measured.amplification,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics import _words
-from jax_lossscale.diagnostics._report import power_of_two, tell
+from jax_lossscale.diagnostics._report import off, power_of_two, tell
 from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
 from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Trial, Trials
 
@@ -47,7 +46,7 @@ class Search:
         wide, half = (int(numbers[trial.levels == level].sum()) for level in (WIDE, WIDE_RESULT))
         self.tell(
             f"{wide} of {numbers.sum()} products wide, {half} with a wide result, loss scale "
-            f"{power_of_two(trial.scale)}: {trial.where} is {_words.off(trial.error)}"
+            f"{power_of_two(trial.scale)}: {trial.where} is {off(trial.error)}"
         )
         return trial
 

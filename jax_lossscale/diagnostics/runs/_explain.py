@@ -1,4 +1,4 @@
-"""How a run stands, from its state: what was bad, why, and what to do; said in the sentences of `_words`."""
+"""How a run stands, from its state: what was bad, why, and what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor
-from jax_lossscale.diagnostics import _words
 from jax_lossscale.diagnostics._report import power_of_two
 from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path, nonfinite_report
 
@@ -37,7 +36,90 @@ _FAR_BELOW_THE_LIMIT = 8
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-Finding: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `_words.RUN`, and its numbers
+Finding: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `RUN`, and its numbers
+
+
+# The state of a run, as `explain` tells it.
+
+BAD_STEPS = {
+    "loss": "its loss was not finite",
+    "nan": "there was a NaN in the gradients, first in {where}",
+    "infinity": "there was an infinity in the gradients, first in {where}",
+    "grads_finite": "`grads_finite` said that the gradients were not finite, though every leaf was",
+    "gradients": "there was a NaN or an infinity in its gradients",
+    "skip_if": "`skip_if` was true",
+    "loss or skip_if": "its loss was not finite, or `skip_if` was true",
+}
+_COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
+_LINE = "`range_report(loss_fn, params, batch)` names the line."
+_FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
+_SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
+_LOSS = (
+    f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
+    "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
+)
+_BATCH = (
+    "If it comes again, look in that batch for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
+    f"`nonfinite_report(batch)`, and {_LINE}"
+)
+RUN = {
+    "scale": "The loss scale is {scale} ({kind}).",
+    "no scale": "There is no loss scale, and the gradients are not checked ({kind}).",
+    "steps": "Of {total}, {applied} were applied and {skipped} skipped.",
+    # The last step.
+    "skipped": "The last step was skipped: {why}.",
+    "skipped in a row": "The last {number} steps were skipped, the last one because {why}.",
+    "applied": "In the last step {why}, and the step was applied.",
+    "applied, finite": "In the last step {why}. It was applied, and the parameters are finite all the same.",
+    "applied, lost": "In the last step {why}, and the step was applied.\n"
+    f"The parameters are lost. Restart from a checkpoint. {_SKIPPING}",
+    # What to do about it.
+    "loss": _LOSS,
+    "skip_if": "That is a condition of your own; the scale stays.",
+    "loss or skip_if": f"If it was the loss: {_LOSS}",
+    "not recorded": "Where it was, only `record_bad_steps=True` keeps.",
+    "an overflow": "That is how the scale finds what the gradients bear: there is nothing to do.",
+    "perhaps an overflow": "If that came of an overflow, it goes away when the scale falls, and there is nothing "
+    "to do.",
+    "no lower": "The scale cannot go lower.",
+    "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
+    "a NaN stays": f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins.",
+    "an infinity stays": "The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for "
+    f"{_FROZEN}.\nOr allow a lower scale with `min_loss_scale`. {_COMPARE} where they overflow.",
+    "a high floor": "Allow a lower one with `min_loss_scale`.",
+    "a fixed scale": 'Take a smaller one, or "dynamic", which finds one.',
+    # The steps before.
+    "bad step ago": "The last bad step was {ago} ago: {why}.",
+    "one loss": f"Losses have been finite since, and no loss scale changes them: so it was that batch, and "
+    f"not the scale.\n{_BATCH}",
+    "scale is back": "The scale is as high again, {now} now and {then} then, and steps are finite: so it was that "
+    f"batch, and not the scale.\n{_BATCH}",
+    "scale was lower": "The scale has been lower since, and no step was bad, as after an overflow.",
+    "at the floor": "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients "
+    "below {zero} are zero there.",
+    "have it kept": "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps.",
+    "often": "{share} of all steps were skipped.",
+    "not the scale": "They come at scales at which other steps are finite, so the scale is not the cause.\n"
+    f"{_BATCH.replace('If it comes again, look in that batch', 'Look in those batches')}",
+    "rarer": "If these are overflows, a longer `increment_period` makes them rarer.",
+    # The gradients.
+    "largest": "The largest gradient of the last step was {largest}.",
+    "room": "The scale is 2^{room} below what that would allow in float16.",
+    "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
+    "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
+    "`jls.value_and_scaled_grad` should.",
+    "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
+    "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
+    "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
+    "`compare_gradients(loss_fn, params, batch)` does.",
+    # The parameters.
+    "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
+    f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",
+    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. "
+    f"Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}.",
+    "large": "A parameter is as large as {largest}, in {where}. It leaves float16's range where it is cast or "
+    "multiplied.\nIf training brought it there, restart from a checkpoint. Take a smaller learning rate.",
+}
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
@@ -82,7 +164,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    said = "\n".join(_words.RUN[key].format(**numbers) for key, numbers in findings_of(state, params))
+    said = "\n".join(RUN[key].format(**numbers) for key, numbers in findings_of(state, params))
     return "\n".join(dict.fromkeys(said.splitlines()))
 
 
@@ -133,7 +215,7 @@ def _cause_of_last_step(state: LossScaledState) -> str:
 def _why(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
     record = state.last_bad_step
     where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
-    return _words.BAD_STEPS[cause].format(where=where) if cause else ""
+    return BAD_STEPS[cause].format(where=where) if cause else ""
 
 
 def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
