@@ -9,8 +9,11 @@ import workloads
 import jax_lossscale as jls
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import compare_gradients, range_report
-from jax_lossscale.diagnostics._reduced import reduced
-from jax_lossscale.diagnostics.programs import _compare_gradients, _gradient_error, _probes, _shadow
+from jax_lossscale.diagnostics.compare import _compare_gradients
+from jax_lossscale.diagnostics.errors import _gradient_error
+from jax_lossscale.diagnostics.precision import _probes
+from jax_lossscale.diagnostics.shadow import _shadow
+from jax_lossscale.diagnostics.tree._reduced import reduced
 
 
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])

@@ -8,9 +8,9 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
-from jax_lossscale.diagnostics.programs._blame import FAULTS
-from jax_lossscale.diagnostics.programs._precision_rules import REASONS
-from jax_lossscale.diagnostics.runs._explain import RUN, findings_of
+from jax_lossscale.diagnostics.precision._precision_rules import REASONS
+from jax_lossscale.diagnostics.run._explain import RUN, findings_of
+from jax_lossscale.diagnostics.shadow._blame import FAULTS
 
 NAN_GRADS, INF_GRADS, NAN_LOSS = ([1.0, NAN], 1.0, False), ([INF, 1.0], 1.0, False), ([1.0, 1.0], NAN, False)
 NO_GRADS = ([0.0, 0.0], 1.0, False)

@@ -13,7 +13,7 @@ from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import is_product
 from jax_lossscale.diagnostics._report import listed, percent
-from jax_lossscale.diagnostics.programs._operations import OperationPrecision, operations
+from jax_lossscale.diagnostics.asked._operations import OperationPrecision, operations
 
 
 class ProductFacts(NamedTuple):

@@ -15,14 +15,14 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics.programs._blame import blame, cure, fault_of
-from jax_lossscale.diagnostics.programs._facts import ProductFacts
-from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale, noted_error_of_loss
-from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.programs._parameters import told_apart
-from jax_lossscale.diagnostics.programs._question import Question, asked, nonfinite_argument
-from jax_lossscale.diagnostics.programs._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics.programs._sites import Graph, Parameter, Site, Value
+from jax_lossscale.diagnostics.asked._facts import ProductFacts
+from jax_lossscale.diagnostics.asked._question import Question, asked, nonfinite_argument
+from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale, noted_error_of_loss
+from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
+from jax_lossscale.diagnostics.shadow._blame import blame, cure, fault_of
+from jax_lossscale.diagnostics.shadow._layers import told_apart
+from jax_lossscale.diagnostics.shadow._shadow import ShadowEvaluator, Statistics
+from jax_lossscale.diagnostics.shadow._sites import Graph, Parameter, Site, Value
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag
-from jax_lossscale.diagnostics.gradients._bits import DOUBLE, SINGLE, Layout, bits_of, joined, layout_of, parts
+from jax_lossscale.diagnostics.tree._bits import DOUBLE, SINGLE, Layout, bits_of, joined, layout_of, parts
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 

@@ -15,13 +15,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics.programs._gradient_error import (
+from jax_lossscale.diagnostics.asked._question import Question
+from jax_lossscale.diagnostics.errors._gradient_error import (
     LeafGradientError,
     measure,
     report_of_all,
     reports_of_leaves,
 )
-from jax_lossscale.diagnostics.programs._question import Question
 
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 NUDGE = 2.0**-22

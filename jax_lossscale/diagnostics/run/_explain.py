@@ -20,7 +20,7 @@ from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor
 from jax_lossscale.diagnostics._report import power_of_two
-from jax_lossscale.diagnostics.gradients._nonfinite import leaf_path, nonfinite_report
+from jax_lossscale.diagnostics.tree._nonfinite import leaf_path, nonfinite_report
 
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
 _LARGE_SHARE_OF_SKIPS = 0.01

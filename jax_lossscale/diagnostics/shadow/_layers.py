@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax_lossscale.diagnostics.programs._sites import Graph, Site
+from jax_lossscale.diagnostics.shadow._sites import Graph, Site
 
 
 def told_apart(graph: Graph, gradients: Mapping[str, Collection[int]]) -> list[Site]:

@@ -13,8 +13,8 @@ import numpy as np
 from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import off, power_of_two
-from jax_lossscale.diagnostics.programs._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, Measured, ProductSite
-from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, Trial, Trials
+from jax_lossscale.diagnostics.precision._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, Measured, ProductSite
+from jax_lossscale.diagnostics.precision._trials import NARROW, WIDE, Trial, Trials
 
 _PRECISIONS = ("narrow", "wide_result", "wide")
 # Why `find_precision` widens a product: the reasons of its rules.

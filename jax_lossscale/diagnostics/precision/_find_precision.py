@@ -15,16 +15,16 @@ from jax_lossscale._check import check_flag, check_function, checked_dtype, is_n
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import off, percent, tell
-from jax_lossscale.diagnostics.programs._precision_rules import reasons_of, rules_for
-from jax_lossscale.diagnostics.programs._question import (
+from jax_lossscale.diagnostics.asked._question import (
     Leaves,
     faults_of,
     named_leaves,
     nonfinite_argument,
     with_gradients,
 )
-from jax_lossscale.diagnostics.programs._search import MOST_GRADIENTS, Search
-from jax_lossscale.diagnostics.programs._trials import WIDE, Trial, Trials
+from jax_lossscale.diagnostics.precision._precision_rules import reasons_of, rules_for
+from jax_lossscale.diagnostics.precision._search import MOST_GRADIENTS, Search
+from jax_lossscale.diagnostics.precision._trials import WIDE, Trial, Trials
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
 

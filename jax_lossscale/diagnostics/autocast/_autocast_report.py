@@ -16,8 +16,8 @@ from jax_lossscale._autocast.transform import checked_half_precision, checked_po
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_among
-from jax_lossscale.diagnostics.programs._operations import (
+from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_among
+from jax_lossscale.diagnostics.asked._operations import (
     OperationPrecision,
     bytes_kept,
     casts,
@@ -25,7 +25,7 @@ from jax_lossscale.diagnostics.programs._operations import (
     opaque,
     operations,
 )
-from jax_lossscale.diagnostics.programs._question import (
+from jax_lossscale.diagnostics.asked._question import (
     faults_of,
     named_leaves,
     nonfinite_argument,

@@ -14,10 +14,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics.programs._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics.programs._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
-from jax_lossscale.diagnostics.programs._probes import NUMBER_OF_ROLES, Measured, Probes, RoundingEvaluator
-from jax_lossscale.diagnostics.programs._question import gradient_program
+from jax_lossscale.diagnostics.asked._question import gradient_program
+from jax_lossscale.diagnostics.errors._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
+from jax_lossscale.diagnostics.errors._gradients_by_scale import NUDGE, nudged, relative_error, value_and_leaves
+from jax_lossscale.diagnostics.precision._probes import NUMBER_OF_ROLES, Measured, Probes, RoundingEvaluator
 
 _EXACT = {"xla_allow_excess_precision": False}
 # What becomes of the products of a site.

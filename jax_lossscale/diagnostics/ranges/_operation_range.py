@@ -6,8 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
-from jax_lossscale.diagnostics.programs._blame import MANY_ZEROS
-from jax_lossscale.diagnostics.programs._facts import ProductFacts
+from jax_lossscale.diagnostics.asked._facts import ProductFacts
+from jax_lossscale.diagnostics.shadow._blame import MANY_ZEROS
 
 _MOST_ROWS = 16
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
-from jax_lossscale.diagnostics.programs._blame import ACCUMULATED, MANY_ZEROS
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._gradients_by_scale import LARGE_ERROR, GradientErrors
-from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.programs._question import Question, large_argument, nonfinite_argument
+from jax_lossscale.diagnostics.asked._question import Question, large_argument, nonfinite_argument
+from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.errors._gradients_by_scale import LARGE_ERROR, GradientErrors
+from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
+from jax_lossscale.diagnostics.shadow._blame import ACCUMULATED, MANY_ZEROS
 
 # A leaf starves where so many of its numbers are zero.
 _MANY_LOST = 0.25

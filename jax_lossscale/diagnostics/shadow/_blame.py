@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from jax_lossscale.diagnostics.programs._shadow import Statistics
-from jax_lossscale.diagnostics.programs._sites import Graph, Site
+from jax_lossscale.diagnostics.shadow._shadow import Statistics
+from jax_lossscale.diagnostics.shadow._sites import Graph, Site
 
 # An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1

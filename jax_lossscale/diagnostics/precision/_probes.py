@@ -26,8 +26,8 @@ from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.parameters import Path, parameters_of_products, path_of
 from jax_lossscale._program.place import Place, place_within
-from jax_lossscale.diagnostics._reduced import reduced
-from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics.shadow._measuring import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics.tree._reduced import reduced
 
 # What is probed of a product; and of each, its cotangent.
 LEFT, RIGHT, RESULT = range(3)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics._report import Report, Rows
-from jax_lossscale.diagnostics.gradients._bits import layout_of, magnitudes, number_of
+from jax_lossscale.diagnostics.tree._bits import layout_of, magnitudes, number_of
+from jax_lossscale.diagnostics.tree._reduced import reduced
 
 
 @dataclasses.dataclass(frozen=True)

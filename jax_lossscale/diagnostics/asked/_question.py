@@ -21,9 +21,9 @@ from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import ALL_MOVES
 from jax_lossscale.diagnostics._report import end_of
-from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, reports_of_named
-from jax_lossscale.diagnostics.programs._constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics.programs._facts import ProductFacts, products_of
+from jax_lossscale.diagnostics.asked._constants import LostConstant, lost_constants
+from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_of
+from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, reports_of_named
 
 
 class Question(NamedTuple):

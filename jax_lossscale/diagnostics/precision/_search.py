@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import off, power_of_two, tell
-from jax_lossscale.diagnostics.programs._probes import LEFT, RESULT, RIGHT
-from jax_lossscale.diagnostics.programs._trials import NARROW, WIDE, WIDE_RESULT, Trial, Trials
+from jax_lossscale.diagnostics.precision._probes import LEFT, RESULT, RIGHT
+from jax_lossscale.diagnostics.precision._trials import NARROW, WIDE, WIDE_RESULT, Trial, Trials
 
 MOST_GRADIENTS = 30
 _OF_VERIFYING = 6

@@ -16,12 +16,12 @@ from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
-from jax_lossscale.diagnostics.programs._facts import ProductFacts
-from jax_lossscale.diagnostics.programs._finding import conclusion, find_cause
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._gradients_by_scale import errors_by_scale
-from jax_lossscale.diagnostics.programs._question import asked, with_gradients
-from jax_lossscale.diagnostics.programs._range_report import ranges_at
+from jax_lossscale.diagnostics.asked._facts import ProductFacts
+from jax_lossscale.diagnostics.asked._question import asked, with_gradients
+from jax_lossscale.diagnostics.compare._finding import conclusion, find_cause
+from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale
+from jax_lossscale.diagnostics.ranges._range_report import ranges_at
 
 _MOST_ROWS = 12
 

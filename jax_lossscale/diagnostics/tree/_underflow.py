@@ -15,8 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics._reduced import reduced
-from jax_lossscale.diagnostics.gradients._bits import (
+from jax_lossscale.diagnostics.tree._bits import (
     DOUBLE,
     SINGLE,
     as_float32_bits,
@@ -25,6 +24,7 @@ from jax_lossscale.diagnostics.gradients._bits import (
     layout_of,
     parts,
 )
+from jax_lossscale.diagnostics.tree._reduced import reduced
 
 _LARGEST_LOG2_SCALE = 127
 _ALL_ZERO = (

@@ -13,10 +13,10 @@ from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.jaxpr import bind, is_equation_narrow, is_narrow, is_reference
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics._reduced import reduced
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics.programs._measuring import MeasuringEvaluator, Rows
-from jax_lossscale.diagnostics.programs._sites import SUMS, is_measured
+from jax_lossscale.diagnostics.shadow._measuring import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics.shadow._sites import SUMS, is_measured
+from jax_lossscale.diagnostics.tree._reduced import reduced
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
 _ROUNDING = 2.0**-20
