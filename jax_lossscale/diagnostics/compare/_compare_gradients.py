@@ -50,6 +50,8 @@ class GradientComparison(Report[LeafGradientError]):
       as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
       facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
       working_scales: those of the scales compared at which all gradients are right.
+      run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with what the
+        error says first.
     """
 
     verdict: str
@@ -66,6 +68,7 @@ class GradientComparison(Report[LeafGradientError]):
     as_they_are: tuple[str, ...]
     facts: ProductFacts = ProductFacts()
     working_scales: tuple[float, ...] = ()
+    run_time_errors: tuple[tuple[float, str], ...] = ()
 
     def _entries(self) -> tuple[LeafGradientError, ...]:
         return self.leaves
@@ -75,30 +78,49 @@ class GradientComparison(Report[LeafGradientError]):
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
             lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
+        if self.run_time_errors:
+            (first, said), *_ = self.run_time_errors
+            lines.append(
+                f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {said} So would "
+                "a training step. If the error is equinox's, as those of solvers of lineax, optimistix and diffrax are, "
+                "set the environment variable EQX_ON_ERROR=nan: then such a step is skipped."
+            )
         if self.as_they_are:
             lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
         if any(leaf.is_rounding for leaf in self):
             lines.append("*: its true gradient is nothing but rounding, in float32 too, so its errors say nothing.")
-        lines.append("Relative error of the gradients, by loss scale (lost: zero, where the reference is not):")
+        lines.append(
+            "Relative error of the gradients, by loss scale, where it changes (lost: zero, where the reference is not):"
+        )
         return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
-        scales = [power_of_two(scale) for scale in self.loss_scales]
-        rows = [["leaf", "shape", "largest", "smallest", *scales]]
-        rows.append(["all leaves", "", *_numbers(self.total)])
-        rows.append(["  lost", "", "", "", *(f"{share:.1%}" for share in self.total.lost)])
-        for leaf in self.leaves[:_MOST_ROWS]:
+        told = [leaf for leaf in self if not leaf.is_zero or all(leaf.nonfinite)]
+        zero = len(self) - len(told)
+        leaves = [self.total, *told[:_MOST_ROWS]]
+        shown = self._shown(leaves)
+
+        def row(name: str, shape: str, leaf: LeafGradientError) -> list[str]:
+            numbers = [f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}"]
+            errors = ("overflow" if leaf.nonfinite[n] else percent(leaf.relative_error[n]) for n in shown)
+            return [name, shape, *numbers, *errors]
+
+        rows = [["leaf", "shape", "largest", "smallest", *(power_of_two(self.loss_scales[n]) for n in shown)]]
+        rows.append(row("all leaves", "", self.total))
+        rows.append(["  lost", "", "", "", *(f"{self.total.lost[n]:.1%}" for n in shown)])
+        for leaf in leaves[1:]:
             name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
-            rows.append([name, str(list(leaf.shape)), *_numbers(leaf)])
-        if len(self) > _MOST_ROWS:
-            rows.append([f"... {len(self) - _MOST_ROWS} more", *[""] * (3 + len(scales))])
-        return rows
+            rows.append(row(name, str(list(leaf.shape)), leaf))
+        rest = [f"... {len(told) - _MOST_ROWS} more"] * (len(told) > _MOST_ROWS)
+        rest += [f"{zero} that {'is' if zero == 1 else 'are'} zero in float32"] * (zero > 0)
+        return [*rows, *([name, *[""] * (3 + len(shown))] for name in rest)]
 
-
-def _numbers(leaf: LeafGradientError) -> list[str]:
-    pairs = zip(leaf.relative_error, leaf.nonfinite, strict=True)
-    errors = ("overflow" if nonfinite else percent(error) for error, nonfinite in pairs)
-    return [f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}", *errors]
+    def _shown(self, leaves: Sequence[LeafGradientError]) -> list[int]:
+        """Choose the scales, by their positions, at which a digit changes: the ends of each run that is alike."""
+        numbers = range(len(self.loss_scales))
+        told = [[(bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
+        ends = {0, *(n for m in numbers[1:] if told[m - 1] != told[m] for n in (m - 1, m)), numbers[-1]}
+        return sorted(ends)
 
 
 def compare_gradients(
@@ -189,6 +211,7 @@ def compare_gradients(
         dtype=dtype.name,
         loss_scales=tuple(errors.scales),
         working_scales=tuple(errors.scales[n] for n in errors.working()),
+        run_time_errors=tuple(errors.run_time_errors.items()),
         leaves=tuple(leaves),
         total=errors.total,
         value=errors.value,

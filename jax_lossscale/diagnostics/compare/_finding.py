@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
 from jax_lossscale.diagnostics.asked._question import Question, large_argument, nonfinite_argument
 from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.errors._gradients_by_scale import LARGE_ERROR, GradientErrors
+from jax_lossscale.diagnostics.errors._gradients_by_scale import LARGE_ERROR, GradientErrors, of_zeros
 from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.shadow._blame import ACCUMULATED, MANY_ZEROS
 
@@ -55,7 +57,8 @@ def find_cause(question: Question, errors: GradientErrors, ranges: Ranges) -> Fi
       errors: those of its gradients at each scale.
       ranges: a function of a scale that gives the operations out of range.
     """
-    if question.dtype not in question.narrow_dtypes:
+    is_narrow, counted = question.dtype in question.narrow_dtypes, question.products
+    if not is_narrow and not counted.is_autocast:
         return Finding("nothing narrow")
     bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
     if bad or not math.isfinite(errors.reference_value):
@@ -71,8 +74,9 @@ def find_cause(question: Question, errors: GradientErrors, ranges: Ranges) -> Fi
     best = errors.best()
     if best not in errors.working():
         return _does_not_train(errors, best, ranges(errors.scales[best]))
-    if question.products.products and not question.products.narrow_products:
-        return Finding("nothing narrow")
+    if not is_narrow or (counted.products and not counted.narrow_products):
+        is_right = counted.is_autocast  # a function that casts by hand is one that was meant to be narrow
+        return Finding("nothing narrow", will_train=is_right, loss_scale=1.0 if is_right else None)
     return _trains(errors, ranges)
 
 
@@ -167,20 +171,26 @@ def conclusion(question: Question, errors: GradientErrors, finding: Finding) -> 
     """Say what `compare_gradients` found."""
     dtype = question.dtype
     if finding.cause == "nothing narrow":
-        return question.products.nothing_narrow([narrow.name for narrow in question.narrow_dtypes])
+        why = question.products.nothing_narrow([narrow.name for narrow in question.narrow_dtypes])
+        return f"{why} So the gradients are those of float32, and nothing is gained." if finding.will_train else why
+    is_overflow = finding.cause in ("forward overflow", "backward overflow")
+    has_diverged = is_overflow and abs(errors.reference_value) > limits_of(dtype).largest
+    if has_diverged and finding.place:  # what helps there would not help
+        finding = finding._replace(place=dataclasses.replace(finding.place, cure=""))
     said = (
         _said_of_one_that_trains(question, errors, finding)
         if finding.will_train
         else _said_of_one_that_does_not(question, errors, finding)
     )
-    has_overflow = finding.cause in ("forward overflow", "backward overflow")
-    if has_overflow and abs(errors.reference_value) > limits_of(dtype).largest:
+    if has_diverged:
         said.insert(
             len(said) if finding.will_train else 0,
             f"The loss is {errors.reference_value:.2g} in float32, too. If training made it so large, it diverges in "
             f"float32 as well: look at the learning rate and at the sign of the loss, not at {dtype.name}.",
         )
     is_in_vain = finding.cause in ("reference not finite", "no gradients")
+    if not is_in_vain:
+        said += filter(None, [of_zeros(errors.leaves)])
     for constant in [constant for constant in question.lost if constant.is_epsilon or is_in_vain][:1]:
         lost = f"{constant}, also in the float32 reference. Compute it in float32."
         said.insert(0 if is_in_vain else len(said), lost)
@@ -206,7 +216,7 @@ def _said_of_one_that_does_not(question: Question, errors: GradientErrors, findi
     if nonzero := sum(leaf.nonzero for leaf in leaves):
         numbers["lost"] = percent(sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / nonzero)
         # Brings their largest gradient to the size of the largest of all.
-        ratio = math.log2(errors.total.largest / max(leaf.largest for leaf in leaves))
+        ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
         numbers["factor"] = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
     is_right = finding.cause == "forward overflow" and not errors.is_loss_wrong
     said = [_CAUSES[finding.cause + " of gradients" * is_right].format(**numbers)]

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale.diagnostics.tree._reduced import reduced
 
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
 _MOSTLY_ROUNDING = 0.05
@@ -49,9 +51,14 @@ class LeafGradientError:
     rounding: float
 
     @property
+    def is_zero(self) -> bool:
+        """Whether the true gradient is zero, in every number."""
+        return self.norm == 0
+
+    @property
     def is_rounding(self) -> bool:
         """Whether the true gradient is nothing but rounding."""
-        return self.rounding > _MOSTLY_ROUNDING
+        return self.rounding > _MOSTLY_ROUNDING and math.isfinite(self.norm)
 
 
 class Measurement(NamedTuple):
@@ -77,7 +84,7 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
 def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
     (unscaled,), (reference,) = _tree.unscale([leaf], scale), _tree.widen([exact])
     magnitudes = jnp.abs(reference)
-    largest = jnp.max(magnitudes, initial=0)
+    (largest,) = reduced(largest=[magnitudes])
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     is_nonzero = magnitudes > 0
     flags = is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)
@@ -91,6 +98,11 @@ def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measur
         lost=lost,
         nonfinite=nonfinite,
     )
+
+
+def overflown(measured: Measurement, exact: Any) -> Measurement:
+    """Give what is measured of a leaf where no gradient is finite."""
+    return measured._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(jnp.size(exact)))
 
 
 def reports_of_leaves(
@@ -142,7 +154,7 @@ def report_of_all(leaves: list[LeafGradientError]) -> LeafGradientError:
         path="all leaves",
         shape=(sum(sizes),),
         norm=norm,
-        largest=max(leaf.largest for leaf in leaves),
+        largest=float(np.max([leaf.largest for leaf in leaves])),  # which keeps NaN
         smallest=min((leaf.smallest for leaf in leaves if leaf.smallest), default=0.0),
         nonzero=sum(nonzero),
         relative_error=tuple(map(error, zip(*(leaf.relative_error for leaf in leaves), strict=True))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jax_lossscale.diagnostics.asked._question import Question
 from jax_lossscale.diagnostics.errors._gradient_error import (
     LeafGradientError,
     measure,
+    overflown,
     report_of_all,
     reports_of_leaves,
 )
@@ -35,6 +37,7 @@ _NOTED_ERROR_OF_THE_LOSS = 0.01
 _AS_GOOD = 1.5
 # From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
 _LOG2_HEADROOM = 3
+_SAID = re.compile(r"^\w*(?:Error|Exception): (.+)$", re.MULTILINE)
 
 
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
@@ -59,6 +62,7 @@ class GradientErrors(NamedTuple):
     loss_dtype: jnp.dtype
     reference_value: float
     as_they_are: tuple[str, ...]
+    run_time_errors: dict[float, str]  # by scale, what the program raised there
 
     @property
     def error_of_loss(self) -> float:
@@ -148,14 +152,20 @@ def errors_by_scale(
     of_moved = computed(*wide.inputs_from(moved, question.kwargs))
     rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
-    scales = scales or _useful_scales(exact, question.dtype)
+    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), question.dtype)
     compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
     value: Any = math.nan  # that of every scale
-    measured = []
+    measured, run_time_errors = [], dict[float, str]()
     for scale in progress(scales):
-        value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
-        measured.append(measure(leaves, exact, scale))
-        del leaves
+        try:
+            value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+            measured.append(measure(leaves, exact, scale))
+            del leaves
+        except (RuntimeError, ValueError) as error:  # which of them it is differs from program to program
+            if not is_of_the_program(error) or len(run_time_errors) + 1 == len(scales):
+                raise
+            run_time_errors[scale] = first_line(error)
+            measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
     reports = reports_of_leaves(exact, measured, rounding)
     return GradientErrors(
         dtype=question.dtype,
@@ -166,12 +176,35 @@ def errors_by_scale(
         loss_dtype=jnp.result_type(value),
         reference_value=float(reference_value),
         as_they_are=tuple(evaluator.as_they_are),
+        run_time_errors=run_time_errors,
     )
 
 
-def _useful_scales(exact: dict[str, Any], dtype: jnp.dtype) -> list[float]:
+def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
+    """Say how many gradients are zero in float32, as behind a layer that begins with zeros; "" if none are."""
+    zero = [leaf for leaf in leaves if leaf.is_zero]
+    share = sum(math.prod(leaf.shape) for leaf in zero) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
+    return (
+        f"{len(zero)} of {len(leaves)} leaves, {share:.1%} of all gradients, are zero in float32, too, so nothing is "
+        "known of them: ask again after a step of training."
+        if zero
+        else ""
+    )
+
+
+def is_of_the_program(error: Exception) -> bool:
+    """Tell whether a program raised the error by itself, as solvers do that refuse infinities."""
+    return "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """Give what an error says first, after the traceback of a callback that it may begin with."""
+    said = _SAID.search(str(error))
+    return said[1] if said else str(error).partition("\n")[0]
+
+
+def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
     """Choose powers of two around 1 and the default, and around those that bring the largest gradient near the top."""
-    largest = max(float(jnp.max(jnp.abs(leaf), initial=0)) for leaf in exact.values())
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))

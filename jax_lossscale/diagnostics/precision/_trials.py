@@ -186,8 +186,7 @@ class Trials:
         errors = [(0.0, "nothing")]
         for (value, leaves), exact in zip(results, self.exact, strict=True):
             errors += exact.errors(value, leaves, scale)
-        error, where = max(errors)
-        return (math.inf if math.isnan(error) else error), where
+        return max((math.inf if math.isnan(error) else error, where) for error, where in errors)
 
     def _exact(self, exact: Sequence[Any], at_fine: Sequence[Any], at_coarse: Sequence[Any]) -> _Exact:
         """Weigh the errors by what two nudges of the parameters change in float32.

@@ -132,8 +132,10 @@ class RangeReport(Report[OperationRange]):
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
             return "What is computed from it is not finite in float32 either, so nothing else can be told."
-        rounded = len(self.bad) - len(over) - zero
-        also = f" In {rounded}, rounding changes the result." if rounded else ""
+        rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
+        wide = sum(operation.dtype != self.dtype for operation in rest)
+        counts = [f"{len(rest) - wide}"] * (len(rest) > wide) + [f"{wide} of float32"] * (wide > 0)
+        also = f" In {' and '.join(counts)}, rounding changes the result." if rest else ""
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
         at = f"at a loss scale of {power_of_two(self.loss_scale)}"
         if not over and not zero:

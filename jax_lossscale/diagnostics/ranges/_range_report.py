@@ -180,7 +180,7 @@ def _operation_range(
         subnormal=measured.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure(fault, site.derivative_of or site.operation),
+        cure=cure(fault, site, measured),
         error=measured.error,
         error_in=measured.error_in,
         amplification=measured.amplification,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.primitives import PRODUCTS
 from jax_lossscale.diagnostics.shadow._shadow import Statistics
-from jax_lossscale.diagnostics.shadow._sites import Graph, Site
+from jax_lossscale.diagnostics.shadow._sites import SUMS, Graph, Site
 
 # An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1
@@ -78,6 +80,8 @@ def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: b
         return ""
     if pass_ == "backward" and measured.zero + measured.subnormal > 0:
         return "backward underflow"
+    if not is_narrow(site.aval):
+        return "cancelling" if site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS) else "wide rounding"
     return "sum" if measured.amplification < ACCUMULATED or site.operation in _SUMMED_UP else "rounding"
 
 
@@ -100,6 +104,9 @@ FAULTS = {
     "before.",
     "sum": "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32.",
     "rounding": "It makes the rounding errors of its operands larger. Compute it and its operands in float32.",
+    "cancelling": "Its terms cancel: what is left is about one part in {parts} of them, and their rounding errors are "
+    "that many times larger in it. Compute the terms in float32, too.",
+    "wide rounding": "It makes the rounding errors of its operands larger. Compute them in float32, too.",
 }
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
@@ -113,8 +120,10 @@ _FORWARD_OVERFLOWS = {
 }
 
 
-def cure(fault: str, operation: str) -> str:
-    """Say what helps; ``operation``: the name of the one at fault, or of the one that it is the derivative of."""
+def cure(fault: str, site: Site, measured: Statistics) -> str:
+    """Say what helps."""
+    operation = site.derivative_of or site.operation
     if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
         return _FORWARD_OVERFLOWS[operation]
-    return FAULTS[fault].replace("{}", operation) if fault else ""
+    parts = float(f"{measured.amplification:.0e}")
+    return FAULTS[fault].format(operation, parts=f"{parts:,.0f}") if fault else ""
