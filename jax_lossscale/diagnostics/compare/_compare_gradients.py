@@ -82,8 +82,8 @@ class GradientComparison(Report[LeafGradientError]):
             (first, said), *_ = self.run_time_errors
             lines.append(
                 f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {said} So would "
-                "a training step. If the error is equinox's, as those of solvers of lineax, optimistix and diffrax are, "
-                "set the environment variable EQX_ON_ERROR=nan: then such a step is skipped."
+                "a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set the "
+                "environment variable EQX_ON_ERROR=nan: then such a step is skipped."
             )
         if self.as_they_are:
             lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
