@@ -8,7 +8,7 @@ from lines import line
 from workloads import draw
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import compare_gradients, range_report
+from jax_lossscale.diagnostics import autocast_report, compare_gradients, range_report
 
 half = jnp.float16
 
@@ -153,3 +153,47 @@ def test_a_table_shows_the_scales_at_which_a_digit_changes():
     first_overflow = next(n for n, share in enumerate(report.total.nonfinite) if share)
     exponents = [f"2^{jnp.log2(report.loss_scales[n]):.0f}" for n in (first_overflow - 1, first_overflow)]
     assert {*exponents} <= {*shown}
+
+
+# What the report on `autocast` says.
+
+
+@jax.custom_vjp
+def quantized(x, w):
+    rounded = (jnp.round(each * 16).astype(jnp.int8) for each in (x, w))
+    return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
+
+
+quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+def test_behind_integers_the_backward_pass_is_narrow_and_what_nothing_is_made_of_is_not_counted():
+    def loss(weights, x):
+        return jnp.mean(jnp.sin(quantized(x, weights)))
+
+    args = draw(8, 4, seed=1), draw(4, 8, seed=2)
+    (product,) = autocast_report(loss, *args).products
+    assert (product.is_backward, product.dtype, product.number, product.reason) == (True, "float16", 1, "")
+    assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).facts.products == 1
+
+
+def test_each_product_of_a_line_has_the_reason_of_its_own():
+    def loss(weights, x):
+        for kernel, is_exact in zip(weights, (True, False), strict=True):
+            x = jnp.tanh(jnp.matmul(x, kernel, precision="highest" if is_exact else None))
+        return jnp.mean(x)
+
+    report = autocast_report(loss, [draw(8, 8, seed=1), draw(8, 8, seed=2)], draw(4, 8, seed=3))
+    assert {(each.dtype, each.reason[:6]) for each in report.products} == {("float32", "marked"), ("float16", "")}
+
+
+def test_what_is_not_followed_is_named_with_its_library():
+    def loss(weights, x):
+        return jnp.mean(x @ weights) + eqx.internal.unvmap_any(weights > 0)
+
+    (found,) = autocast_report(loss, draw(8, 4, seed=1), draw(4, 8, seed=2)).not_followed
+    assert found.startswith("unvmap_any of equinox (")
+
+
+def test_that_a_product_takes_no_parameter_is_not_printed():
+    assert str(jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="a", parameter="")])) == "wide: layer 'a'"

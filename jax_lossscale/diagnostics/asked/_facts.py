@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._program.flow import Flow
@@ -13,7 +14,7 @@ from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import is_product
 from jax_lossscale.diagnostics._report import listed, percent
-from jax_lossscale.diagnostics.asked._operations import OperationPrecision, operations
+from jax_lossscale.diagnostics.asked._operations import OperationPrecision, live, operations
 
 
 class ProductFacts(NamedTuple):
@@ -69,11 +70,12 @@ def products_of(
 ) -> ProductFacts:
     """Count the products of a program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
     exceptions = [exception for planner in planners for exception in planner.exceptions]
-    counted = products_among(operations(traced.jaxpr.jaxpr, dtype, exceptions), dtype.name, bool(planners))
+    program = ClosedJaxpr(live(traced.jaxpr.jaxpr), traced.jaxpr.consts)
+    counted = products_among(operations(program.jaxpr, dtype, exceptions), dtype.name, bool(planners))
     if not counted.first_wide or planners:  # which know why
         return counted
     origins = _Origins(dtype)
-    origins.outputs(traced.jaxpr, [Origin("argument", name) for name in names])
+    origins.outputs(program, [Origin("argument", name) for name in names])
     wide = sorted(origins.wide, key=lambda product: product[0].is_backward)
     return counted._replace(first_wide=_wide_product(dtype.name, *wide[0])) if wide else counted
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.in_half import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
@@ -17,7 +18,7 @@ from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import Traced, is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
-from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT
+from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
 
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
@@ -64,6 +65,12 @@ class _Step(NamedTuple):
     times: float  # how often it is computed, as far as that is known
 
 
+def live(program: Jaxpr) -> Jaxpr:
+    """Give a program without what nothing is made of, which no compiler computes."""
+    used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    return used
+
+
 def operations(
     program: Jaxpr, dtype: jnp.dtype, exceptions: Sequence[tuple[tuple[Any, ...], str]]
 ) -> list[OperationPrecision]:
@@ -74,10 +81,10 @@ def operations(
       dtype: the dtype of `autocast`.
       exceptions: the products that `autocast` left wide, each by the equations that it lies in, and why.
     """
-    reasons: dict[tuple[str, str, str], dict[str, None]] = {}
+    # What is made of an equation, its derivative too, has its very traceback.
+    reasons: dict[int, dict[str, None]] = {}
     for path, reason in exceptions:
-        place = place_within(path[-1], path[:-1])
-        reasons.setdefault((path[-1].primitive.name, place.layer, place.source), {})[reason] = None
+        reasons.setdefault(id(path[-1].source_info.traceback), {})[reason] = None
     counts: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
     for position, step in enumerate(_steps(program)):
         eqn, name = step.eqn, _name(step.eqn)
@@ -88,7 +95,7 @@ def operations(
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         where = name, step.place.layer, step.place.source
         is_exception = work > 0 and {widest, result} != {dtype}
-        reason = _reason(step, reasons.get(where, {})) if is_exception else ""
+        reason = _reason(step, reasons.get(id(eqn.source_info.traceback), {})) if is_exception else ""
         kind = OperationPrecision(*where, step.place.is_backward, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
         number, total, first = counts.get(kind, (0, 0.0, position))
         counts[kind] = number + 1, total + step.times * work, first
@@ -110,8 +117,9 @@ def casts(program: Jaxpr) -> int:
 
 def opaque(program: Jaxpr) -> list[str]:
     """List what is computed as it was written, or is not known, each by its name and line."""
-    steps = [(step.eqn.primitive.name, step.place.source) for step in _steps(program)]
-    return list(dict.fromkeys(f"{name} ({at})" for name, at in steps if name in OPAQUE or name not in KNOWN | HOLDING))
+    steps = [(step.eqn.primitive, step.place.source) for step in _steps(program)]
+    unknown = [(each, at) for each, at in steps if each.name in OPAQUE or each.name not in KNOWN | HOLDING]
+    return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
 
 
 def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[str]:

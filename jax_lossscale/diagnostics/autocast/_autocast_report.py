@@ -21,6 +21,7 @@ from jax_lossscale.diagnostics.asked._operations import (
     OperationPrecision,
     bytes_kept,
     casts,
+    live,
     not_in_half,
     opaque,
     operations,
@@ -173,7 +174,7 @@ def autocast_report(
     def narrow(*args: Any, **kwargs: Any) -> Any:
         return computed_by(planner, of_leaves, args, kwargs) if dtype != jnp.float32 else of_leaves(*args, **kwargs)
 
-    program = Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr
+    program = live(Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr)
     entries = operations(program, dtype, planner.exceptions)
     entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
     faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
