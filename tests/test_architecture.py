@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import graphlib
 import importlib
 import inspect
 import json
@@ -48,6 +49,9 @@ LAYERS = {
 POLICY_BASE = {"base", "bounded"}
 NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
 
+# The rooms of the diagnostics, in order.
+ROOMS = ["tree", "asked", "shadow", "errors", "ranges", "compare", "precision", "autocast", "run"]
+
 
 def layer_of(module):
     """The part after the package's name: "" for the package, "_tree" for `jax_lossscale._tree`."""
@@ -88,6 +92,19 @@ def known_layers(path):
 def test_imports_run_one_way(path):
     layer = layer_of(MODULES[path])
     assert set(known_layers(path)) <= LAYERS[layer] | ({layer} - {""})
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "diagnostics").glob("*/*.py")), ids=lambda path: path.stem)
+def test_rooms_of_the_diagnostics_know_only_those_before_them(path):
+    rooms = {name.split(".")[2] for name in imported_names(path) if name.startswith("jax_lossscale.diagnostics.")}
+    assert rooms <= {"_report", *ROOMS[: ROOMS.index(path.parent.name) + 1]}
+
+
+def test_no_imports_run_in_a_circle():
+    """Those that are for type checkers only are counted, too."""
+    names = {path: module.removesuffix(".__init__") for path, module in MODULES.items()}
+    imported = {name: {n for n in imported_names(path) if is_module(n)} - {name} for path, name in names.items()}
+    graphlib.TopologicalSorter(imported).prepare()  # raises if there is one
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_loss_scale").glob("*.py")), ids=lambda path: path.name)

@@ -192,7 +192,11 @@ class Words(nn.Module):
         """Of ``[batch, length]``, the logits of the next word."""
         table = nn.Embed(self.words, self.width, dtype=self.dtype)
         kind = self.dtype or jnp.float32
-        x = jax.nn.one_hot(words, self.words, dtype=kind) @ table.embedding.astype(kind) if self.by_product else table(words)
+        x = (
+            jax.nn.one_hot(words, self.words, dtype=kind) @ table.embedding.astype(kind)
+            if self.by_product
+            else table(words)
+        )
         for _ in range(2):
             x = x + nn.Dense(self.width, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
         return table.attend(nn.LayerNorm(dtype=self.dtype)(x))

@@ -123,3 +123,8 @@ class Plan(NamedTuple):
     stretches: tuple[Stretch, ...]
     at: At
     is_narrow: bool
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether anything in it is computed in half precision, or may be in a backward pass of its own."""
+        return self.is_narrow or bool(self.inner)

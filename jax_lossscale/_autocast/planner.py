@@ -150,7 +150,8 @@ class Planner:
             )
             for body, outputs in zip(bodies, goes_on, strict=True)
         )
-        if not any(plan.is_narrow for plan in plans):
+        # What a backward pass of its own computes is known only when it is traced.
+        if name != "custom_vjp_call" and not any(plan.is_rewritten for plan in plans):
             return None
         first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
         results = [n >= first and all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]

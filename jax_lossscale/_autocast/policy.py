@@ -222,7 +222,8 @@ def _sentence(rule: PrecisionRule) -> str:
     config = rule.get_config()
     reason = f" ({config.pop('reason')})" if rule.reason else ""
     precision = {"wide_result": "narrow operands, float32 result"}.get(config.pop("precision"), rule.precision)
-    return f"{precision}: {', '.join(f'{name} {value!r}' for name, value in config.items()) or 'everything'}{reason}"
+    names = ", ".join(f"{name} {value!r}" for name, value in config.items() if value)
+    return f"{precision}: {names or 'everything'}{reason}"
 
 
 @overload

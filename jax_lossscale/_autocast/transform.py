@@ -158,7 +158,7 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
     if any(rule.parameter != "*" for rule in planner.policy.rules):
         planner.rule.parameters = parameters_of_products(traced, (*its_object, *args), kwargs)
     plan = planner.plan(traced.jaxpr)
-    if not plan.is_narrow:
+    if not plan.is_rewritten:
         return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
     return traced.result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
 

@@ -110,6 +110,13 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
     return [operands] * len(eqn.outvars)
 
 
+def name_in_reports(primitive: Any) -> str:
+    """Return the name of a primitive; for one that another library made, with that library."""
+    made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
+    is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
+    return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
+
+
 def is_product(eqn: Any) -> bool:
     """Whether an equation is a matrix product or a convolution: what has no contracted axis is none."""
     if eqn.primitive.name != "dot_general":

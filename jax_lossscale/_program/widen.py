@@ -32,7 +32,7 @@ from jax_lossscale._program.jaxpr import (
     is_reference,
     narrow_dtypes,
 )
-from jax_lossscale._program.primitives import BITS, OPAQUE
+from jax_lossscale._program.primitives import BITS, OPAQUE, name_in_reports
 from jax_lossscale._program.walk import Walk
 
 _REBOUND = frozenset({*CALLS, *REMAT, *LOOPS, "cond"})
@@ -141,7 +141,7 @@ class Evaluator(Walk[Any]):
         if name in BITS:
             return self._as_it_is(eqn, operands)
         if name in OPAQUE or any(map(is_reference, [*eqn.invars, *eqn.outvars])):
-            self.as_they_are[name] = None
+            self.as_they_are[name_in_reports(eqn.primitive)] = None
             return self._as_it_is(eqn, operands)
         if name == "reduce_precision" and self._rounds_to_its_own(eqn):
             return list(operands)
@@ -154,7 +154,7 @@ class Evaluator(Walk[Any]):
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
             except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
-                self.as_they_are[name] = None
+                self.as_they_are[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -2,24 +2,24 @@
 
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale._program.widen import in_precision
-from jax_lossscale.diagnostics.gradients._histogram import ExponentHistogram, exponent_histogram
-from jax_lossscale.diagnostics.gradients._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics.gradients._underflow import (
+from jax_lossscale.diagnostics.asked._facts import ProductFacts
+from jax_lossscale.diagnostics.asked._operations import OperationPrecision
+from jax_lossscale.diagnostics.autocast._autocast_report import AutocastReport, autocast_report
+from jax_lossscale.diagnostics.compare._compare_gradients import GradientComparison, compare_gradients
+from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.precision._find_precision import find_precision
+from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
+from jax_lossscale.diagnostics.ranges._range_report import range_report
+from jax_lossscale.diagnostics.run._explain import explain
+from jax_lossscale.diagnostics.run._simulate import Simulation, simulate
+from jax_lossscale.diagnostics.tree._histogram import ExponentHistogram, exponent_histogram
+from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics.tree._underflow import (
     LossScaleSuggestion,
     Underflow,
     suggest_loss_scale,
     underflow_fraction,
 )
-from jax_lossscale.diagnostics.programs._autocast_report import AutocastReport, autocast_report
-from jax_lossscale.diagnostics.programs._compare_gradients import GradientComparison, compare_gradients
-from jax_lossscale.diagnostics.programs._facts import ProductFacts
-from jax_lossscale.diagnostics.programs._find_precision import find_precision
-from jax_lossscale.diagnostics.programs._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.programs._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.programs._operations import OperationPrecision
-from jax_lossscale.diagnostics.programs._range_report import range_report
-from jax_lossscale.diagnostics.runs._explain import explain
-from jax_lossscale.diagnostics.runs._simulate import Simulation, simulate
 
 __all__ = [
     "AutocastReport",

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
+from jax_lossscale._limits import limits_of
+
 Entry = TypeVar("Entry")
 Rows = Sequence[Sequence[str]]
 
@@ -89,3 +91,20 @@ def listed(paths: Sequence[str]) -> str:
     """Write the first three paths, and how many more there are, as a part of a sentence."""
     shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def off(error: float) -> str:
+    """Say how far something is from float32's, after "is"."""
+    if not math.isfinite(error):
+        return "not finite"
+    return f"off by {percent(error)}" if error < 1 else "wrong altogether"
+
+
+def at(layer: str, source: str) -> str:
+    """Write where something is, after its name."""
+    return f"{f' in {layer}' if layer else ''} ({source or 'no line of your code'})"
+
+
+def end_of(dtype: str) -> str:
+    """Say where the range of a dtype ends, after "and"."""
+    return f"{dtype} ends at {limits_of(dtype).largest:.5g}"

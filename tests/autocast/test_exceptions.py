@@ -267,3 +267,38 @@ def test_the_derivative_of_a_factorization_is_that_of_float32():
         return jnp.sum(jnp.linalg.qr(w)[1] ** 2 * IDENTITY)
 
     np.testing.assert_array_equal(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W))
+
+
+@jax.custom_vjp
+def quantized(x, w):
+    """As in training for int8: the product of the forward pass is one of integers."""
+    rounded = (jnp.round(each * 16).astype(jnp.int8) for each in (x, w))
+    return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
+
+
+quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+AROUND = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "a scan": lambda f: lambda x, w: jax.lax.scan(lambda c, _: (c, f(x, w)), 0.0, None, length=2)[1].sum(0),
+    "a scan whose body has a product": (
+        lambda f: lambda x, w: jax.lax.scan(lambda c, _: (c, f(x, w) + x @ w), 0.0, None, length=2)[1].sum(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_the_backward_pass_of_a_function_of_integers_is_narrow(around):
+    """Whatever its forward pass is made of."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.sin(AROUND[around](quantized)(x, w)))
+
+    dtypes = [d for d in product_dtypes(jax.grad(jls.autocast(loss), (0, 1)), W, X) if not d.startswith("int8")]
+    assert len(dtypes) >= 2
+    assert {*dtypes} == {"float16"}
+    exact, found = (jax.grad(f)(W, X) for f in (loss, jls.autocast(loss)))
+    np.testing.assert_allclose(found, exact, rtol=5e-3, atol=1e-3 * np.abs(exact).max())
+    if "product" not in around:
+        np.testing.assert_array_equal(loss(W, X), jls.autocast(loss)(W, X))

@@ -7,8 +7,10 @@ import pytest
 from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import _words, explain, nonfinite_report
-from jax_lossscale.diagnostics.runs._explain import findings_of
+from jax_lossscale.diagnostics import explain, nonfinite_report
+from jax_lossscale.diagnostics.precision._precision_rules import REASONS
+from jax_lossscale.diagnostics.run._explain import RUN, findings_of
+from jax_lossscale.diagnostics.shadow._blame import FAULTS
 
 pytestmark = pytest.mark.ci
 
@@ -204,11 +206,11 @@ def test_every_cause_is_found(kind, table, record):
 
 
 def test_every_line_is_whole_sentences_in_plain_words():
-    for key, said in _words.RUN.items():
+    for key, said in RUN.items():
         for line in said.splitlines():
             assert line[0].isupper() or line.startswith("{"), key
             assert line[-1] in ".:", key
-    all_said = " ".join([*_words.RUN.values(), *_words.FAULTS.values(), *_words.REASONS.values()])
+    all_said = " ".join([*RUN.values(), *FAULTS.values(), *REASONS.values()])
     assert not [word for word in ("verdict", "facts", "the others", "so does", "trial") if word in all_said]
 
 

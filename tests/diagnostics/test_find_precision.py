@@ -13,7 +13,7 @@ from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
-from jax_lossscale.diagnostics.programs._trials import Trials
+from jax_lossscale.diagnostics.precision._trials import Trials
 
 pytestmark = pytest.mark.ci
 

@@ -9,7 +9,7 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain
-from jax_lossscale.diagnostics.runs._explain import findings_of
+from jax_lossscale.diagnostics.run._explain import findings_of
 
 pytestmark = pytest.mark.ci
 

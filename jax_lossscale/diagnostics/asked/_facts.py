@@ -1,0 +1,173 @@
+"""How many products are narrow, and where the first is that is wide: what each report on precision begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.jaxpr import Traced, is_narrow
+from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import is_product
+from jax_lossscale.diagnostics._report import listed, percent
+from jax_lossscale.diagnostics.asked._operations import OperationPrecision, live, operations
+
+
+class ProductFacts(NamedTuple):
+    """How many products are computed in a dtype.
+
+    Attributes:
+      dtype: the name of the dtype.
+      products: how many matrix products and convolutions there are in value and gradients; those in a loop count once.
+      narrow_products: how many of them take operands of the dtype.
+      first_wide: the first that does not, where it is, and where its float32 comes from; "" if there is none.
+      narrow_work: the share of the work of all that these do; 1 of none.
+      is_autocast: whether the function is under `autocast`, or a part of it.
+    """
+
+    dtype: str = ""
+    products: int = 0
+    narrow_products: int = 0
+    first_wide: str = ""
+    narrow_work: float = 1.0
+    is_autocast: bool = False
+
+    def __str__(self) -> str:
+        if not self.products:
+            return "Matrix products and convolutions: none."
+        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}"
+        if not self.first_wide:
+            return f"{counts}."
+        work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
+        return f"{counts}{work}. The first that is not: {self.first_wide}."
+
+    def nothing_narrow(self, met: Sequence[str] = ()) -> str:
+        """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that there are."""
+        dtype, products = self.dtype, f"{self.products} matrix products and convolutions"
+        if met and dtype not in met:
+            return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+        if self.is_autocast and not self.products:
+            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
+        if self.is_autocast:
+            return f"`autocast` leaves all {products} as they are: {self.first_wide}."
+        if not met:
+            return (
+                f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
+                "with `jls.cast_floating`."
+            )
+        return (
+            f"None of the {products} is computed in {dtype}, so nothing is gained: {self.first_wide}. "
+            f"`jls.autocast(fun)` computes them in {dtype}."
+        )
+
+
+def products_of(
+    traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()
+) -> ProductFacts:
+    """Count the products of a program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
+    exceptions = [exception for planner in planners for exception in planner.exceptions]
+    program = ClosedJaxpr(live(traced.jaxpr.jaxpr), traced.jaxpr.consts)
+    counted = products_among(operations(program.jaxpr, dtype, exceptions), dtype.name, bool(planners))
+    if not counted.first_wide or planners:  # which know why
+        return counted
+    origins = _Origins(dtype)
+    origins.outputs(program, [Origin("argument", name) for name in names])
+    wide = sorted(origins.wide, key=lambda product: product[0].is_backward)
+    return counted._replace(first_wide=_wide_product(dtype.name, *wide[0])) if wide else counted
+
+
+def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
+    """Count the products among operations whose reasons are known."""
+    products = [operation for operation in entries if operation.is_product]
+    narrow = [product for product in products if product.dtype == dtype]
+    wide = sorted(
+        (product for product in products if product.dtype != dtype),
+        key=lambda product: (product.is_backward, product.position),
+    )
+    work = sum(product.work for product in products)
+    return ProductFacts(
+        dtype=dtype,
+        products=sum(product.number for product in products),
+        narrow_products=sum(product.number for product in narrow),
+        first_wide=f"{_named(wide[0]) or 'no line of your code'}; {wide[0].reason}" if wide else "",
+        narrow_work=sum(product.work for product in narrow) / work if work else 1.0,
+        is_autocast=is_autocast,
+    )
+
+
+class Origin(NamedTuple):
+    """Where a float32 value comes from.
+
+    ``kind``: "met", where narrow numbers were promoted since ``name`` was float32; "cast", which gave float32 from
+    narrow numbers; "argument" or "constant", which was float32 at the beginning; "" of what is not float32.
+    """
+
+    kind: str
+    name: str = ""
+    place: Place | None = None
+
+    @property
+    def rank(self) -> int:
+        """The order in which origins are told: what comes from narrow numbers is first."""
+        return ("met", "cast", "argument", "constant", "").index(self.kind)
+
+
+class _Origins(Flow[Origin]):
+    """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
+
+    follows = Flow.follows | {"shard_map"}
+
+    def __init__(self, dtype: jnp.dtype) -> None:
+        self.dtype = dtype
+        self.wide: list[tuple[Place, Origin]] = []
+
+    def constant(self, value: Any) -> Origin:
+        return Origin("constant")
+
+    def joined(self, values: Sequence[Origin]) -> Origin:
+        return min(values, key=lambda origin: origin.rank)
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[Origin]) -> Sequence[Origin]:
+        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
+        takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
+        casts = [origin.place.column for origin in origins if origin.kind == "cast" and origin.place]
+        given = [origin for origin in origins if origin.kind in ("argument", "constant")]
+        if given and (takes_narrow or (place.column and place.column in casts)):
+            origin = Origin("met", given[0].name, place)
+        else:
+            origin = min(origins, key=lambda origin: origin.rank, default=Origin(""))
+        if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+            self.wide.append((place, origin))
+        if takes_narrow and not origins:
+            origin = Origin("cast", place=place)
+        return [origin if _is_wide_float(variable.aval) else Origin("") for variable in eqn.outvars]
+
+
+def _is_wide_float(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
+
+
+_ORIGINS = {
+    "met": "its input is float32 since {dtype} met float32 {name} at {there}",
+    "cast": "its input becomes float32 at {there}",
+    "argument": "its input is float32 from the beginning ({name})",
+    "constant": "its input is float32 from the beginning ({name})",
+}
+
+
+def _wide_product(dtype: str, at: Place, origin: Origin) -> str:
+    """Say where a product is, and why its input is float32."""
+    if not origin.kind:
+        return _named(at)
+    name = f"`{origin.name}`" if origin.name else "a constant"
+    there = _named(origin.place) if origin.place else ""
+    return f"{_named(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
+
+
+def _named(at: Place | OperationPrecision) -> str:
+    """Name a layer and a line; "" if neither is known."""
+    return f"`{at.layer}` ({at.source})" if at.layer else at.source

@@ -1,0 +1,212 @@
+"""What a program computes, read from its jaxpr: each operation's dtype, place and work, casts, and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import partial_eval
+
+from jax_lossscale._autocast.in_half import is_otherwise
+from jax_lossscale._autocast.rule import REWRITTEN
+from jax_lossscale._program.inline import called_plainly
+from jax_lossscale._program.inside import HOLDING, inside
+from jax_lossscale._program.jaxpr import Traced, is_reference, jaxprs_of
+from jax_lossscale._program.place import Place, place_of, place_within
+from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
+
+_NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationPrecision:
+    """The operations of one kind in one place, and the dtype that they are computed in.
+
+    Attributes:
+      operation: the name of the primitive, as JAX prints it.
+      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
+        there are none.
+      source: file and line, of the innermost function that belongs to no installed library.
+      is_backward: whether they belong to the backward pass.
+      dtype: the dtype of their operands; of operands of several dtypes, the widest.
+      result: the dtype of their results.
+      number: how many there are in the program.
+      work: the floating-point operations of matrix products and convolutions; 0 for anything else.
+      reason: why a product, or its result, is not in the dtype of `autocast`; "" if it is.
+      is_product: whether it is a matrix product or a convolution. A product that sums nothing up, such as an outer
+        product, is a multiplication.
+      position: how many operations of the program come before the first of them.
+    """
+
+    operation: str
+    layer: str
+    source: str
+    is_backward: bool
+    dtype: str
+    result: str
+    number: int
+    work: float
+    reason: str
+    is_product: bool
+    position: int
+
+
+class _Step(NamedTuple):
+    """An equation, as it is met on the way through a program."""
+
+    eqn: Any
+    place: Place
+    within: tuple[Any, ...]  # the equations that it lies in, the outermost first
+    times: float  # how often it is computed, as far as that is known
+
+
+def live(program: Jaxpr) -> Jaxpr:
+    """Give a program without what nothing is made of, which no compiler computes."""
+    used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    return used
+
+
+def operations(
+    program: Jaxpr, dtype: jnp.dtype, exceptions: Sequence[tuple[tuple[Any, ...], str]]
+) -> list[OperationPrecision]:
+    """List the operations on floats in a program, those of one kind and place as one.
+
+    Args:
+      program: the program.
+      dtype: the dtype of `autocast`.
+      exceptions: the products that `autocast` left wide, each by the equations that it lies in, and why.
+    """
+    # What is made of an equation, its derivative too, has its very traceback.
+    reasons: dict[int, dict[str, None]] = {}
+    for path, reason in exceptions:
+        reasons.setdefault(id(path[-1].source_info.traceback), {})[reason] = None
+    counts: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
+    for position, step in enumerate(_steps(program)):
+        eqn, name = step.eqn, _name(step.eqn)
+        if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
+            continue
+        work, result = _work(eqn), eqn.outvars[0].aval.dtype
+        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        where = name, step.place.layer, step.place.source
+        is_exception = work > 0 and {widest, result} != {dtype}
+        reason = _reason(step, reasons.get(id(eqn.source_info.traceback), {})) if is_exception else ""
+        kind = OperationPrecision(*where, step.place.is_backward, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
+        number, total, first = counts.get(kind, (0, 0.0, position))
+        counts[kind] = number + 1, total + step.times * work, first
+    return [
+        dataclasses.replace(kind, number=number, work=work, position=position)
+        for kind, (number, work, position) in counts.items()
+    ]
+
+
+def casts(program: Jaxpr) -> int:
+    """Count the casts between floating dtypes in a program."""
+    return sum(
+        step.eqn.primitive.name == "convert_element_type"
+        and _is_inexact([*step.eqn.invars, *step.eqn.outvars])
+        and step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype
+        for step in _steps(program)
+    )
+
+
+def opaque(program: Jaxpr) -> list[str]:
+    """List what is computed as it was written, or is not known, each by its name and line."""
+    steps = [(step.eqn.primitive, step.place.source) for step in _steps(program)]
+    unknown = [(each, at) for each, at in steps if each.name in OPAQUE or each.name not in KNOWN | HOLDING]
+    return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
+
+
+def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[str]:
+    """Tell where the other function of an `in_half` is computed, and why.
+
+    Args:
+      program: the program without `autocast`.
+      exceptions: what `autocast` left wide, each by the equations that it lies in, and why.
+    """
+    sources_by_reason: dict[str, dict[str, None]] = {}
+    for path, reason in exceptions:
+        if path[-1].primitive.name == IN_HALF:
+            sources_by_reason.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
+    for step in _steps(program):
+        if is_otherwise(step.place.stack):
+            sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
+    return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
+
+
+def bytes_kept(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: Any, has_aux: bool
+) -> int:
+    """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+
+    def kept(*args: Any, **kwargs: Any) -> list[Any]:
+        def of_moved(moved: dict[int, Any]) -> Any:
+            return fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
+
+        moved = {position % len(args): args[position] for position in positions}
+        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=bool(has_aux))  # type: ignore[call-overload]
+        return jax.tree.leaves(value_and_pullback[1])
+
+    jaxpr = Traced(kept, args, kwargs).jaxpr.jaxpr
+    there = {*jaxpr.invars, *jaxpr.constvars}
+    names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
+    return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
+
+
+def _steps(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Step]:
+    """Go through the equations of a program and of all jaxprs in it, in order."""
+    for eqn in jaxpr.eqns:
+        place = place_of(eqn, at)
+        yield _Step(eqn, place, within, times)
+        for inner in _inner(eqn):
+            yield from _steps(inner, (*within, eqn), place, times * inside(eqn).times)
+
+
+def _inner(eqn: Any) -> list[Jaxpr]:
+    return [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+
+
+def _is_inexact(atoms: Sequence[Any]) -> bool:
+    """Tell whether all are floats or complex; what is written to and read from is none."""
+    return not any(map(is_reference, atoms)) and all(
+        jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
+    )
+
+
+def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
+    for eqn in step.within:
+        if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
+            return f"inside `{eqn.primitive.name}`, which is computed as it was"
+    if is_otherwise(step.place.stack):
+        return "in `otherwise` of `in_half`"
+    if exceptions:
+        return "; ".join(exceptions)
+    precision = step.eqn.params.get("precision")
+    if isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision:
+        return "marked exact by its author"
+    return f"made by differentiating what is computed in {step.eqn.outvars[0].aval.dtype.name}"
+
+
+def _name(eqn: Any) -> str:
+    """Name the primitive; for a product with a float32 result, the product."""
+    name: str = eqn.primitive.name
+    return eqn.params["product"].name if name == WIDE_PRODUCT else name
+
+
+def _work(eqn: Any) -> float:
+    """Count the multiplications and additions of a product; 0 if nothing is summed up, and for anything else."""
+    name, params = _name(eqn), eqn.params
+    if name not in PRODUCTS:
+        return 0.0
+    left, right, result = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if name == "conv_general_dilated":
+        return 2.0 * result.size * right.size / max(right.shape[params["dimension_numbers"].rhs_spec[0]], 1)
+    numbers = params.get("ragged_dot_dimension_numbers")
+    (contracted, _), _ = numbers.dot_dimension_numbers if numbers else params["dimension_numbers"]
+    return 2.0 * result.size * math.prod(left.shape[axis] for axis in contracted) if contracted else 0.0

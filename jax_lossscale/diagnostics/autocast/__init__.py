@@ -1,0 +1,1 @@
+"""What `autocast` makes of a function."""

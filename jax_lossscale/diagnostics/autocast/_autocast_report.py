@@ -1,0 +1,215 @@
+"""What `autocast` makes of a function and its gradient: which operation is computed in which dtype, where, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
+from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_among
+from jax_lossscale.diagnostics.asked._operations import (
+    OperationPrecision,
+    bytes_kept,
+    casts,
+    live,
+    not_in_half,
+    opaque,
+    operations,
+)
+from jax_lossscale.diagnostics.asked._question import (
+    faults_of,
+    named_leaves,
+    nonfinite_argument,
+    with_gradients,
+)
+
+_MOST_ROWS = 16
+_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AutocastReport(Report[OperationPrecision]):
+    """An `OperationPrecision` for every operation on floats, the products first, and of these those that are wide.
+
+    Printed, or shown in a notebook, it says how many products are in the dtype, and where the first is that is not. A
+    table of the products follows. Iterating over it gives the operations.
+
+    Attributes:
+      operations: the operations of value and gradient.
+      dtype: the name of the dtype of `autocast`.
+      bytes_before: what the function without `autocast` keeps for its backward pass, beside its own arguments; `None`
+        if it is not to be had without, as a kernel in `in_half` that takes 16 bits only.
+      bytes_after: the same with `autocast`.
+      casts: how many casts between floating dtypes value and gradient hold with `autocast`.
+      not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
+      arguments: what is wrong with the arguments themselves, a sentence each.
+      not_in_half: where ``otherwise`` of an `in_half` is computed: the lines, and why.
+    """
+
+    operations: tuple[OperationPrecision, ...]
+    dtype: str
+    bytes_before: int | None
+    bytes_after: int
+    casts: int
+    not_followed: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    not_in_half: tuple[str, ...] = ()
+
+    _name_columns: ClassVar[int] = 5
+
+    @property
+    def products(self) -> tuple[OperationPrecision, ...]:
+        """The matrix products and convolutions."""
+        return tuple(operation for operation in self.operations if operation.is_product)
+
+    @property
+    def narrow_share(self) -> float:
+        """The share of the products' work that is done in the dtype; 1 if there is none."""
+        return self.facts.narrow_work
+
+    def _entries(self) -> tuple[OperationPrecision, ...]:
+        return self.operations
+
+    @property
+    def facts(self) -> ProductFacts:
+        """How many products are narrow; if not all, where the first is that is not, and why."""
+        return products_among(self.operations, self.dtype, is_autocast=True)
+
+    def _summary(self) -> str:
+        forward = sum(operation.number for operation in self.products if not operation.is_backward)
+        backward = sum(operation.number for operation in self.products if operation.is_backward)
+        without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
+        return (
+            f"{self.facts}\n"
+            f"Forward pass: {forward}. Backward pass: {backward}. "
+            f"{percent(self.narrow_share)} of their work is in {self.dtype}.\n"
+            f"Kept for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
+        )
+
+    def _rows(self) -> list[list[str]]:
+        return [_HEADINGS, *map(_cells, self.products[:_MOST_ROWS])] if self.products else []
+
+    def _notes(self) -> list[str]:
+        more = len(self.products) - _MOST_ROWS
+        notes = [f"... and {more} more: `report.products`."] if more > 0 else []
+        notes += self.arguments
+        if self.not_followed:
+            notes.append(f"Not followed: {', '.join(self.not_followed)}.")
+        if self.not_in_half:
+            notes.append(f"`otherwise` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
+        return notes
+
+
+def autocast_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    dtype: DTypeLike = jnp.float16,
+    policy: PrecisionPolicy | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> AutocastReport:
+    """Tell what `autocast` makes of a function and its gradient: what is computed in which dtype, where, and why.
+
+    Value and gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, and not run. Operations are counted as
+    they stand in the program, those in the body of a loop once; their work is counted as often as it is done, as far as
+    that is known when the program is made (not for while loops, and for both branches of a conditional). Layer,
+    operation and line are what the rules of a `PrecisionPolicy` go by.
+
+    Args:
+      fun: a scalar-valued function, written for float32. The report on a function that casts by hand, or that is
+        `autocast` already, tells what is in it.
+      *args: its arguments: parameters, or a whole model, and one batch, as in `compare_gradients`.
+      dtype: as in `autocast`.
+      policy: likewise.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: likewise.
+      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
+        beforehand, with `functools.partial`.
+
+    Returns:
+      An `AutocastReport`.
+
+    Raises:
+      ValueError: if an argument is not of its kind.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(weights, x):
+      ...     hidden = jnp.tanh(x @ weights)
+      ...     with jax.named_scope("energy"), jls.keep_float32():
+      ...         return jnp.mean((hidden @ weights) ** 2)
+      >>> report = jls.diagnostics.autocast_report(
+      ...     loss_fn, jnp.ones((4, 4)), jnp.ones((8, 4))
+      ... )
+      >>> [
+      ...     (each.layer, each.dtype, each.number, each.reason)
+      ...     for each in report.products
+      ...     if not each.is_backward
+      ... ]
+      [('energy/keep_float32', 'float32', 1, 'inside `keep_float32`'), ('', 'float16', 1, '')]
+      >>> report.bytes_before, report.bytes_after
+      (384, 256)
+    """
+    check_function(fun, "autocast_report(fun=...)")
+    dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
+    policy = checked_policy(policy, "autocast_report(policy=...)")
+    check_flag(has_aux, "autocast_report(has_aux=...)")
+    argnums = as_argnums(argnums, "autocast_report(argnums=...)")
+    of_leaves, chosen = with_gradients(fun, args, argnums, "autocast_report(argnums=...)")
+    planner = Planner(dtype, policy)
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        return computed_by(planner, of_leaves, args, kwargs) if dtype != jnp.float32 else of_leaves(*args, **kwargs)
+
+    program = live(Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr)
+    entries = operations(program, dtype, planner.exceptions)
+    entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
+    faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
+    try:
+        bytes_before = bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux)
+    except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
+        bytes_before = None
+    return AutocastReport(
+        operations=tuple(entries),
+        dtype=dtype.name,
+        bytes_before=bytes_before,
+        bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
+        casts=casts(program),
+        not_followed=tuple(opaque(program)),
+        arguments=tuple(map(nonfinite_argument, faults.nan)),
+        not_in_half=tuple(not_in_half(Traced(of_leaves, chosen, kwargs).jaxpr.jaxpr, planner.exceptions)),
+    )
+
+
+def _cells(operation: OperationPrecision) -> list[str]:
+    return [
+        operation.operation,
+        operation.layer,
+        operation.source,
+        "backward" if operation.is_backward else "forward",
+        operation.dtype if operation.result == operation.dtype else f"{operation.dtype}, result {operation.result}",
+        str(operation.number),
+        f"{operation.work:.2g}",
+        operation.reason,
+    ]
+
+
+def _in_bytes(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if unit != "bytes" else f"{number} {unit}"
+        number /= 1024
+    return f"{number:.3g} GiB"

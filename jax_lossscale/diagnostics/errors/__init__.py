@@ -1,0 +1,1 @@
+"""The errors of gradients, leaf by leaf, as a function of the loss scale."""

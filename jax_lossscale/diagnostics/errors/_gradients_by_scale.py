@@ -1,0 +1,243 @@
+"""Gradients at several loss scales, each compared with float32's; and which of the scales is one to start from."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jax_lossscale import _tree
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics.asked._question import Question
+from jax_lossscale.diagnostics.errors._gradient_error import (
+    LeafGradientError,
+    measure,
+    overflown,
+    report_of_all,
+    reports_of_leaves,
+)
+
+# A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
+NUDGE = 2.0**-22
+# Above these the gradients of all leaves together, and those of one, are wrong. Float16 that works stays below 0.01 as
+# a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.
+LARGE_ERROR = 0.1
+_LARGE_ERROR_OF_A_LEAF = 0.5
+# A loss that is further off than this, in float16, is worth a word though its gradients are right.
+_NOTED_ERROR_OF_THE_LOSS = 0.01
+# Two scales are as good as one another if their errors are within this factor.
+_AS_GOOD = 1.5
+# From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
+_LOG2_HEADROOM = 3
+_SAID = re.compile(r"^\w*(?:Error|Exception): (.+)$", re.MULTILINE)
+
+
+def noted_error_of_loss(dtype: jnp.dtype) -> float:
+    """Give the error of a loss that is worth a word: more in a dtype with fewer digits than float16."""
+    return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
+
+
+def relative_error(value: Any, exact: Any) -> float:
+    """Tell how far one number is from another, relative to that; NaN if one is not finite."""
+    error = abs(float(value) - float(exact))
+    return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0
+
+
+class GradientErrors(NamedTuple):
+    """The errors of each leaf, and of all together, at each of the scales; value and reference."""
+
+    dtype: jnp.dtype
+    leaves: list[LeafGradientError]
+    total: LeafGradientError
+    scales: Sequence[float]
+    value: float
+    loss_dtype: jnp.dtype
+    reference_value: float
+    as_they_are: tuple[str, ...]
+    run_time_errors: dict[float, str]  # by scale, what the program raised there
+
+    @property
+    def error_of_loss(self) -> float:
+        """How far the loss is from that of the reference, relative to it; NaN if it is not finite."""
+        return relative_error(self.value, self.reference_value)
+
+    @property
+    def is_loss_wrong(self) -> bool:
+        """Whether the loss, too, is far from that of the reference."""
+        return not self.error_of_loss <= LARGE_ERROR
+
+    @property
+    def is_loss_noted(self) -> bool:
+        """Whether it is far enough to be told."""
+        return self.error_of_loss > noted_error_of_loss(self.dtype)
+
+    @property
+    def is_loss_too_small(self) -> bool:
+        """Whether the loss is below the range of its own dtype."""
+        info = jnp.finfo(self.loss_dtype)
+        return info.bits < 32 and 0 < abs(self.reference_value) < float(info.smallest_normal)
+
+    @property
+    def true_leaves(self) -> list[LeafGradientError]:
+        """The leaves with a true gradient."""
+        return [leaf for leaf in self.leaves if leaf.norm > 0 and not leaf.is_rounding]
+
+    def finite(self) -> list[int]:
+        """List the scales at which all gradients are finite, by their positions."""
+        return [n for n in range(len(self.scales)) if not any(leaf.nonfinite[n] for leaf in self.leaves)]
+
+    def suffering_at(self, n: int) -> list[LeafGradientError]:
+        """List the leaves with a true gradient that is wrong at a scale, the largest first."""
+        wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
+        return sorted(wrong, key=lambda leaf: -leaf.norm)
+
+    def working(self) -> list[int]:
+        """List the scales at which all gradients are right."""
+        return [n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.suffering_at(n)]
+
+    def best(self) -> int:
+        """Find the scale with the smallest errors; of scales that are alike, the largest, which loses least."""
+        errors = self.total.relative_error
+        return min(self.finite(), key=lambda n: (len(self.suffering_at(n)), float(f"{errors[n]:.1g}"), -n))
+
+    def start(self) -> float:
+        """Give the largest scale that is as good as the best, with room above it if there is any; else the least."""
+        finite, errors, scales = self.finite(), self.total.relative_error, self.scales
+        if not finite:
+            return scales[0]
+        best = self.best()
+        wrong = len(self.suffering_at(best))
+        good = [
+            scales[n]
+            for n in finite
+            if len(self.suffering_at(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
+        ]
+        roomy = scales[finite[-1]] * 2.0**-_LOG2_HEADROOM
+        return max([scale for scale in good if scale <= roomy] or [good[0]])
+
+
+def errors_by_scale(
+    question: Question,
+    wide: Traced | None = None,
+    scales: Sequence[float] | None = None,
+    progress: Callable[[Sequence[float]], Iterable[float]] = iter,
+) -> GradientErrors | None:
+    """Give the errors of the gradients; ``None`` if there are none.
+
+    Args:
+      question: what is asked about.
+      wide: the program of the reference, without a scale; by default it is made from that of the function.
+      scales: those to compare; by default useful ones.
+      progress: what wraps them.
+    """
+    narrow, has_aux = question.program, question.has_aux
+    moved = nudged(question.args, question.argnums, keep_dtypes=wide is not None)
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    if wide is None:
+        wide, moved = narrow, [np.float32(1), *moved]
+        computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
+    else:
+        computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
+    reference_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), has_aux)
+    if not exact:
+        return None
+    of_moved = computed(*wide.inputs_from(moved, question.kwargs))
+    rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
+    del of_moved  # no two gradients but the reference and those of one scale are held at a time
+    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), question.dtype)
+    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    value: Any = math.nan  # that of every scale
+    measured, run_time_errors = [], dict[float, str]()
+    for scale in progress(scales):
+        try:
+            value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+            measured.append(measure(leaves, exact, scale))
+            del leaves
+        except (RuntimeError, ValueError) as error:  # which of them it is differs from program to program
+            if not is_of_the_program(error) or len(run_time_errors) + 1 == len(scales):
+                raise
+            run_time_errors[scale] = first_line(error)
+            measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
+    reports = reports_of_leaves(exact, measured, rounding)
+    return GradientErrors(
+        dtype=question.dtype,
+        leaves=reports,
+        total=report_of_all(reports),
+        scales=scales,
+        value=float(value),
+        loss_dtype=jnp.result_type(value),
+        reference_value=float(reference_value),
+        as_they_are=tuple(evaluator.as_they_are),
+        run_time_errors=run_time_errors,
+    )
+
+
+def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
+    """Say how many gradients are zero in float32, as behind a layer that begins with zeros; "" if none are."""
+    zero = [leaf for leaf in leaves if leaf.is_zero]
+    share = sum(math.prod(leaf.shape) for leaf in zero) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
+    return (
+        f"{len(zero)} of {len(leaves)} leaves, {share:.1%} of all gradients, are zero in float32, too, so nothing is "
+        "known of them: ask again after a step of training."
+        if zero
+        else ""
+    )
+
+
+def is_of_the_program(error: Exception) -> bool:
+    """Tell whether a program raised the error by itself, as solvers do that refuse infinities."""
+    return "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """Give what an error says first, after the traceback of a callback that it may begin with."""
+    said = _SAID.search(str(error))
+    return said[1] if said else str(error).partition("\n")[0]
+
+
+def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
+    """Choose powers of two around 1 and the default, and around those that bring the largest gradient near the top."""
+    exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
+    if 0 < largest < math.inf:
+        fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
+        exponents |= {fitting + step for step in (-12, -8, -4, 0, 4)} if not -4 <= fitting <= 20 else set()
+    return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
+
+
+def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
+    """Give the arguments, those that are differentiated changed a little."""
+    positions = [argnums] if isinstance(argnums, int) else list(argnums)
+    chosen = [args[position] for position in positions]
+    leaves, structure = jax.tree.flatten(chosen)
+    most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
+    signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
+    leaves = [
+        _nudge(leaf, signs, n, by, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)
+    ]
+    moved = list(args)
+    for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
+        moved[position] = argument
+    return moved
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool) -> jax.Array:
+    (wide,) = _tree.widen([leaf])
+    sign = jax.lax.dynamic_slice_in_dim(signs, start, wide.size).reshape(wide.shape).astype(wide.real.dtype)
+    nudged = wide * (1 + by * sign)
+    return nudged.astype(leaf.dtype) if keep_dtype else nudged
+
+
+def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+    """Give the value, and the gradients by path."""
+    value, grads = result
+    with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
+    return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}

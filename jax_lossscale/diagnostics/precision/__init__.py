@@ -1,0 +1,1 @@
+"""Which products must stay float32, found by measurement."""

@@ -1,0 +1,180 @@
+"""Which products must not be in half precision: found by measuring what each of them does to the gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_lossscale._autocast import PrecisionPolicy
+from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
+from jax_lossscale._program import nnx_objects
+from jax_lossscale._warn import warn_user
+from jax_lossscale.diagnostics._report import off, percent, tell
+from jax_lossscale.diagnostics.asked._question import (
+    Leaves,
+    faults_of,
+    named_leaves,
+    nonfinite_argument,
+    with_gradients,
+)
+from jax_lossscale.diagnostics.precision._precision_rules import reasons_of, rules_for
+from jax_lossscale.diagnostics.precision._search import MOST_GRADIENTS, Search
+from jax_lossscale.diagnostics.precision._trials import WIDE, Trial, Trials
+
+_TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
+
+
+def find_precision(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    dtype: DTypeLike = jnp.float16,
+    tolerance: float | None = None,
+    batches: Sequence[Any] | None = None,
+    progress: bool = False,
+    **kwargs: Any,
+) -> PrecisionPolicy:
+    """Find which products of a function must stay float32, by measurement, so that `autocast` gets it right.
+
+    The function is compared with itself: the program of its value and gradients, compiled once, rounds at each product
+    what `autocast` would round, or leaves it. All products are narrow at first. If that is within the tolerance of
+    float32, the policy is empty. If not, products whose operands or results exceed the range of ``dtype`` are widened;
+    then those whose rounding errors, times the derivative of the result with respect to them, are largest (one backward
+    pass through the program of the gradients gives this for all), until it is within half the tolerance, since other
+    batches come. What was widened without need is made narrow again, by bisection. In the end the function is computed
+    under `autocast` with the policy, to be sure.
+
+    A product whose result is at fault keeps its operands narrow, and has a float32 result, which costs tensor cores
+    nothing. The loss scale is, for each trial, the largest with which nothing overflows. All this takes at most the
+    time of 30 gradients.
+
+    Args:
+      fun: a scalar-valued function written for float32, as it would be given to `autocast`.
+      *args: its arguments: parameters, or a whole model, and one batch, as in `compare_gradients`.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: likewise.
+      dtype: float16 or bfloat16.
+      tolerance: how far the value, the gradients of all leaves together, and those of each leaf may be from float32's,
+        relative to their norm. By default 0.01 for float16 and 0.08 for bfloat16. A leaf with less than a hundredth of
+        the whole gradient may be ten times as far; one that is nothing but rounding in float32 is not looked at.
+      batches: more batches, for which the policy must be right, too: values for the last of ``args``, of the same
+        shapes.
+      progress: whether to print a line for each trial, on standard error.
+      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
+        beforehand, with `functools.partial`.
+
+    Returns:
+      A `PrecisionPolicy` for `autocast`, whose rules say why. They name layers, parameters, operations and functions,
+      so they are right for other values, another batch size, and after edits elsewhere. Its ``loss_scale`` is that of
+      the last trial, and its ``errors`` are those with all products narrow, and with the rules.
+
+    Raises:
+      ValueError: if an argument is not of its kind; if there are no gradients; inside `jax.jit` and other
+        transformations.
+
+    Warns:
+      UserWarning: if value or gradients are not finite in float32 either; if the policy is not within the tolerance; if
+        less than half of the products stay narrow.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(weights, x):
+      ...     with jax.named_scope("energy"):
+      ...         energy = x @ weights  # 1.6e5
+      ...     return jnp.mean(jnp.log(energy))
+      >>> args = jnp.full((4, 2), 200.0), jnp.full((8, 4), 200.0)
+      >>> policy = jls.diagnostics.find_precision(loss_fn, *args)
+      >>> policy.rules
+      (PrecisionRule('wide_result', layer='energy', operation='dot_general', reason='its result reaches 1.6e+05'),)
+      >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
+      True
+    """
+    check_function(fun, "find_precision(fun=...)")
+    dtype = _checked_dtype(dtype)
+    check_flag(progress, "find_precision(progress=...)")
+    tolerance = _checked_tolerance(tolerance, dtype)
+    of_leaves, _ = with_gradients(fun, args, argnums, "find_precision(argnums=...)")
+    of_batches = [with_gradients(fun, each, argnums, "")[1] for each in _all_batches(args, batches)]
+    if not jax.tree.leaves([argument for argument in of_batches[0] if isinstance(argument, Leaves)]):
+        raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
+    if progress:
+        tell("find_precision", f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients")
+    # Under `autocast` the parameters of nnx modules have other paths than here.
+    names_parameters = not nnx_objects.flattened((args, kwargs))[1]
+    trials = Trials(of_leaves, of_batches, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
+    if not trials.is_exact_finite():
+        faults = faults_of(named_leaves(fun, args, kwargs), dtype)
+        why = " ".join(map(nonfinite_argument, faults.nan + faults.infinite))
+        why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
+        warn_user(
+            "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
+            f"with. {why} The policy has no rules."
+        )
+        return PrecisionPolicy()
+
+    def policy(trial: Trial, reasons: Sequence[str]) -> PrecisionPolicy:
+        return PrecisionPolicy(tuple(rules_for(trials.sites, trial.levels, reasons)), loss_scale=trial.scale)
+
+    search = Search(trials, tolerance, progress)
+    search.tell(f"{trials.numbers.sum()} products at {len(trials.sites)} places, {len(of_batches)} batches")
+    best = search.run()
+    while True:
+        error, where = trials.verified(policy(best, [""] * len(best.levels)))
+        search.tell(f"under `autocast`, {where} is {off(error)}")
+        if error <= tolerance or not (best.levels < WIDE).any():
+            break
+        best = search.wider(best)
+    if error > tolerance:
+        warn_user(
+            f"`find_precision`: with every product in float32, {where} is {off(error)}, more than the "
+            f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
+        )
+    narrow = int(trials.numbers[best.levels < WIDE].sum())
+    if 2 * narrow < trials.numbers.sum():
+        warn_user(
+            f"`find_precision`: only {narrow} of {trials.numbers.sum()} products stay narrow, so little is gained. "
+            f"`jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
+        )
+    explained = policy(best, reasons_of(trials, best, MOST_GRADIENTS))
+    return dataclasses.replace(explained, errors=(min(search.first, 1.0), min(error, 1.0)))
+
+
+def _checked_dtype(dtype: Any) -> jnp.dtype:
+    dtype = checked_dtype(dtype, "find_precision(dtype=...)")
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
+    return dtype
+
+
+def _checked_tolerance(tolerance: Any, dtype: jnp.dtype) -> float:
+    if tolerance is None:
+        return _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
+    if not is_number(tolerance) or not 0 < float(tolerance) < 1:
+        raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
+    return float(tolerance)
+
+
+def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
+    """Give the arguments, once for each batch."""
+    if batches is None:
+        return [args]
+    if not isinstance(batches, Sequence) or isinstance(batches, str) or len(batches) == 0:
+        raise ValueError(
+            f"`find_precision(batches=...)` must be a sequence of values for the last argument, got {batches!r}. Put a "
+            "single one into a list."
+        )
+    types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each) for each in (args[-1], *batches)]
+    for other in types[1:]:
+        if other != types[0]:
+            raise ValueError(
+                "`find_precision(batches=...)` must hold values like the last argument, of the same structure, shapes "
+                f"and dtypes; that is {types[0]}, and one is {other}."
+            )
+    return [args, *((*args[:-1], batch) for batch in batches)]

@@ -1,0 +1,1 @@
+"""Which operation leaves the range of a dtype, where, and what helps."""

@@ -1,0 +1,344 @@
+"""How a run stands, from its state: what was bad, why, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_lossscale import _tree
+from jax_lossscale._limits import limits_of
+from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
+from jax_lossscale._loss_scale.auto import LOG2_ALLOWANCE
+from jax_lossscale._measure import all_finite, first_nonfinite
+from jax_lossscale._optax import LossScaledState
+from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor, own_numbers
+from jax_lossscale.diagnostics._report import power_of_two
+from jax_lossscale.diagnostics.tree._nonfinite import leaf_path, nonfinite_report
+
+# A dynamic scale costs one step in `increment_period`; from here on something else is going on.
+_LARGE_SHARE_OF_SKIPS = 0.01
+_FEW_STEPS = 100
+# It takes 15 skipped steps from the default scale, 2**15, down to 1.
+_MANY_SKIPS_IN_A_ROW = 16
+# Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
+_MUCH_ROOM = 6
+# Gradients that were never scaled seem to be as small as the scale is large: they stay far below float16's limit.
+_FAR_TOO_HIGH = 50
+_FAR_BELOW_THE_LIMIT = 8
+# The causes of a bad step: those that a `BadStep` has, and where nothing was recorded, what they may have been.
+_OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
+_LOSS_OR_CONDITION = "loss or skip_if"
+
+Finding: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `RUN`, and its numbers
+
+
+# The state of a run, as `explain` tells it.
+
+BAD_STEPS = {
+    "loss": "its loss was not finite",
+    "nan": "there was a NaN in the gradients, first in {where}",
+    "infinity": "there was an infinity in the gradients, first in {where}",
+    "grads_finite": "`grads_finite` said that the gradients were not finite, though every leaf was",
+    "gradients": "there was a NaN or an infinity in its gradients",
+    "skip_if": "`skip_if` was true",
+    "loss or skip_if": "its loss was not finite, or `skip_if` was true",
+}
+_COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
+_LINE = "`range_report(loss_fn, params, batch)` names the line."
+_FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
+_SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
+_LOSS = (
+    f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
+    "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
+)
+_BATCH = (
+    "If it comes again, look in that batch for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
+    f"`nonfinite_report(batch)`, and {_LINE}"
+)
+RUN = {
+    "scale": "The loss scale is {scale} ({kind}).",
+    "no scale": "There is no loss scale, and the gradients are not checked ({kind}).",
+    "steps": "Of {total}, {applied} were applied and {skipped} skipped.",
+    # The last step.
+    "skipped": "The last step was skipped: {why}.",
+    "skipped in a row": "The last {number} steps were skipped, the last one because {why}.",
+    "applied": "In the last step {why}, and the step was applied.",
+    "applied, finite": "In the last step {why}. It was applied, and the parameters are finite all the same.",
+    "applied, lost": "In the last step {why}, and the step was applied.\n"
+    f"The parameters are lost. Restart from a checkpoint. {_SKIPPING}",
+    # What to do about it.
+    "loss": _LOSS,
+    "skip_if": "That is a condition of your own; the scale stays.",
+    "loss or skip_if": f"If it was the loss: {_LOSS}",
+    "not recorded": "Where it was, only `record_bad_steps=True` keeps.",
+    "an overflow": "That is how the scale finds what the gradients bear: there is nothing to do.",
+    "perhaps an overflow": "If that came of an overflow, it goes away when the scale falls, and there is nothing "
+    "to do.",
+    "no lower": "The scale cannot go lower.",
+    "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
+    "a NaN stays": f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins.",
+    "an infinity stays": "The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for "
+    f"{_FROZEN}.\nOr allow a lower scale with `min_loss_scale`. {_COMPARE} where they overflow.",
+    "a high floor": "Allow a lower one with `min_loss_scale`.",
+    "a fixed scale": 'Take a smaller one, or "dynamic", which finds one.',
+    # The steps before.
+    "bad step ago": "The last bad step was {ago} ago: {why}.",
+    "one loss": f"Losses have been finite since, and no loss scale changes them: so it was that batch, and "
+    f"not the scale.\n{_BATCH}",
+    "scale is back": "The scale is as high again, {now} now and {then} then, and steps are finite: so it was that "
+    f"batch, and not the scale.\n{_BATCH}",
+    "scale was lower": "The scale has been lower since, and no step was bad, as after an overflow.",
+    "at the floor": "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients "
+    "below {zero} are zero there.",
+    "have it kept": "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps.",
+    "often": "{share} of all steps were skipped.",
+    "not the scale": "They come at scales at which other steps are finite, so the scale is not the cause.\n"
+    f"{_BATCH.replace('If it comes again, look in that batch', 'Look in those batches')}",
+    "rarer": "If these are overflows, a longer `increment_period` makes them rarer.",
+    # The gradients.
+    "largest": "The largest gradient of the last step was {largest}.",
+    "room": "The scale is 2^{room} below what that would allow in float16.",
+    "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
+    "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
+    "`jls.value_and_scaled_grad` should.",
+    "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
+    "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
+    "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
+    "`compare_gradients(loss_fn, params, batch)` does.",
+    # The parameters.
+    "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
+    f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",
+    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. "
+    f"Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}.",
+    "large": "A parameter is as large as {largest}, in {where}. It leaves float16's range where it is cast or "
+    "multiplied.\nIf training brought it there, restart from a checkpoint. Take a smaller learning rate.",
+}
+
+
+def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
+    """Say in plain sentences how a run stands, why steps are skipped, and what to try.
+
+    Call it on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)``, it says when the
+    last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
+    the gradients are if the loss scale measures them, as `AutoLossScale` does. For what the state does not show, it
+    refers to `compare_gradients` and `range_report`.
+
+    Args:
+      opt_state: any optimizer state that holds one `LossScaledState`.
+      params: the current parameters. They are checked, since a NaN in them explains all that follows, and they give the
+        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`. Without them, a part of the
+        optimizer's state that has a number for each leaf, such as a moment of Adam, gives the path.
+
+    Returns:
+      A few lines of text.
+
+    Raises:
+      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` has fewer
+        leaves than the gradients, and the bad one is missing.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+      >>> params = {"kernel": jnp.ones(2)}
+      >>> params, state = tx.update_and_apply(
+      ...     {"kernel": jnp.array([1.0, jnp.inf])}, tx.init(params), params
+      ... )
+      >>> print(jls.diagnostics.explain(state, params))
+      The loss scale is 2^-16 = 1.525878906e-05 (AutoLossScale).
+      Of 1 step, 0 were applied and 1 skipped.
+      The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
+      That is how the scale finds what the gradients bear: there is nothing to do.
+    """
+    state = own_numbers(opt_state, "explain(opt_state=...)")
+    check_is_concrete(state, "explain(opt_state=...)")
+    if np.ndim(state.consecutive_skips):
+        raise ValueError(
+            f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
+            "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
+        )
+    said = "\n".join(RUN[key].format(**numbers) for key, numbers in findings_of(state, params))
+    return "\n".join(dict.fromkeys(said.splitlines()))
+
+
+def findings_of(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Finding]:
+    """Find what there is to tell of a state, in the order in which it is told."""
+    loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
+    scale, kind = float(loss_scale()), type(loss_scale).__name__
+    power = f"{power_of_two(scale)} = " if math.log2(scale).is_integer() else ""
+    yield "scale" if loss_scale.checks_gradients else "no scale", {"scale": f"{power}{scale:.10g}", "kind": kind}
+    applied, skipped = int(state.applied_steps), int(state.skipped_steps)
+    yield "steps", {"total": _steps(applied + skipped), "applied": applied, "skipped": skipped}
+
+    cause, are_finite = _cause_of_last_step(state), _are_finite(params)
+    why = {"why": _why(cause, state, params), "number": skips}
+    if skips:
+        yield "skipped" if skips == 1 else "skipped in a row", why
+        if are_finite is not False:  # else no other cause is to be looked for
+            yield from _cures(cause, state)
+    elif cause:
+        yield {True: "applied, finite", False: "applied", None: "applied, lost"}[are_finite], why
+    else:
+        yield from _before(state, params)
+        if are_finite is not False:
+            yield from _of_gradients(state)
+
+    if are_finite is False:
+        where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
+        yield "parameters, skipping" if loss_scale.skip_nonfinite else "parameters", {"where": where}
+    elif are_finite and skips and cause != "skip_if":
+        largest = max(nonfinite_report(params), key=lambda leaf: leaf.largest_finite or 0.0)
+        if (largest.largest_finite or 0.0) ** 2 > limits_of(jnp.float16).largest:
+            yield "large", {"largest": f"{largest.largest_finite:.2g}", "where": largest.path or "the only leaf"}
+
+
+def _cause_of_last_step(state: LossScaledState) -> str:
+    """Find out why the last step was bad; "" if it was good."""
+    record, skips = state.last_bad_step, int(state.consecutive_skips)
+    number = int(state.applied_steps) + int(state.skipped_steps) - 1
+    if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
+        return record.cause
+    if not state.loss_scale.checks_gradients:
+        return "skip_if" if skips else ""
+    if not state.grads_finite and (state.loss_scale.skip_nonfinite or not skips):
+        return "gradients"
+    return _LOSS_OR_CONDITION if skips else ""
+
+
+def _why(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+    record = state.last_bad_step
+    where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
+    return BAD_STEPS[cause].format(where=where) if cause else ""
+
+
+def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+    """Name the bad leaf by its path in the parameters, or in a part of the optimizer's state with the same names."""
+    if params is None:
+        parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) > leaf]
+        named = [part for part in parts if not jax.tree_util.all_leaves([part])]
+        if len({jax.tree.structure(part, is_leaf=lambda node: node is None) for part in named}) != 1:
+            return f"leaf {leaf}"
+        params = named[0]
+    num_leaves = len(_tree.leaves_and_nones(params))
+    if num_leaves <= leaf:
+        raise ValueError(
+            f"`explain(params=...)` has {num_leaves} leaves, but the gradients had more than {leaf}. Pass "
+            "a tree of the structure of the gradients, such as the parameters that they were taken with respect to."
+        )
+    return leaf_path(params, leaf) or "the only leaf"
+
+
+def _parts(inner_state: Any) -> list[Any]:
+    """List what the states of transformations hold, which are tuples."""
+    if not isinstance(inner_state, tuple):
+        return [inner_state]
+    return [part for each in inner_state for part in _parts(each)]
+
+
+def _cures(cause: str, state: LossScaledState) -> Iterator[Finding]:
+    """Say what to do about a step that was skipped."""
+    if cause not in _OF_GRADIENTS:
+        yield cause, {}
+        return
+    loss_scale = state.loss_scale
+    if cause == "gradients":
+        yield "not recorded", {}
+    is_at_floor = is_at_its_floor(loss_scale)
+    if is_at_floor:
+        yield "no lower", {}
+    if not is_at_floor and (cause == "infinity" or state.consecutive_skips < _MANY_SKIPS_IN_A_ROW):
+        yield "an overflow" if cause == "infinity" else "perhaps an overflow", {}
+    elif cause == "gradients":
+        yield "gradients stay", {}
+        yield _LOSS_OR_CONDITION, {}
+    elif cause == "nan":
+        yield "a NaN stays", {}
+    elif isinstance(loss_scale, FixedLossScale):
+        yield "a fixed scale", {}
+    else:
+        yield "an infinity stays" if loss_scale() <= 1 else "a high floor", {}
+
+
+def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Finding]:
+    """Look at the steps before the last, which was good."""
+    loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
+    steps = int(state.applied_steps) + skipped
+    moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
+    cause = "" if loss_scale.checks_gradients else "skip_if"
+    was_the_batch = False
+    if loss_scale.checks_gradients and record is not None and record.step >= 0:
+        cause = record.cause
+        yield "bad step ago", {"ago": _steps(steps - 1 - int(record.step)), "why": _why(cause, state, params)}
+        was_the_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(loss_scale() >= record.loss_scale > 0)
+        if cause == "loss":
+            yield "one loss", {}
+        elif moves and was_the_batch:
+            scales = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
+            yield "scale is back", {"now": scales[0], "then": scales[1]}
+        elif moves and cause in _OF_GRADIENTS and loss_scale() < record.loss_scale:
+            yield "scale was lower", {}
+    if moves and is_at_its_floor(loss_scale) and skipped:
+        yield "at the floor", {"zero": f"{limits_of(jnp.float16).zero / float(loss_scale()):.1g}"}
+        if record is None:
+            yield "have it kept", {}
+    if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_SHARE_OF_SKIPS * steps:
+        yield "often", {"share": f"{skipped / steps:.0%}"}
+        yield from _cures_of_many(cause, loss_scale) if not was_the_batch else ()
+
+
+def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Finding]:
+    """Say what to do about many skipped steps, of which the last that is known had this cause."""
+    if cause and cause not in _OF_GRADIENTS:
+        yield cause, {}
+    elif not loss_scale.skip_nonfinite:
+        yield _LOSS_OR_CONDITION, {}
+    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance >= LOG2_ALLOWANCE:
+        yield "not the scale", {}
+    else:
+        if not cause:
+            yield "have it kept", {}
+        if hasattr(loss_scale, "increment_period"):
+            yield "rarer", {}
+
+
+def _steps_of_a_search(loss_scale: LossScale) -> float:
+    """Count the steps that may have been skipped on the way down from where the scale started."""
+    start = getattr(loss_scale, "initial_loss_scale", None)
+    return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
+
+
+def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
+    """Look at the gradients of a last step that was good."""
+    if not int(state.applied_steps):
+        return
+    if state.largest is None or not state.loss_scale.needs_largest:
+        return
+    largest, scale = float(state.largest), float(state.loss_scale())
+    if not largest:
+        yield "all zero", {}
+        return
+    yield "largest", {"largest": f"{largest:.3g}"}
+    room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
+    if room >= _FAR_BELOW_THE_LIMIT and scale > 2.0**_FAR_TOO_HIGH:
+        yield "not scaled", {"largest": f"{largest * scale:.2g}"}
+        return
+    if room >= _MUCH_ROOM:
+        yield "room", {"room": room}
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
+
+
+def _are_finite(params: chex.ArrayTree | None) -> bool | None:
+    """Tell whether the parameters are finite; ``None`` where they are not given, or have no values."""
+    leaves = _tree.inexact_leaves(params)
+    if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
+        return None
+    return bool(all_finite(params))

@@ -1,0 +1,129 @@
+"""Which operations make a result wrong, where their error begins, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.primitives import PRODUCTS
+from jax_lossscale.diagnostics.shadow._shadow import Statistics
+from jax_lossscale.diagnostics.shadow._sites import SUMS, Graph, Site
+
+# An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
+_WRONG = 0.1
+# An error that an operation multiplies by less has come in a loop, from iteration to iteration.
+ACCUMULATED = 2
+# So many of an operation's results may become zero before it is told: a few always do.
+MANY_ZEROS = 0.5
+# Nothing but a mask is so large on purpose.
+_MASK = 1e8
+_MAY_MASK = ("add", "convert_element_type", "sub")
+_SUMMED_UP = ("scatter-add", "cumsum", "reduce_sum", "reduce_window_sum")
+
+
+def blame(
+    graph: Graph, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
+) -> tuple[set[int], set[int]]:
+    """Find the nodes by way of which a result becomes wrong, each wrong itself, and those where that begins.
+
+    Args:
+      graph: the operations.
+      measured: what was measured at each node that is no carry.
+      results: the nodes that the results are.
+      least: an error above this is followed.
+    """
+    wrong = _followed(graph, results, lambda node: node not in measured or measured[node].error > least)
+    harmful = wrong & measured.keys()
+    # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
+    harmful |= {node for node in _followed(graph, harmful) & measured.keys() if measured[node].overflow}
+    begins = {node for node in harmful if measured[node].error_in <= least and measured[node].amplification > 1}
+    # Where the iterations of a loop add up an error, no operation multiplies it: the one that makes the carry is told.
+    ends = {node for loop in wrong - measured.keys() for node in graph.ends_of_loops[loop]}
+    return harmful, begins or harmful & ends
+
+
+def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
+    """Collect some nodes and all that they are made of, as far as a condition holds."""
+    reached: set[int] = set()
+    ahead = list(results)
+    while ahead:
+        node = ahead.pop()
+        if node not in reached and holds(node):
+            reached.add(node)
+            ahead += graph.made_of[node]
+    return reached
+
+
+def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:
+    """Name what is wrong with an operation: a key of `FAULTS`, or "".
+
+    Args:
+      site: the operation.
+      measured: what was measured of its result.
+      is_harmful: whether it makes a result wrong, as `blame` says.
+      is_origin: whether that begins with it.
+      is_autocast: whether it is of a function under `autocast`, which makes its casts.
+    """
+    if measured.nan and not measured.overflow:
+        return "nan"
+    pass_ = "backward" if site.place.is_backward else "forward"
+    if measured.overflow:
+        if site.derivative_of:
+            return "derivative"
+        if pass_ == "forward" and is_autocast and site.operation == "convert_element_type":
+            return "cast of autocast"
+        is_mask = pass_ == "forward" and measured.largest >= _MASK and site.operation in _MAY_MASK
+        return "mask" if is_mask else f"{pass_} overflow"
+    if is_harmful and measured.zero > MANY_ZEROS:
+        return f"{pass_} underflow"
+    if not is_origin:
+        return ""
+    if pass_ == "backward" and measured.zero + measured.subnormal > 0:
+        return "backward underflow"
+    if not is_narrow(site.aval):
+        return "cancelling" if site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS) else "wide rounding"
+    return "sum" if measured.amplification < ACCUMULATED or site.operation in _SUMMED_UP else "rounding"
+
+
+# What is wrong with an operation. Some faults have a cure for each operation.
+
+FAULTS = {
+    "nan": "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
+    "zero, and for 0 * inf behind a `jnp.where`.",
+    "derivative": "The derivative of `{}` is computed in the forward pass, so no loss scale helps. Compute `{}` in "
+    "float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon.",
+    "backward overflow": "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own.",
+    "cast of autocast": "`autocast` casts it for the product there. Keep that product in float32, with "
+    "`jls.keep_float32`, or let `find_precision` measure what must be.",
+    "mask": "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
+    "must leave room for what it is added to, such as -1e4. Or take the softmax in float32.",
+    "forward overflow": "Compute it in float32.",
+    "backward underflow": "A larger loss scale helps. If other gradients overflow then, give this branch a scale of "
+    "its own: `jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs.",
+    "forward underflow": "A loss scale does not help in the forward pass. Compute it in float32, or make it larger "
+    "before.",
+    "sum": "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32.",
+    "rounding": "It makes the rounding errors of its operands larger. Compute it and its operands in float32.",
+    "cancelling": "Its terms cancel: what is left is about one part in {parts} of them, and their rounding errors are "
+    "that many times larger in it. Compute the terms in float32, too.",
+    "wide rounding": "It makes the rounding errors of its operands larger. Compute them in float32, too.",
+}
+_FORWARD_OVERFLOWS = {
+    "convert_element_type": "Do not cast it, or scale it down before the cast.",
+    "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
+    "or give it a float32 result: with `jls.keep_float32` under `autocast`, with `preferred_element_type` by hand.",
+    "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
+    "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
+    "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",
+    "div": "Divide in float32, or bound the divisor from below.",
+    "mul": "Multiply in float32, or make one factor smaller before.",
+}
+
+
+def cure(fault: str, site: Site, measured: Statistics) -> str:
+    """Say what helps."""
+    operation = site.derivative_of or site.operation
+    if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
+        return _FORWARD_OVERFLOWS[operation]
+    parts = float(f"{measured.amplification:.0e}")
+    return FAULTS[fault].format(operation, parts=f"{parts:,.0f}") if fault else ""
