@@ -249,7 +249,7 @@ def small() -> dict[str, Model]:
 
 
 def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **options: Any) -> Model:
-    """Images are classified; of sequences, each entry is to be what tanh makes of the one before; words are foretold."""
+    """Images are classified; words are foretold; other sequences: each entry is to be tanh of the one before."""
 
     def loss(dtype: DTypeLike | None) -> Loss:
         def function(params: Any, batch: Any) -> jax.Array:

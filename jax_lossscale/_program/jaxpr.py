@@ -31,7 +31,7 @@ class Traced:
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
-        leaves, self._objects, made_anew = nnx_objects.flattened((args, kwargs))
+        leaves, self._objects, with_leaves = nnx_objects.flattened((args, kwargs))
         self.positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
         self.inputs = [leaves[position] for position in positions]
 
@@ -39,7 +39,7 @@ class Traced:
             filled = list(leaves)
             for position, value in zip(positions, inputs, strict=True):
                 filled[position] = value
-            (args, kwargs), objects = made_anew(filled)
+            (args, kwargs), objects = with_leaves(filled)
             before = nnx_objects.contents(objects)
             result = _called(fun, args, kwargs)
             changed = nnx_objects.changes(objects, before)
@@ -54,7 +54,7 @@ class Traced:
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the inputs for other arguments of the same structure."""
-        leaves, *_ = nnx_objects.flattened((args, kwargs))
+        leaves = nnx_objects.flattened((args, kwargs)).leaves
         return [leaves[position] for position in self.positions]
 
     def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:

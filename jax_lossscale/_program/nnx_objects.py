@@ -8,30 +8,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 _SETTINGS = (bool, int, float, str)
 
 
-def flattened(tree: Any) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]], tuple[Any, list[Any]]]]:
-    """The leaves of a tree, those of the objects in it; the objects; and what makes anew a tree and its objects."""
+class Flattened(NamedTuple):
+    """A tree, taken apart.
+
+    Attributes:
+      leaves: those of the tree outside of objects, and then those of the objects.
+      objects: the nnx modules and variables in the tree.
+      with_leaves: makes of other leaves the same tree, and returns the tree and the new objects in it.
+    """
+
+    leaves: list[Any]
+    objects: list[Any]
+    with_leaves: Callable[[Sequence[Any]], tuple[Any, list[Any]]]
+
+
+def flattened(tree: Any) -> Flattened:
+    """Take a tree apart; objects are split and merged as nnx does it."""
     parts, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     objects = [part for part in parts if _is_object(part)]
     if not objects:
-        return parts, [], lambda leaves: (jax.tree.unflatten(structure, leaves), [])
+        return Flattened(parts, [], lambda leaves: (jax.tree.unflatten(structure, leaves), []))
+    outside = [part for part in parts if not _is_object(part)]
     definition, state = _nnx().split(objects)
     leaves, state_structure = jax.tree.flatten(state)
-    others = [part for part in parts if not _is_object(part)]
 
-    def made_anew(leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        copies = _nnx().merge(definition, jax.tree.unflatten(state_structure, leaves[len(others) :]))
-        of_objects, of_others = iter(copies), iter(leaves)
-        filled = [next(of_objects if _is_object(part) else of_others) for part in parts]
-        return jax.tree.unflatten(structure, filled), copies
+    def with_leaves(leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        merged = _nnx().merge(definition, jax.tree.unflatten(state_structure, leaves[len(outside) :]))
+        of_objects, of_others = iter(merged), iter(leaves)
+        new_parts = [next(of_objects if _is_object(part) else of_others) for part in parts]
+        return jax.tree.unflatten(structure, new_parts), merged
 
-    return [*others, *leaves], objects, made_anew
+    return Flattened([*outside, *leaves], objects, with_leaves)
 
 
 def contents(objects: list[Any]) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> 
 
     Of several leaves it is that of the first argument, which parameters are. What nnx modules hold has no such path.
     """
-    if nnx_objects.flattened((args, kwargs))[1]:
+    if nnx_objects.flattened((args, kwargs)).objects:
         return {}
     leaves = [
         _Leaf(number, jax.tree_util.keystr(path) or "the only leaf")
