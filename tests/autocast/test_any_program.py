@@ -59,8 +59,8 @@ def check(program, mode, seed, dtype, policy):
 
     try:
         plain, shapes = traced(lambda loss: loss)
-    except ValueError as error:  # JAX's own: under `jax.vmap`, branches that vary over a mesh become a choice
-        if "pvary is a invariant->variant collective" in str(error):
+    except Exception as error:  # JAX itself does not take, on a mesh, all that it takes elsewhere.
+        if "in_shard_map" in repr(program):
             raise InexactError from error
         raise
     expected = evaluated(plain, inputs, exact_in(dtype))
