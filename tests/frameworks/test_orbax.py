@@ -1,4 +1,4 @@
-"""orbax: every kind of loss scale is restored, from shapes alone and on another mesh, and the run goes on as it would."""
+"""orbax: every kind of loss scale is restored, from shapes alone and on another mesh; then the run goes on."""
 
 import warnings
 
