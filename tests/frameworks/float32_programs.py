@@ -4,6 +4,8 @@ import jax
 import numpy as np
 from reading import product_dtypes
 
+import jax_lossscale as jls
+
 
 def distance_of_all(tree, other):
     """The relative distance of two trees of arrays, all leaves together: some leaves are nothing but rounding."""
@@ -19,3 +21,16 @@ def assert_narrow(fun, *args):
     """Every product of a program, and there are some, is float16."""
     found = product_dtypes(fun, *args)
     assert set(found) == {"float16"}, found
+
+
+def assert_like_float32(fun, *args, tolerance=1e-2):
+    """Of a function with other results: narrow products; of all that it gives the dtypes and, closely, the values."""
+    narrow = jls.autocast(fun)
+    assert_narrow(jax.grad(narrow, has_aux=True), *args)
+    (value, others), grads = jax.jit(jax.value_and_grad(narrow, has_aux=True))(*args)
+    (expected, expected_others), expected_grads = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+    np.testing.assert_allclose(value, expected, rtol=tolerance)
+    assert 0 < distance_of_all(expected_grads, grads) < tolerance
+    for leaf, other in zip(jax.tree.leaves(others), jax.tree.leaves(expected_others), strict=True):
+        assert leaf.dtype == other.dtype
+        np.testing.assert_allclose(leaf, other, atol=1e-2)

@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     hk = pytest.importorskip("haiku")
 
-from float32_programs import assert_narrow
+from float32_programs import assert_like_float32, assert_narrow
 from pages import assert_same_bits, bad, copied
 
 import jax_lossscale as jls
@@ -58,3 +58,30 @@ def test_a_float16_input_makes_float16_parameters_of_which_init_warns():
             tx.init(given)
         assert caught[0].filename == __file__
     tx.init(PLAIN.init(jax.random.key(0), jnp.ones((1, 4, 2), jnp.bfloat16)))
+
+
+def convolutions(x):
+    x = hk.Conv2D(8, 3)(x)
+    x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
+    x = hk.Flatten()(hk.MaxPool((2, 2, 1), (2, 2, 1), "SAME")(x))
+    x = hk.dropout(hk.next_rng_key(), 0.1, jax.nn.relu(hk.Linear(16)(x)))
+    return hk.Linear(4)(hk.LayerNorm(-1, True, True)(x))
+
+
+def recurrence_and_attention(x):
+    core = hk.LSTM(8)
+    x, _ = hk.dynamic_unroll(core, x[:, :, 0], core.initial_state(x.shape[1]))
+    x = hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling())(x, x, x)
+    return hk.Linear(1)(x[-1])
+
+
+@pytest.mark.parametrize("network", [pytest.param(convolutions, marks=pytest.mark.slow), recurrence_and_attention])
+def test_other_networks_are_narrow_and_like_float32(network):
+    model, x = hk.transform_with_state(network), jax.random.normal(jax.random.key(0), (8, 8, 8, 3))
+    params, model_state = jax.jit(model.init)(jax.random.key(1), x)
+
+    def loss_fn(params, model_state, x):
+        y, model_state = model.apply(params, model_state, jax.random.key(2), x)
+        return jnp.mean(jnp.square(y - 1)), model_state
+
+    assert_like_float32(loss_fn, params, model_state, x)

@@ -1,4 +1,4 @@
-"""orbax: every kind of loss scale is restored, from shapes alone, on another mesh too, and the run goes on."""
+"""orbax: every kind of loss scale is restored, from shapes alone and on another mesh; then the run goes on."""
 
 import warnings
 

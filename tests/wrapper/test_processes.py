@@ -6,6 +6,7 @@ what four devices of this process give.
 
 import contextlib
 import functools
+import signal
 import socket
 import sys
 import time
@@ -27,13 +28,18 @@ def in_this_process(make_step, bad_shard):
     return data_parallel.train(make_step, jax.devices("cpu")[:DEVICES], bad_shard)
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def in_processes(number, bad_shard, folder):
     """Train in so many processes; each leaves its results in ``folder``."""
     for _ in range(3):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        codes = start_and_wait(number, port, bad_shard, folder)
+        port = free_port()
+        programs = [["data_parallel.py", port, number, process, bad_shard] for process in range(number)]
+        codes = start_and_wait(programs, folder, lambda codes: None not in codes or any(codes))
         # Between our leaving the port and the coordinator's taking it, another program may have come.
         if not failed(codes) or not is_taken(port):
             break
@@ -44,24 +50,19 @@ def in_processes(number, bad_shard, folder):
     )
 
 
-def start_and_wait(number, port, bad_shard, folder):
-    """The exit codes when all have ended, one has failed, or time is up; ``None`` where a process had to be killed."""
+def start_and_wait(programs, folder, is_over):
+    """The exit codes of processes when it is over, or time is up; ``None`` of those that had to be killed."""
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
-                started(
-                    "data_parallel.py",
-                    *(port, number, process, bad_shard, folder / str(process)),
-                    devices=DEVICES // number,
-                    errors=folder / f"{process}.stderr",
-                )
+                started(*program, folder / str(n), devices=DEVICES // len(programs), errors=folder / f"{n}.stderr")
             )
-            for process in range(number)
+            for n, program in enumerate(programs)
         ]
         deadline = time.monotonic() + SECONDS
         while True:
             codes = [process.poll() for process in processes]
-            if None not in codes or any(codes) or time.monotonic() > deadline:
+            if is_over(codes) or time.monotonic() > deadline:
                 return codes
             time.sleep(0.05)
 
@@ -95,6 +96,33 @@ def test_one_process_has_bad_data_and_all_do_what_a_single_process_does(number, 
                         by_one = by_one[:, : DEVICES // number]  # only a process's own devices are in what it sees
                     assert by_process.dtype == by_one.dtype
                     assert by_process.tobytes() == by_one.tobytes(), f"{name}: {value} in process {process}"
+
+
+# A process that ends, in whatever way, closes its connections, and the next collective of the others fails, that of the
+# verdict like any other. One that is frozen sends no heartbeats: then JAX's coordinator ends the others.
+
+LEFT = {"killed": -signal.SIGKILL, "ends": 0, "raises": 1, "frozen": None}
+FIRST, LAST = 0, -1  # the first is the coordinator
+
+
+@pytest.mark.parametrize(
+    ("how", "who"),
+    [
+        pytest.param(how, who, marks=() if (how, who) == ("killed", LAST) else pytest.mark.slow)
+        for how in LEFT
+        for who in (FIRST, LAST)
+    ],
+)
+def test_if_one_process_is_gone_no_other_waits_for_ever(how, who, tmp_path):
+    port, number = free_port(), 2
+    ways = ["never"] * number
+    ways[who] = how
+    programs = [["leaving.py", port, number, process, way] for process, way in enumerate(ways)]
+    codes = start_and_wait(programs, tmp_path, lambda codes: codes.count(None) == (how == "frozen"))
+    assert codes.pop(who) == LEFT[how]
+    assert None not in codes  # they have ended by themselves
+    assert 0 not in codes  # and not as if nothing had happened
+    assert not list(tmp_path.glob("*.npz"))
 
 
 # That the run is the one to look at.
