@@ -32,14 +32,20 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
     "grows after (N asked for)": ("growth", ["N", "N", "N + 1", "N", "N"]),
     "never lower than": (
         "floor",
-        ["1, or `min_loss_scale`", "1; `jit` loses a set floor", "1.2e-38, or `minimum_scale`", "0", "0"],
+        [
+            "1, or `min_loss_scale`",
+            "1; a floor of your own is lost under `jit`",
+            "1.2e-38, or `minimum_scale`",
+            "0",
+            "0",
+        ],
     ),
     "never higher than": ("ceiling", ["2^127, or `max_loss_scale`", "2^127", "3.4e+38", "2^127", "infinity"]),
     "value on an overflowing step": (
         "value",
         [
             "the true loss",
-            "the scaled loss; yours to divide",
+            "the scaled loss, for you to divide",
             "the true loss, or infinity where loss times scale is; on the first step, NaN of a float16 loss",
             "the true loss",
             "the true loss",

@@ -37,7 +37,7 @@ def test_what_the_readme_begins_with():
     start = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
     told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     time, temporaries = [sorted(float(row[column]) for row in told) for column in (1, 3)]
-    assert f"need {temporaries[0]} to {temporaries[-1]} of float32's memory" in start
+    assert f"need {temporaries[0]} to {temporaries[-1]} of float32's temporary memory" in start
     assert f"{time[0]} to {time[-1]} of its time" in start
     ours = rows(ROOT / "README.md", "## What it costs")[0]
     assert "auto" in ours[0]

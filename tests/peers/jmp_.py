@@ -33,7 +33,7 @@ def floor():
     assert adjusted(lower, *[False] * 5)[-1] == 0.25
     jitted = jax.jit(lambda loss_scale, verdict: loss_scale.adjust(verdict))
     assert adjusted(lower, *[False] * 5, adjust=jitted)[-1] == 1.0
-    return "1; `jit` loses a set floor"
+    return "1; a floor of your own is lost under `jit`"
 
 
 def ceiling():
@@ -52,7 +52,7 @@ def value():
         assert not jmp.all_finite(grads)
         assert scaled == 100 * 2.0**16
         assert loss_scale.unscale(scaled) == 100
-    return "the scaled loss; yours to divide"
+    return "the scaled loss, for you to divide"
 
 
 def unscaling():
