@@ -406,6 +406,8 @@ RUN = {
     "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
     "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
     "`jls.value_and_scaled_grad` should.",
+    "not measured": "The largest gradient of the last step could not be measured. If `update` was told "
+    "`grads_finite=True`, that was wrong: the gradients were not finite, and the step was applied.",
     "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
     "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
     "right or wrong": "Whether the gradients are those of float32, the state does not tell: "

@@ -14,7 +14,7 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
-from jax_lossscale._loss_scale.auto import LOG2_ALLOWANCE
+from jax_lossscale._loss_scale.auto import LOG2_MOVE
 from jax_lossscale._loss_scale.finding import find_one
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
@@ -217,7 +217,7 @@ def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Finding]:
         yield cause, {}
     elif not loss_scale.skip_nonfinite:
         yield _LOSS_OR_CONDITION, {}
-    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance >= LOG2_ALLOWANCE:
+    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance > LOG2_MOVE - 1:
         yield "not the scale", {}
     else:
         if not cause:
@@ -240,6 +240,9 @@ def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
         yield "right or wrong", {}
         return
     largest, scale = float(state.largest), float(state.loss_scale())
+    if math.isnan(largest):
+        yield "not measured", {}
+        return
     if not largest:
         yield "all zero", {}
         return
