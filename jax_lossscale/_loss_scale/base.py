@@ -73,8 +73,8 @@ class LossScale(abc.ABC):
         """Return the loss scale after a step, from what is already known of its gradients.
 
         A kind with ``needs_largest`` takes one more keyword argument, ``largest``: ``float32[]``, the largest finite
-        magnitude among the *unscaled* gradients, agreed over devices; 0 if it is not known, for example because they
-        are not finite.
+        magnitude among the *unscaled* gradients, agreed over devices; NaN where it was not measured, as of gradients
+        that are not finite.
 
         Args:
           grads_finite: ``bool[]``, such as `all_finite` gives, agreed over devices.

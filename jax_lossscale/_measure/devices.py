@@ -16,10 +16,16 @@ AxisName: TypeAlias = str | tuple[str, ...] | None
 def agree(
     flags: Sequence[jax.Array], largest: jax.Array | None, axis_name: AxisName
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Tell which flags are true on every device, and the largest of a ``float32[]``, in one all-reduce."""
-    numbers = [flag.astype(jnp.float32) for flag in flags] + ([] if largest is None else [-largest])
+    """Tell which flags are true on every device, and the largest of a ``float32[]``, in one all-reduce.
+
+    The largest is NaN if it is on any device.
+    """
+    numbers = [flag.astype(jnp.float32) for flag in flags]
+    if largest is not None:
+        numbers.append(jnp.where(jnp.isnan(largest), -jnp.inf, -largest))  # some platforms' minimum passes over NaN
     lowest = jax.lax.pmin(jnp.stack(numbers), axis_name)
-    return [number > 0 for number in lowest[: len(flags)]], None if largest is None else -lowest[-1]
+    agreed = [number > 0 for number in lowest[: len(flags)]]
+    return agreed, None if largest is None else jnp.where(lowest[-1] == -jnp.inf, jnp.nan, -lowest[-1])
 
 
 def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -76,13 +76,13 @@ def finite_and_largest(
       axis_name: as in `all_finite`.
 
     Returns:
-      ``bool[]`` and ``float32[]``. The second is 0 if an element is not finite. Of a complex number the larger
-      part counts. A float64 beyond float32 counts as the largest float32. A subnormal may count as 0, as in other
-      arithmetic of XLA.
+      ``bool[]`` and ``float32[]``. The second is NaN if an element is not finite, and 0 of an empty tree. Of a complex
+      number the larger part counts. A float64 beyond float32 counts as the largest float32. A subnormal may count as
+      0, as in other arithmetic of XLA.
     """
     answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
     finite = answer < jnp.inf
-    return finite, jnp.where(finite, answer, jnp.zeros_like(answer))
+    return finite, jnp.where(finite, answer, jnp.nan)
 
 
 @partial(jax.jit, static_argnums=2, inline=True)

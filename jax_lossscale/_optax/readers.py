@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._check import count
@@ -26,7 +25,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
       ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); also of ``last_bad_leaf`` (``int32[]``), if bad steps
       are recorded, and of ``largest`` (``float32[]``), if the loss scale measures it: the largest magnitude among the
-      unscaled gradients of the last step, and NaN if they were not finite. A log of it is a trace for
+      unscaled gradients of the last step, NaN if it was not measured, as of gradients that were not finite, and
+      before the first step. A log of it is a trace for
       `jls.diagnostics.simulate`.
 
     Raises:
@@ -41,7 +41,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """
     state = own_numbers(opt_state, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
-    measured = {} if state.largest is None else {"largest": _if_known(state.largest, state.grads_finite)}
+    measured = {} if state.largest is None else {"largest": state.largest}
     return {
         "loss_scale": state.loss_scale(),
         "grads_finite": state.grads_finite,
@@ -51,12 +51,6 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
         **recorded,
         **measured,
     }
-
-
-@jax.jit
-def _if_known(largest: jax.Array, grads_finite: jax.Array) -> jax.Array:
-    """Return the largest gradient, or NaN: zeros of steps that overflowed would look like vanished gradients."""
-    return jnp.where(grads_finite | (largest > 0), largest, jnp.nan)
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:

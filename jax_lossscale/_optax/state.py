@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -60,8 +61,8 @@ class LossScaledState(NamedTuple):
       skipped_steps: steps that did not change them, for whatever reason.
       consecutive_skips: how many steps were skipped since the last applied step.
       last_bad_step: what is known of the last bad step, with ``record_bad_steps=True``.
-      largest: the largest magnitude among the unscaled gradients of the last step, if its gradients were finite and the
-        loss scale is of a kind that measures it; else 0.
+      largest: the largest magnitude among the unscaled gradients of the last step, if the loss scale is of a kind that
+        measures it; NaN if it was not measured, as of gradients that were not finite, and before the first step.
     """
 
     loss_scale: LossScale
@@ -86,7 +87,7 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
         skipped_steps=jnp.zeros([], jnp.int32),
         consecutive_skips=jnp.zeros([], jnp.int32),
         last_bad_step=_no_bad_step() if record_bad_steps else None,
-        largest=jnp.zeros([], jnp.float32) if loss_scale.needs_largest else None,
+        largest=_not_measured() if loss_scale.needs_largest else None,
     )
 
 
@@ -122,11 +123,14 @@ def check_state(state: Any) -> None:
 
 
 def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:
-    if state.largest is None or verdict.largest is None:
-        # A state keeps its structure, also where another kind of loss scale was put into it.
-        return None if state.largest is None else jnp.zeros_like(state.largest)
-    # An infinity stands for no measurement: `update` was told that gradients are finite which are not.
-    return jnp.where(jnp.isfinite(verdict.largest), verdict.largest, 0)
+    """Return the next ``largest``. A state keeps its structure, also where another kind of loss scale was put in."""
+    if state.largest is None:
+        return None
+    return _not_measured() if verdict.largest is None else verdict.largest
+
+
+def _not_measured() -> jax.Array:
+    return jnp.asarray(np.float32(np.nan))  # not made by JAX, which may have been told to raise where it makes a NaN
 
 
 def _last_bad_step(

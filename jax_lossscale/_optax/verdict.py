@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     grads_finite: jax.Array | None  # bool[]
     value_finite: jax.Array | None  # bool[]
     allowed: jax.Array | None  # bool[]: not forbidden by the user's condition
-    largest: jax.Array | None  # float32[], of the unscaled gradients
+    largest: jax.Array | None  # float32[], of the unscaled gradients; NaN where they are not finite
     loss_scale: LossScale  # the next one
 
 
@@ -48,6 +48,9 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
             value_finite = jnp.isfinite(told.value)
     flags, largest = _agreed((grads_finite, value_finite, allowed), largest, axis_name)
     grads_finite, value_finite, allowed = flags
+    if grads_finite is not None and largest is not None:
+        # Another device, or the caller, may know of what is not finite: then it is not the largest of all gradients.
+        largest = jnp.where(grads_finite, largest, jnp.nan)
     must_be_finite = grads_finite if loss_scale.skip_nonfinite else None
     if grads_finite is not None:
         adjusted = adjust(loss_scale, grads_finite, largest)
@@ -75,11 +78,8 @@ def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> tu
     if told.grads_finite is not None and not loss_scale.needs_largest:
         return jnp.asarray(told.grads_finite), None
     grads_finite, largest = finite_and_largest(scaled_grads, loss_scale())
-    if told.grads_finite is None:
-        return grads_finite, largest if loss_scale.needs_largest else None
-    told_finite = jnp.asarray(told.grads_finite)
-    # Infinity stands for no measurement: 0 would say that all are zero, where they are not finite.
-    return told_finite, jnp.where(told_finite, jnp.where(grads_finite, largest, jnp.inf), 0)
+    grads_finite = grads_finite if told.grads_finite is None else jnp.asarray(told.grads_finite)
+    return grads_finite, largest if loss_scale.needs_largest else None
 
 
 def _agreed(flags: _Flags, largest: jax.Array | None, axis_name: AxisName) -> tuple[_Flags, jax.Array | None]:
@@ -88,11 +88,7 @@ def _agreed(flags: _Flags, largest: jax.Array | None, axis_name: AxisName) -> tu
     if not known or not axis_name:
         return flags, largest
     agreed, largest = agree(known, largest, axis_name)
-    grads_finite, value_finite, allowed = jax.tree.unflatten(structure, agreed)
-    if largest is not None:
-        # Where one device overflowed, the largest on the other devices is not the largest of all gradients.
-        largest = jnp.where(grads_finite, largest, 0)
-    return (grads_finite, value_finite, allowed), largest
+    return jax.tree.unflatten(structure, agreed), largest
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:

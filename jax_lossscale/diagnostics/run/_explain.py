@@ -14,7 +14,7 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
-from jax_lossscale._loss_scale.auto import LOG2_ALLOWANCE
+from jax_lossscale._loss_scale.auto import LOG2_MOVE
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor, own_numbers
@@ -107,6 +107,8 @@ RUN = {
     "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
     "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
     "`jls.value_and_scaled_grad` should.",
+    "not measured": "The largest gradient of the last step could not be measured. If `update` was told "
+    "`grads_finite=True`, that was wrong: the gradients were not finite, and the step was applied.",
     "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
     "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
     "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
@@ -298,7 +300,7 @@ def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Finding]:
         yield cause, {}
     elif not loss_scale.skip_nonfinite:
         yield _LOSS_OR_CONDITION, {}
-    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance >= LOG2_ALLOWANCE:
+    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance > LOG2_MOVE - 1:
         yield "not the scale", {}
     else:
         if not cause:
@@ -320,6 +322,9 @@ def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
     if state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())
+    if math.isnan(largest):
+        yield "not measured", {}
+        return
     if not largest:
         yield "all zero", {}
         return

@@ -57,7 +57,7 @@ def simulate(
 
         finite = isfinite(round(inside * scale)) and isfinite(round(largest * scale))
         loss_scale = loss_scale.adjust(finite)
-        loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else 0)
+        loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else nan)
 
     where ``round`` rounds to ``dtype``; the last line is for kinds with ``needs_largest``, which get the gradient as it
     would have arrived. To try many settings at once, `jax.vmap` over the numbers that a loss scale holds (see the
@@ -154,7 +154,7 @@ def _replay(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype:
         scale = jnp.asarray(loss_scale(), jnp.float32)
         arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
         finite = jnp.isfinite(arrives) & jnp.isfinite(overflows)
-        measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, 0)
+        measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, jnp.nan)
         return adjust(loss_scale, finite, measured), (scale, finite)
 
     final, (scales, finite) = jax.lax.scan(step, loss_scale, (largest, inside))
