@@ -7,6 +7,7 @@ is not one of them: by its rounded result, the derivative of a saturated one is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
+@functools.cache  # Two softmax are one function, if they are over the same axes.
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
         exponentials = jnp.exp(x)

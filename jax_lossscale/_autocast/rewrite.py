@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.in_half import results_in
@@ -52,9 +54,14 @@ class Rewriting:
             name: self._stored(plan, name, value)
             for name, value in [*zip(program.inputs, inputs, strict=True), *program.constants.items()]
         }
+        first: dict[Any, Callable[..., list[Any]]] = {}
         for stretch in plan.stretches:
             function: Callable[..., list[Any]] = functools.partial(self._stretch, plan, stretch)
             if stretch.kept is not None:
+                if self.measured is None:
+                    # `jax.checkpoint` traces a function once: the blocks of a network often are one.
+                    with contextlib.suppress(TypeError):  # parameters without a hash, such as arrays
+                        function = first.setdefault(_meaning(plan, stretch), function)
                 function = jax.checkpoint(function, policy=keeps, prevent_cse=not plan.at.is_iterated)
             results = function(*(values[name] for name in stretch.inputs))
             values.update(zip(stretch.outputs, results, strict=True))
@@ -172,3 +179,26 @@ class Rewriting:
 def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
     """Return an array, marked if it is kept."""
     return kept(array) if stretch.kept and value in stretch.kept else array
+
+
+def _meaning(plan: Plan, stretch: Stretch) -> tuple[Any, ...]:
+    """Return what is equal for stretches of a plan that compute the same, on the same lines and in the same layer."""
+    numbers: dict[Name, int] = {}
+
+    def numbered(atom: Name | Literal) -> Any:
+        if isinstance(atom, Literal):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return numbers.setdefault(atom, len(numbers))
+
+    inputs = tuple(map(numbered, stretch.inputs))
+    steps = []
+    for position in stretch.steps:
+        step = plan.program.steps[position]
+        places = [(str(at.source_info.name_stack), at.source_info.traceback) for at in (*step.within, step.eqn)]
+        computed = step.eqn.primitive, *step.eqn.params.items(), step.eqn.ctx, plan.decisions[position], *places
+        values = *map(numbered, step.inputs), *map(numbered, step.outputs)
+        steps.append((computed, values, position in stretch.rounds_cotangent))
+    outputs = tuple(map(numbered, stretch.outputs))
+    types = tuple((plan.program.types[name], name in plan.narrow, name in stretch.wide) for name in numbers)
+    kept = frozenset((numbers[value.name], value.is_rounding) for value in stretch.kept or ())
+    return inputs, tuple(steps), outputs, types, kept

@@ -10,6 +10,8 @@ from reading import product_dtypes
 
 import jax_lossscale as jls
 
+pytestmark = pytest.mark.ci
+
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8)), jnp.float32)
 N = 8
 ROW, COLUMN = (lambda: jax.lax.broadcasted_iota(jnp.float32, (N, N), 0)), (lambda: jnp.arange(8.0)[None] + ROW() * 0)
