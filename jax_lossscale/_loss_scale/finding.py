@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, TypeVar
 
 import chex
@@ -14,6 +15,12 @@ from jax_lossscale._loss_scale.registry import is_serialized, made
 
 _Found = TypeVar("_Found")
 _Tree = TypeVar("_Tree")
+
+# flax puts the dictionary that it has read in the place of an object whose class it does not know.
+READ_WITHOUT_INTEROP = (
+    "has a dictionary in the place of the loss scale. If flax has read it from a checkpoint, `import "
+    "jax_lossscale.interop.flax` before, and read it again."
+)
 
 
 def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
@@ -76,6 +83,8 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
         for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
         if isinstance(node, kind)
     ]
+    if not nodes and _holds_state_of_loss_scale(tree):
+        raise ValueError(f"`{name}` {READ_WITHOUT_INTEROP}")
     if not nodes:
         raise ValueError(
             f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, as "
@@ -103,6 +112,16 @@ def unwrapped(tree: _Tree) -> _Tree:
         return hasattr(node, "__jax_array__") and not isinstance(node, (jax.Array, np.ndarray, np.generic))
 
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
+
+
+def _holds_state_of_loss_scale(tree: chex.ArrayTree) -> bool:
+    """Whether a dictionary is in the place that a state has for its loss scale."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return any(
+        getattr(above, "name", None) == "loss_scale" and isinstance(key, jax.tree_util.DictKey)
+        for path in paths
+        for above, key in itertools.pairwise(path)
+    )
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:

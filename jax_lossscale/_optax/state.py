@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.finding import READ_WITHOUT_INTEROP
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.verdict import Verdict
@@ -120,6 +121,8 @@ def check_state(state: Any) -> None:
             "`update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got "
             f"{type(state).__name__}. The order is `update(scaled_grads, state, params)`."
         )
+    if isinstance(state.loss_scale, dict):
+        raise ValueError(f"`update(state=...)` {READ_WITHOUT_INTEROP}")
 
 
 def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:

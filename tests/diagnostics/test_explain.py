@@ -221,6 +221,13 @@ def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_i
     assert not [word for word in ("largest", "zero") if word in explain(state)]
 
 
+def test_after_a_wrong_grads_finite_gradients_are_not_said_to_be_zero():
+    tx = jls.loss_scaled(optax.sgd(0.1), "auto")
+    _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
+    assert [key for key, _ in findings_of(state, None)][2:] == ["not measured"]
+    assert "`grads_finite=True`, that was wrong" in explain(state)
+
+
 def test_of_parameters_that_are_not_finite_no_gradients_are_compared():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     lost = {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}

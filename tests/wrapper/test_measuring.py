@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale._measure import agree
 
 PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
 TRUE_GRADS = {"kernel": jnp.asarray([[1.0, -2.0], [-0.5, 0.25]]), "bias": jnp.asarray([0.5, -1.0])}
@@ -84,27 +85,47 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma)
     scale, ones = float(before.loss_scale()), np.ones(8, np.float32)
     for spoiled, expected, largest in (
         ((-3.0, 1.0), before.loss_scale.adjust(True, largest=3.0), 3.0),
-        ((np.nan, 1.0), before.loss_scale.adjust(False, largest=0.0), 0.0),
+        ((np.nan, 1.0), before.loss_scale.adjust(False, largest=NAN), NAN),
         ((1.0, np.nan), before.loss_scale, 1.0),  # the loss of one device: the scale stays
     ):
         grads, losses = (np.where(np.arange(8) == 5, value, 1).astype(np.float32) for value in spoiled)
         after, state = step(grads * scale, losses, before, params)
         chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
-        assert state.largest == largest  # seven devices have a largest gradient in each case
+        np.testing.assert_equal(float(state.largest), largest)  # seven devices have a largest gradient in each case
         assert (np.asarray(after) != 1).all() == (largest == 3.0)
     text = step.lower(ones, ones, before, params).compile().as_text()
     collectives = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
     assert Counter(re.findall(collectives, text)) == {"all-reduce": 1}
 
 
+@pytest.mark.parametrize("values", [(1.0, 3.0), (1.0, np.nan), (np.nan, np.nan)], ids=str)
+def test_what_is_not_measured_on_one_device_is_not_measured(values):
+    """Where the minimum of a platform passes over NaN, too."""
+    shards = np.float32([values[0], values[1], *[0.5] * 6])
+
+    def agreed(shard):
+        (flag,), largest = agree([jnp.array(True)], shard[0], "shard")
+        return flag, largest
+
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    flag, largest = jax.jit(jax.shard_map(agreed, mesh=mesh, in_specs=P("shard"), out_specs=P()))(shards)
+    assert flag
+    np.testing.assert_equal(float(largest), float(np.max(shards)))
+
+
 # --- What is kept ---
+
+
+def test_before_the_first_step_nothing_was_measured():
+    with jax.debug_nans(True):  # which raises where JAX computes a NaN
+        assert np.isnan(jls.metrics(TX.init(PARAMS))["largest"])
 
 
 def test_of_gradients_that_are_known_not_to_be_finite_none_is_the_largest():
     before = TX.init(PARAMS)
     for grads in (scaled(before), scaled(before, NAN)):
         _, state = TX.update(grads, before, PARAMS, grads_finite=False)
-        assert state.largest == 0
+        assert np.isnan(state.largest)
 
 
 def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_says_that_all_are():
@@ -112,14 +133,15 @@ def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_
     state = TX.init(PARAMS)
     for _ in range(4):
         _, state = TX.update(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS, grads_finite=True)
-    assert (state.loss_scale(), jls.metrics(state)["largest"], state.applied_steps) == (8.0, 0, 4)
+    assert (state.loss_scale(), state.applied_steps) == (8.0, 4)
+    assert np.isnan(jls.metrics(state)["largest"])
 
 
 def test_another_kind_may_be_put_into_the_state_and_taken_out_again():
     _, state = TX.update_and_apply(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS)
     changed = optax.tree_utils.tree_set(state, loss_scale=jls.DynamicLossScale(8.0))
     _, changed = TX.update_and_apply(scaled(changed), changed, PARAMS)
-    assert jls.metrics(changed)["largest"] == 0  # it is not measured
+    assert np.isnan(jls.metrics(changed)["largest"])  # it is not measured
     back = optax.tree_utils.tree_set(changed, loss_scale=jls.AutoLossScale(8.0))
     _, back = TX.update_and_apply(scaled(back), back, PARAMS)
     assert jls.metrics(back)["largest"] == LARGEST
