@@ -5,8 +5,8 @@ other step is put off to the level where its results are first needed. The steps
 by way of a product, so they are one stretch, which ends in the products that it feeds; and stretches in the order of
 their levels are a program.
 
-What goes from one stretch to another is an array in memory. A value that is large and made of small ones, such as a mask
-for each head, is none: each stretch that takes it makes it again.
+What goes from one stretch to another is an array in memory. A value that is large and made of small ones, such as a
+mask for each head, is none: each stretch that takes it makes it again.
 """
 
 from __future__ import annotations
