@@ -189,17 +189,14 @@ class Words(nn.Module):
 
     @nn.compact
     def __call__(self, words: jax.Array) -> jax.Array:
-        """Of ``[batch, length]``, the logits of the next word."""
+        """Of ``[batch, length]``: by index, logits of the next word; by a product, how likely the word itself is."""
         table = nn.Embed(self.words, self.width, dtype=self.dtype)
-        kind = self.dtype or jnp.float32
-        x = (
-            jax.nn.one_hot(words, self.words, dtype=kind) @ table.embedding.astype(kind)
-            if self.by_product
-            else table(words)
-        )
+        one_hot = jax.nn.one_hot(words, self.words, dtype=self.dtype or jnp.float32)
+        x = one_hot @ table.embedding.astype(one_hot.dtype) if self.by_product else table(words)
         for _ in range(2):
             x = x + nn.Dense(self.width, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
-        return table.attend(nn.LayerNorm(dtype=self.dtype)(x))
+        logits = table.attend(nn.LayerNorm(dtype=self.dtype)(x))
+        return (one_hot * nn.log_softmax(logits.astype(jnp.float32))).sum(-1) if self.by_product else logits
 
 
 class ConvolutionNet(nn.Module):
@@ -249,7 +246,7 @@ def small() -> dict[str, Model]:
 
 
 def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **options: Any) -> Model:
-    """Images are classified; words are foretold; other sequences: each entry is to be tanh of the one before."""
+    """Images are classified; of sequences, each entry is to be what tanh makes of the one before, or the next word."""
 
     def loss(dtype: DTypeLike | None) -> Loss:
         def function(params: Any, batch: Any) -> jax.Array:
@@ -262,7 +259,7 @@ def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **option
             )
             outputs = outputs.astype(jnp.float32)
             if options.get("by_product"):
-                return -(jax.nn.one_hot(targets, outputs.shape[-1]) * nn.log_softmax(outputs)).sum(-1).mean()
+                return -outputs.mean()
             return mean_square(outputs - targets) if len(shape) == 3 else cross_entropy(outputs, targets)
 
         return function

@@ -30,7 +30,9 @@ def autocast(
     **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward. Operations that only
     move numbers, or choose among them (relu, max, clip, sort), follow their operands. All other arithmetic is float32.
     So nothing but a product can overflow, cancel or round away in 16 bits. A pool whose result goes into a product is
-    computed in ``dtype``. A product without a contracted axis, such as `jnp.outer`, is arithmetic.
+    computed in ``dtype``. A product without a contracted axis, such as `jnp.outer`, is arithmetic. So is the largest or
+    smallest of more numbers than ``dtype`` can count (2048 in float16, 256 in bfloat16): JAX divides its gradient by
+    the number of equal ones, which it counts in the dtype of the numbers.
 
     **The exceptions.** These products stay float32:
 
@@ -50,8 +52,11 @@ def autocast(
 
     **Memory.** What the backward pass asks for is kept, or computed again from what is kept, whichever moves fewer
     bytes. A value that is rounded for a product anyway is kept narrow. No product is computed again, nor anything that
-    is costly. A softmax that goes into a product is differentiated by its rounded result. A relu whose result goes into
-    a product and, as float32, past it is differentiated so, too: the derivative of what rounds to zero is zero.
+    is costly. What is more than twice as large as what it is made of by cheap arithmetic, such as a mask, is made again
+    by whatever takes it. A softmax that goes into a product is differentiated by its rounded result. In float16, less
+    than 2^-25 rounds to zero, and its gradient with it: from where one logit leads by 14, small gradients of logits are
+    lost, which ``PrecisionPolicy(recompute=False)`` keeps. A relu whose result goes into a product and, as float32,
+    past it is differentiated so, too: the derivative of what rounds to zero is zero.
 
     **Sums.** Carries of loops are float32. So are sums of gradients over the iterations of a loop, of what is gathered
     or broadcast, of an argument that is used several times, and of all that one stretch of arithmetic makes of a
