@@ -45,8 +45,8 @@ HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits,
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
 
-# The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes before,
-# and of a folder only what has not come before it is run.
+# The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
+# before them. Of a folder, only what has not come before it is run.
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
     "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
