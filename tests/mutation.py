@@ -3,6 +3,7 @@
     python tests/mutation.py                      every file of the core; goes on where it was stopped
     python tests/mutation.py _tree.py --jobs 4    one file, or one folder, four mutants at a time
     python tests/mutation.py --report             only what is known
+    python tests/mutation.py --save               writes the table to tests/mutation.md, too
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
 selection, a check left out. The tests of its folder (`TESTS`) run on it until one fails. If none does the mutant has
@@ -26,35 +27,50 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / ".mutation" / "results.json"
 EXPLAINED = ROOT / "tests" / "mutation_explained.json"
-CPU_SECONDS = 600  # after which a mutant counts as noticed: it does not end
+SAVED = ROOT / "tests" / "mutation.md"
+HEAD = """# What tests notice of a broken core
+
+Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
+tests on each, and writes this page. "Explained" are those that make no difference: `mutation_explained.json` says why.
+"""
+CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
 
-# The tests of each file or folder of the core, the quickest to notice first. Of a folder, only what does not stand
-# before it is run.
+# The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
+# before them. Of a folder, only what has not come before it is run.
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
     "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
-    "_measure": [
-        *("measure/test_finite.py", "measure/test_leaves.py", "diagnostics/test_nonfinite.py"),
-        *("wrapper/test_measuring.py", "measure", "wrapper/test_devices.py"),
-    ],
+    "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
     "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "hardening/test_bad_input.py"],
-    "_gradients": ["gradients", "wrapper/test_data_parallel.py", "hardening/test_bad_input.py", "test_public_api.py"],
+    "_gradients": [
+        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py", "hardening/test_bad_input.py"),
+        *("test_public_api.py", "frameworks/test_autocast_nnx.py"),
+    ],
     "_optax": [
         *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
         *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_readers.py", "wrapper/test_data_parallel.py"),
         *("diagnostics/test_recording.py", "hardening/test_bad_input.py", "wrapper"),
         *("hardening/test_any_tree.py", "hardening/test_properties.py"),
     ],
-    "_program": ["autocast", "diagnostics/test_in_precision.py"],
-    "_autocast": ["autocast", "diagnostics/test_autocast_report.py"],
+    "_program": [
+        *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
+        *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "autocast"),
+        *("frameworks/test_autocast_nnx.py", "frameworks/test_nnx.py", "diagnostics/test_programs_of_others.py"),
+    ],
+    "_autocast": [
+        *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
+        *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),
+    ],
 }
 
 # Mutants.
@@ -258,12 +274,19 @@ def files_of(names):
     return [file for file in known if not names or any(file.startswith(name) for name in names)]
 
 
+def room_of(file):
+    return next(name for name in TESTS if file.startswith(name))
+
+
 def tests_of(file):
-    return next(tests for name, tests in TESTS.items() if file.startswith(name))
+    tests = TESTS[room_of(file)]
+    folders = [test for test in tests if not test.endswith(".py")]
+    own = [f"{folder}/test_{Path(file).stem}.py" for folder in folders]
+    return list(dict.fromkeys([*(test for test in own if (ROOT / "tests" / test).exists()), *tests]))
 
 
 def check_that_the_tests_pass(files, jobs):
-    unlike = {str(tests_of(file)): file for file in files}.values()
+    unlike = {room_of(file): file for file in files}.values()
     as_they_are = [{"file": file, "source": (ROOT / "jax_lossscale" / file).read_text()} for file in unlike]
     for mutant, outcome, place in run(as_they_are, jobs):
         if outcome != "survived":
@@ -279,6 +302,7 @@ def main():
     parser.add_argument("names", nargs="*", help="files or folders below jax_lossscale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--save", action="store_true", help="write the table to tests/mutation.md, too")
     parser.add_argument("--afresh", action="store_true", help="run again what is known, too")
     given = parser.parse_args()
     files = files_of(given.names)
@@ -293,14 +317,14 @@ def main():
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True))
             print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
-    report(files, results)
+    report(files, results, given.save)
 
 
-def report(files, results):
+def report(files, results, save):
     """Print what came of each file, and the survivors of which nobody has said why."""
     explained, unexplained = read(EXPLAINED), []
     outcomes = ("killed", "killed in CI", "timed out", "explained", "survived", "not run")
-    print("".join(f"{outcome:>13}" for outcome in outcomes))
+    rows = [("file", *outcomes), ("---", *["--:"] * len(outcomes))]
     for file in files:
         counts = Counter()
         for mutant in all_mutants([file]):
@@ -309,8 +333,12 @@ def report(files, results):
             counts[outcome] += 1
             if outcome == "survived":
                 unexplained.append(f"{file}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
-        print("".join(f"{counts[outcome]:>13}" for outcome in outcomes), f" {file}")
-    print("", *(unexplained or ["No survivor without a reason."]), sep="\n")
+        rows.append((file, *(str(counts[outcome]) for outcome in outcomes)))
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    print(table, *(unexplained or ["No survivor without a reason."]), sep="\n")
+    if save:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax", "optax"))
+        SAVED.write_text(f"{HEAD}\n{date.today()}, {versions}.\n\n{table}")
 
 
 if __name__ == "__main__":

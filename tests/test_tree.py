@@ -1,6 +1,7 @@
 """The leaf rule, and the tree functions that follow from it."""
 
 import dataclasses
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
@@ -374,6 +375,7 @@ def test_select_tree_under_jit_and_vmap():
         (FLOAT0, np.zeros(3, jax.dtypes.float0)),
         (jnp.float16, jnp.bfloat16),
         (jnp.float16, jnp.float16(1)),
+        (jnp.float16(1), Fraction(1)),
         (np.array(["a", "b"]), np.array(["a", "c"])),
     ],
     ids=lambda leaf: repr(leaf)[:20],
@@ -381,6 +383,12 @@ def test_select_tree_under_jit_and_vmap():
 def test_select_tree_names_the_path_of_leaves_it_cannot_choose_between(on_true, on_false):
     with pytest.raises(ValueError, match=r"\['stats'\]\[1\]"):
         jls.select_tree(True, {"stats": [0.0, on_true]}, {"stats": [0.0, on_false]})
+
+
+@pytest.mark.parametrize("pred", [1, "yes", None, jnp.array([True, False])], ids=repr)
+def test_select_tree_refuses_what_is_no_boolean_scalar(pred):
+    with pytest.raises(ValueError, match=r"`select_tree\(pred=...\)` must be a boolean scalar"):
+        jls.select_tree(pred, 1.0, 2.0)
 
 
 def test_select_tree_takes_equal_arrays_of_strings():
