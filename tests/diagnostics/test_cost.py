@@ -93,7 +93,7 @@ def reductions(jaxpr):
     ("measured", "number"),
     [
         (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 3),
-        (lambda x: _probes._statistics(x, x), 2),
+        (lambda x: _probes._statistics(x, x, jnp.float16, True), 2),
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
