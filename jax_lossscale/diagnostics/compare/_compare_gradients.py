@@ -7,17 +7,16 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
+from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import asked, with_gradients
+from jax_lossscale.diagnostics.asked._question import asked
 from jax_lossscale.diagnostics.compare._finding import conclusion, find_cause
 from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale
@@ -190,11 +189,10 @@ def compare_gradients(
         check_function(progress, "compare_gradients(progress=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     scales = None if loss_scales is None else _checked_scales(loss_scales)
-    question = asked("compare_gradients", fun, args, kwargs, argnums, has_aux, dtype)
+    question = asked(called("compare_gradients", fun, args, kwargs, argnums, has_aux), dtype)
     wide = None
     if reference is not None:
-        of_reference, _ = with_gradients(reference, args, argnums, "compare_gradients(argnums=...)")
-        wide = Traced(jax.value_and_grad(of_reference, argnums, has_aux), question.args, kwargs)
+        wide = called("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
         question = question._replace(lost=())  # of the function alone
     errors = errors_by_scale(question, wide, scales, progress if callable(progress) else _told if progress else iter)
     if errors is None:

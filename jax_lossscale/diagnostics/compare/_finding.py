@@ -12,7 +12,8 @@ import numpy as np
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
-from jax_lossscale.diagnostics.asked._question import Question, large_argument, nonfinite_argument
+from jax_lossscale.diagnostics.asked._arguments import large_argument, nonfinite_argument
+from jax_lossscale.diagnostics.asked._question import Question
 from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.errors._gradients_by_scale import LARGE_ERROR, GradientErrors, of_zeros
 from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport

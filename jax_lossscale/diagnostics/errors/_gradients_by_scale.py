@@ -16,6 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics.asked._call import Call
 from jax_lossscale.diagnostics.asked._question import Question
 from jax_lossscale.diagnostics.errors._gradient_error import (
     LeafGradientError,
@@ -138,19 +139,19 @@ def errors_by_scale(
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    narrow, has_aux = question.program, question.has_aux
-    moved = nudged(question.args, question.argnums, keep_dtypes=wide is not None)
+    call, narrow = question.call, question.program
+    moved = nudged(call, keep_dtypes=wide is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
     if wide is None:
         wide, moved = narrow, [np.float32(1), *moved]
         computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
     else:
         computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
-    reference_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), has_aux)
+    reference_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), call.has_aux)
     if not exact:
         return None
-    of_moved = computed(*wide.inputs_from(moved, question.kwargs))
-    rounding = measure(value_and_leaves(wide.result(of_moved), has_aux)[1], exact, 1.0)
+    of_moved = computed(*wide.inputs_from(moved, call.kwargs))
+    rounding = measure(value_and_leaves(wide.result(of_moved), call.has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), question.dtype)
     compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
@@ -158,9 +159,10 @@ def errors_by_scale(
     measured, run_time_errors = [], dict[float, str]()
     for scale in progress(scales):
         try:
-            value, leaves = value_and_leaves(narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:])), has_aux)
+            result = narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:]))
+            value, leaves = value_and_leaves(result, call.has_aux)
             measured.append(measure(leaves, exact, scale))
-            del leaves
+            del result, leaves
         except (RuntimeError, ValueError) as error:  # which of them it is differs from program to program
             if not is_of_the_program(error) or len(run_time_errors) + 1 == len(scales):
                 raise
@@ -212,18 +214,17 @@ def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def nudged(args: Sequence[Any], argnums: int | Sequence[int], *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
+def nudged(call: Call, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
     """Give the arguments, those that are differentiated changed a little."""
-    positions = [argnums] if isinstance(argnums, int) else list(argnums)
-    chosen = [args[position] for position in positions]
+    chosen = [call.args[position] for position in call.positions]
     leaves, structure = jax.tree.flatten(chosen)
     most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
     leaves = [
         _nudge(leaf, signs, n, by, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)
     ]
-    moved = list(args)
-    for position, argument in zip(positions, jax.tree.unflatten(structure, leaves), strict=True):
+    moved = list(call.args)
+    for position, argument in zip(call.positions, jax.tree.unflatten(structure, leaves), strict=True):
         moved[position] = argument
     return moved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,17 +12,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast import PrecisionPolicy
-from jax_lossscale._check import check_flag, check_function, checked_dtype, is_number
+from jax_lossscale._check import check_flag, checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import off, percent, tell
-from jax_lossscale.diagnostics.asked._question import (
-    Leaves,
-    faults_of,
-    named_leaves,
-    nonfinite_argument,
-    with_gradients,
-)
+from jax_lossscale.diagnostics.asked._arguments import faults_of, nonfinite_argument
+from jax_lossscale.diagnostics.asked._call import called
+from jax_lossscale.diagnostics.errors._gradients_by_scale import of_zeros
 from jax_lossscale.diagnostics.precision._precision_rules import reasons_of, rules_for
 from jax_lossscale.diagnostics.precision._search import MOST_GRADIENTS, Search
 from jax_lossscale.diagnostics.precision._trials import WIDE, Trial, Trials
@@ -45,10 +42,10 @@ def find_precision(
     The function is compared with itself: the program of its value and gradients, compiled once, rounds at each product
     what `autocast` would round, or leaves it. All products are narrow at first. If that is within the tolerance of
     float32, the policy is empty. If not, products whose operands or results exceed the range of ``dtype`` are widened;
-    then those whose rounding errors, times the derivative of the result with respect to them, are largest (one backward
-    pass through the program of the gradients gives this for all), until it is within half the tolerance, since other
-    batches come. What was widened without need is made narrow again, by bisection. In the end the function is computed
-    under `autocast` with the policy, to be sure.
+    then those of which much is too small for it, values and cotangents; then those whose rounding errors, times their
+    cotangents, are largest, until it is within half the tolerance, since other batches come. What was widened without
+    need is made narrow again, by bisection, until nothing changes. In the end the function is computed under `autocast`
+    with the policy, to be sure.
 
     A product whose result is at fault keeps its operands narrow, and has a float32 result, which costs tensor cores
     nothing. The loss scale is, for each trial, the largest with which nothing overflows. All this takes at most the
@@ -62,7 +59,8 @@ def find_precision(
       dtype: float16 or bfloat16.
       tolerance: how far the value, the gradients of all leaves together, and those of each leaf may be from float32's,
         relative to their norm. By default 0.01 for float16 and 0.08 for bfloat16. A leaf with less than a hundredth of
-        the whole gradient may be ten times as far; one that is nothing but rounding in float32 is not looked at.
+        the whole gradient may be ten times as far. Of one with less than a thousandth, only what becomes zero or not
+        finite counts; one that is zero, or nothing but rounding, in float32 is not looked at.
       batches: more batches, for which the policy must be right, too: values for the last of ``args``, of the same
         shapes.
       progress: whether to print a line for each trial, on standard error.
@@ -79,8 +77,8 @@ def find_precision(
         transformations.
 
     Warns:
-      UserWarning: if value or gradients are not finite in float32 either; if the policy is not within the tolerance; if
-        less than half of the products stay narrow.
+      UserWarning: if value or gradients are not finite in float32 either; if most gradients are zero in float32; if the
+        policy is not within the tolerance; if less than half of the products stay narrow.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -96,21 +94,20 @@ def find_precision(
       >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
       True
     """
-    check_function(fun, "find_precision(fun=...)")
+    call = called("find_precision", fun, args, kwargs, argnums, has_aux)
     dtype = _checked_dtype(dtype)
     check_flag(progress, "find_precision(progress=...)")
     tolerance = _checked_tolerance(tolerance, dtype)
-    of_leaves, _ = with_gradients(fun, args, argnums, "find_precision(argnums=...)")
-    of_batches = [with_gradients(fun, each, argnums, "")[1] for each in _all_batches(args, batches)]
-    if not jax.tree.leaves([argument for argument in of_batches[0] if isinstance(argument, Leaves)]):
+    of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
+    if not jax.tree.leaves([call.args[position] for position in call.positions]):
         raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
     if progress:
         tell("find_precision", f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients")
     # Under `autocast` the parameters of nnx modules have other paths than here.
     names_parameters = not nnx_objects.flattened((args, kwargs))[1]
-    trials = Trials(of_leaves, of_batches, kwargs, argnums, has_aux, dtype, tolerance, names_parameters)
+    trials = Trials(of_batches, dtype, tolerance, names_parameters=names_parameters)
     if not trials.is_exact_finite():
-        faults = faults_of(named_leaves(fun, args, kwargs), dtype)
+        faults = faults_of(call.named_leaves(), dtype)
         why = " ".join(map(nonfinite_argument, faults.nan + faults.infinite))
         why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
         warn_user(
@@ -118,20 +115,24 @@ def find_precision(
             f"with. {why} The policy has no rules."
         )
         return PrecisionPolicy()
+    if 2 * sum(math.prod(leaf.shape) for leaf in trials.leaves if not leaf.is_zero) < sum(
+        math.prod(leaf.shape) for leaf in trials.leaves
+    ):
+        warn_user(f"`find_precision`: {of_zeros(trials.leaves)}")
 
     def policy(trial: Trial, reasons: Sequence[str]) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(rules_for(trials.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
-    search = Search(trials, tolerance, progress)
+    search = Search(trials, progress)
     search.tell(f"{trials.numbers.sum()} products at {len(trials.sites)} places, {len(of_batches)} batches")
     best = search.run()
     while True:
-        error, where = trials.verified(policy(best, [""] * len(best.levels)))
+        ratio, error, where = trials.verified(policy(best, [""] * len(best.levels)))
         search.tell(f"under `autocast`, {where} is {off(error)}")
-        if error <= tolerance or not (best.levels < WIDE).any():
+        if ratio <= 1 or not (best.levels < WIDE).any():
             break
-        best = search.wider(best)
-    if error > tolerance:
+        best = search.wider(best, max(1, int((best.levels > 0).sum())))
+    if ratio > 1:
         warn_user(
             f"`find_precision`: with every product in float32, {where} is {off(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
@@ -143,7 +144,7 @@ def find_precision(
             f"`jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
         )
     explained = policy(best, reasons_of(trials, best, MOST_GRADIENTS))
-    return dataclasses.replace(explained, errors=(min(search.first, 1.0), min(error, 1.0)))
+    return dataclasses.replace(explained, errors=(min(search.first.error, 1.0), min(error, 1.0)))
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:

@@ -14,6 +14,7 @@ from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import off, power_of_two
 from jax_lossscale.diagnostics.precision._probes import LEFT, NUMBER_OF_ROLES, RESULT, RIGHT, Measured, ProductSite
+from jax_lossscale.diagnostics.precision._search import is_too_small
 from jax_lossscale.diagnostics.precision._trials import NARROW, WIDE, Trial, Trials
 
 _PRECISIONS = ("narrow", "wide_result", "wide")
@@ -71,7 +72,7 @@ def _names(site: ProductSite) -> list[dict[str, str]]:
 
 def reasons_of(trials: Trials, trial: Trial, most: int) -> list[str]:
     """Say of each product that is not narrow what would be wrong if it were; until so many gradients are spent."""
-    measured: dict[float, np.ndarray] = {}
+    measured: dict[float, Measured] = {}
     reasons = [""] * len(trial.levels)
     for site in map(int, np.flatnonzero(trial.levels)):
         levels = trial.levels.copy()
@@ -90,24 +91,23 @@ def reasons_of(trials: Trials, trial: Trial, most: int) -> list[str]:
     return reasons
 
 
-def _out_of_range(measured: np.ndarray, site: int, levels: np.ndarray, dtype: jnp.dtype) -> tuple[str, dict[str, Any]]:
+def _out_of_range(measured: Measured, site: int, levels: np.ndarray, dtype: jnp.dtype) -> tuple[str, dict[str, Any]]:
     """Find what leaves the range of a dtype if a product is narrow, at the best loss scale that there is then."""
-    overflow = limits_of(dtype).overflow
-    largest, error = Measured(*np.moveaxis(measured, -1, 0))
-    is_too_small = error > 2 * float(jnp.finfo(dtype).eps)  # within the range rounding makes an eighth of that
-    for kind, is_out in (("overflow", largest[site] >= overflow), ("underflow", is_too_small[site])):
+    overflow, largest = limits_of(dtype).overflow, measured.largest
+    too_small = is_too_small(measured, dtype)
+    for kind, is_out in (("overflow", largest[site] >= overflow), ("underflow", too_small[site])):
         for role, what in ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result")):
             if is_out[role]:
                 return kind, {"what": what, "largest": largest[site, role]}
     gradients = slice(NUMBER_OF_ROLES, None)
     top = largest[site, gradients].max()
-    if is_too_small[site, gradients].any():
+    if too_small[site, gradients].any():
         log2 = math.floor(math.log2(overflow / max(top, 1e-30))) - 1
-        role = NUMBER_OF_ROLES + int(error[site, gradients].argmax())
+        role = NUMBER_OF_ROLES + int(measured.error[site, gradients].argmax())
         if log2 >= 1:
             return "small gradients", {"largest": largest[site, role], "log2": log2}
         return "large gradients", {"largest": top}  # and small ones where the same names stand
-    starving = is_too_small[:, gradients].any(axis=1) & (levels < WIDE)
+    starving = too_small[:, gradients].any(axis=1) & (levels < WIDE)
     if starving.any() and top == largest[levels < WIDE, gradients].max():
         return "large gradients", {"largest": top}
     return "", {}

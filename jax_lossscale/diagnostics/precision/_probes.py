@@ -3,7 +3,8 @@
 Around each product that `autocast` makes narrow stand probes: identities that know which product it is, and that leave
 others in the backward pass. The program of value and gradient is traced and compiled once. Where it meets a probe it
 rounds the number to half precision, or leaves it, by a number that is an argument. So one program is the function in
-float32, under `autocast`, and under each policy.
+float32, under `autocast`, and under each policy. A probe of the backward pass has the value of the forward pass that
+its cotangent belongs to: the two tell what rounding this value changes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
 
-from jax_lossscale._autocast.marks import identity
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Rewriting
@@ -35,10 +35,18 @@ NUMBER_OF_ROLES = 3
 
 
 class Measured(NamedTuple):
-    """What a probe measures: the largest magnitude, and the sum of rounding errors, relative to that of magnitudes."""
+    """What a probe measures.
+
+    Attributes:
+      largest: the largest magnitude.
+      error: the sum of rounding errors, relative to that of magnitudes.
+      damage: of a cotangent, the sum of its magnitudes times the rounding errors of the value that it belongs to: what
+        rounding that value changes in the result, to first order.
+    """
 
     largest: Any
     error: Any
+    damage: Any
 
 
 Key: TypeAlias = tuple[int, int]  # site, and role; those of cotangents come after those of values
@@ -88,27 +96,44 @@ class Probes:
         return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
 
 
+_probe_primitive = Primitive("probe")  # of a number, and of the value that it belongs to
+_probe_primitive.def_impl(lambda number, value, **_: number)
+_probe_primitive.def_abstract_eval(lambda number, value, **_: number)
+mlir.register_lowering(_probe_primitive, lambda context, number, value, **_: [number])
+
+
 def _differentiate(primals: Any, tangents: Any, *, site: int, role: int, kind: str) -> tuple[Any, Any]:
-    ((value,), (tangent,)) = primals, tangents
+    (number, value), (tangent, _) = primals, tangents
     if not isinstance(tangent, ad.Zero):
-        tangent = _probe(tangent, site, role, "tangent")
-    return _probe(value, site, role, kind), tangent
+        tangent = _probe(tangent, value, site, role, "tangent")
+    return _probe(number, value, site, role, kind), tangent
 
 
-def _transpose(cotangent: Any, value: Any, *, site: int, role: int, kind: str) -> list[Any]:
-    return [cotangent if isinstance(cotangent, ad.Zero) else _probe(cotangent, site, role, "cotangent")]
+def _transpose(cotangent: Any, number: Any, value: Any, *, site: int, role: int, kind: str) -> list[Any]:
+    is_zero = isinstance(cotangent, ad.Zero)
+    return [cotangent if is_zero else _probe(cotangent, value, site, role, "cotangent"), None]
 
 
-_probe_primitive = identity("probe", _transpose)
+def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    size = next(each.shape[axis] for each, axis in zip(operands, axes, strict=True) if axis is not None)
+    moved = (
+        jnp.broadcast_to(each, (size, *each.shape)) if axis is None else jnp.moveaxis(each, axis, 0)
+        for each, axis in zip(operands, axes, strict=True)
+    )
+    return _probe_primitive.bind(*moved, **params), 0
+
+
 ad.primitive_jvps[_probe_primitive] = _differentiate
+ad.primitive_transposes[_probe_primitive] = _transpose
+batching.primitive_batchers[_probe_primitive] = _batch
 
 
-def _probe(value: Any, site: int, role: int, kind: str = "value") -> Any:
-    return _probe_primitive.bind(value, site=site, role=role, kind=kind)
+def _probe(number: Any, value: Any, site: int, role: int, kind: str) -> Any:
+    return _probe_primitive.bind(number, value, site=site, role=role, kind=kind)
 
 
 def _probe_float(value: Any, site: int, role: int) -> Any:
-    return _probe(value, site, role) if value.dtype == jnp.float32 else value
+    return _probe(value, value, site, role, "value") if value.dtype == jnp.float32 else value
 
 
 class RoundingEvaluator(MeasuringEvaluator):
@@ -116,21 +141,17 @@ class RoundingEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half precision.
-      strengths: ``float32[2, sites]``: how much of the rounding is done, 0 or 1: of the result of each product, and of
-        all else (its operands, and every cotangent).
-      is_smooth: whether the strengths may be differentiated; then infinities do not come in, and nothing is measured.
+      strengths: ``float32[2, sites]``: whether what is rounded, 0 or 1: the result of each product, and all else (its
+        operands, and every cotangent).
       axes: those of the mesh that it is evaluated on, inside `jax.shard_map`.
     """
 
     fields = len(Measured._fields)
 
-    def __init__(
-        self, dtype: jnp.dtype, strengths: jax.Array, is_smooth: bool = False, axes: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, dtype: jnp.dtype, strengths: jax.Array, axes: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._dtype = dtype
         self._strengths = strengths
-        self._is_smooth = is_smooth
         self._axes = axes
 
     def measured(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], dict[Key, jax.Array]]:
@@ -149,29 +170,27 @@ class RoundingEvaluator(MeasuringEvaluator):
         return [_key(**eqn.params)] if is_met else []
 
     def nothing(self, program: ClosedJaxpr) -> Rows:
-        return [] if self._is_smooth else [vary(row, self._axes) for row in super().nothing(program)]
+        return [vary(row, self._axes) for row in super().nothing(program)]
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         if not self.measured_of(eqn):
             return bind(eqn, inputs, eqn.params)
-        (value,), site, is_result = inputs, eqn.params["site"], _key(**eqn.params)[1] == RESULT
-        strength = self._strengths[0 if is_result else 1, site]
-        error = lax.stop_gradient(value.astype(self._dtype).astype(value.dtype) - value)
-        if self._is_smooth:
-            return [value + strength.astype(value.dtype) * jnp.where(jnp.isfinite(error), error, 0)]
-        self.rows.append(vary(_statistics(value, error), self._axes))
-        return [jnp.where(strength > 0, value.astype(self._dtype).astype(value.dtype), value)]
+        number, value = inputs
+        site, role = _key(**eqn.params)
+        strength = self._strengths[0 if role == RESULT else 1, site]
+        self.rows.append(vary(_statistics(number, value, self._dtype, role >= NUMBER_OF_ROLES), self._axes))
+        return [jnp.where(strength > 0, number.astype(self._dtype).astype(number.dtype), number)]
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
         """Return what each shard measures as an output that is divided over the mesh."""
         axes = custom_rules.axes_of_shard_map(eqn)
-        of_shards = RoundingEvaluator(self._dtype, self._strengths, self._is_smooth, axes)
+        of_shards = RoundingEvaluator(self._dtype, self._strengths, axes)
 
         def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
             outputs, rows = of_shards.evaluate(jaxpr, shards)
             return [*outputs, *(row[None] for row in rows)]
 
-        number = 0 if self._is_smooth else len(self.names_within(eqn))
+        number = len(self.names_within(eqn))
         divided = [jax.sharding.PartitionSpec(tuple(sorted(axes)))] * number
         outputs = custom_rules.shard_map(evaluated, eqn, inputs, more_out_specs=divided)
         count = len(outputs) - number
@@ -180,11 +199,23 @@ class RoundingEvaluator(MeasuringEvaluator):
     rules: ClassVar[dict[str, Callable[..., Any]]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
 
 
-def _statistics(value: jax.Array, error: jax.Array) -> jax.Array:
-    magnitude = jnp.where(jnp.isfinite(value), jnp.abs(value), 0)
-    errors = jnp.where(jnp.isfinite(error), jnp.abs(error), magnitude)
-    largest, off, norm = reduced(largest=[magnitude], sums=[errors, magnitude])
-    return jnp.stack([largest, off / jnp.where(norm > 0, norm, 1)])
+def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:
+    magnitude = jnp.where(jnp.isfinite(number), jnp.abs(number), 0)
+    largest, off, norm, damage = reduced(
+        largest=[magnitude],
+        sums=[
+            _rounding(number, dtype, magnitude),
+            magnitude,
+            magnitude * _rounding(value, dtype, jnp.abs(value)) if is_cotangent else jnp.zeros_like(magnitude),
+        ],
+    )
+    return jnp.stack([largest, off / jnp.where(norm > 0, norm, 1), damage])
+
+
+def _rounding(number: jax.Array, dtype: jnp.dtype, otherwise: jax.Array) -> jax.Array:
+    """Give the magnitudes of the rounding errors, and something else where they are not finite."""
+    error = jnp.abs(number.astype(dtype).astype(number.dtype) - number)
+    return jnp.where(jnp.isfinite(error), error, jnp.where(jnp.isfinite(otherwise), otherwise, 0))
 
 
 def _key(site: int, role: int, kind: str) -> Key:

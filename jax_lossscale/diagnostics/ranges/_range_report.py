@@ -15,8 +15,10 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics.asked._arguments import nonfinite_argument
+from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import Question, asked, nonfinite_argument
+from jax_lossscale.diagnostics.asked._question import Question, asked
 from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.shadow._blame import blame, cure, fault_of
@@ -87,7 +89,7 @@ def range_report(
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = None if loss_scale is None else _scale_of(loss_scale)
     check_flag(progress, "range_report(progress=...)")
-    question = asked("range_report", fun, args, kwargs, argnums, has_aux, dtype)
+    question = asked(called("range_report", fun, args, kwargs, argnums, has_aux), dtype)
     if scale is None:
         errors = errors_by_scale(question)
         scale = errors.start() if errors else 1.0
@@ -104,7 +106,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)
     _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
-    of_value, of_grads = value[0] if question.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
+    of_value, of_grads = value[0] if question.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
     results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse

@@ -90,8 +90,8 @@ def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: b
 FAULTS = {
     "nan": "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
     "zero, and for 0 * inf behind a `jnp.where`.",
-    "derivative": "The derivative of `{}` is computed in the forward pass, so no loss scale helps. Compute `{}` in "
-    "float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon.",
+    "derivative": "The derivative of `{operation}` is computed in the forward pass, so no loss scale helps. Compute "
+    "`{operation}` in float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon.",
     "backward overflow": "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own.",
     "cast of autocast": "`autocast` casts it for the product there. Keep that product in float32, with "
     "`jls.keep_float32`, or let `find_precision` measure what must be.",
@@ -126,4 +126,4 @@ def cure(fault: str, site: Site, measured: Statistics) -> str:
     if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
         return _FORWARD_OVERFLOWS[operation]
     parts = float(f"{measured.amplification:.0e}")
-    return FAULTS[fault].format(operation, parts=f"{parts:,.0f}") if fault else ""
+    return FAULTS[fault].format(operation=operation, parts=f"{parts:,.0f}") if fault else ""
