@@ -17,7 +17,15 @@ from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.verdict import Verdict
 
-_CAUSES = ("none", "loss", "nan", "infinity", "grads_finite", "skip_if")
+# What was wrong with a step, in a word, and as a clause; a `BadStep` holds the number of its cause.
+CAUSES = {
+    "none": "nothing was wrong",
+    "loss": "its loss was not finite",
+    "nan": "there was a NaN in the gradients, first in {where}",
+    "infinity": "there was an infinity in the gradients, first in {where}",
+    "grads_finite": "`grads_finite` said that the gradients were not finite, though every leaf was",
+    "skip_if": "`skip_if` was true",
+}
 
 
 class BadStep(NamedTuple):
@@ -28,7 +36,7 @@ class BadStep(NamedTuple):
       leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
         into a path; -1 if all were finite.
       kind: what was wrong, as a number; `cause` says it in words.
-      loss_scale: the scale that the step was made with; 0 before there was one. If the scale is as high again later,
+      loss_scale: the scale that the step was made with; 0 before there was one. If the scale is as high later,
         and steps are finite, the scale was not the cause of the bad step.
     """
 
@@ -47,7 +55,7 @@ class BadStep(NamedTuple):
           not finite, though every leaf was; ``"skip_if"``, the user's own condition was true. ``"none"`` before there
           was a bad step.
         """
-        return _CAUSES[int(self.kind)]
+        return list(CAUSES)[int(self.kind)]
 
 
 class LossScaledState(NamedTuple):
@@ -148,12 +156,12 @@ def _last_bad_step(
     def look() -> BadStep:
         leaf, has_nan = first_fault(state.loss_scale.unscale(scaled_grads), axis_name)
         fault = jnp.where(leaf < 0, _kind("grads_finite"), jnp.where(has_nan, _kind("nan"), _kind("infinity")))
-        reasons = [(~grads_finite, fault), (~_or_true(verdict.allowed), _kind("skip_if"))]
+        loss, own = (~_or_true(verdict.value_finite), _kind("loss")), (~_or_true(verdict.allowed), _kind("skip_if"))
+        causes = [loss, (~grads_finite, fault), own]
         if not state.loss_scale.skip_nonfinite:  # then it was the condition that made the step skipped
-            reasons.reverse()
-        kind = _kind("none")
-        for is_reason, reason in (*reversed(reasons), (~_or_true(verdict.value_finite), _kind("loss"))):
-            kind = jnp.where(is_reason, reason, kind)
+            causes = [loss, own, (~grads_finite, fault)]
+        is_cause, kinds = map(list, zip(*causes, strict=True))
+        kind = jnp.select(is_cause, kinds, _kind("none"))  # that of the first
         step = _saturating_add(state.applied_steps, state.skipped_steps)
         return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 
@@ -194,7 +202,7 @@ def _no_bad_step() -> BadStep:
 
 
 def _kind(cause: str) -> jax.Array:
-    return jnp.int32(_CAUSES.index(cause))
+    return jnp.int32(list(CAUSES).index(cause))
 
 
 def _or_true(flag: jax.Array | None) -> jax.Array:

@@ -84,7 +84,7 @@ def test_what_is_found(loss_scale, record, steps, found):
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The scale is 2^9 below what that would allow in float16.",
+                "The scale is 2^8 below what that would allow in float16.",
             ],
         ),
         (
@@ -112,8 +112,8 @@ def test_what_is_found(loss_scale, record, steps, found):
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The scale is as high again, 2^0 now and 2^0 then, and steps are finite: so it was that batch, and not "
-                "the scale.",
+                "The scale is again as high as on that step (2^0 now, 2^0 then), and steps are finite: so it was that "
+                "batch, and not the scale.",
                 "20% of all steps were skipped.",
             ],
         ),

@@ -18,6 +18,7 @@ from jax_lossscale._loss_scale.auto import LOG2_MOVE
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor, own_numbers
+from jax_lossscale._optax.state import CAUSES
 from jax_lossscale.diagnostics._report import power_of_two
 from jax_lossscale.diagnostics.tree._nonfinite import leaf_path, nonfinite_report
 
@@ -31,7 +32,7 @@ _MUCH_ROOM = 6
 # Gradients that were never scaled seem to be as small as the scale is large: they stay far below float16's limit.
 _FAR_TOO_HIGH = 50
 _FAR_BELOW_THE_LIMIT = 8
-# The causes of a bad step: those that a `BadStep` has, and where nothing was recorded, what they may have been.
+# Of the causes of a bad step, those in the gradients.
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
@@ -40,14 +41,10 @@ Finding: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `RUN`, and its num
 
 # The state of a run, as `explain` tells it.
 
-BAD_STEPS = {
-    "loss": "its loss was not finite",
-    "nan": "there was a NaN in the gradients, first in {where}",
-    "infinity": "there was an infinity in the gradients, first in {where}",
-    "grads_finite": "`grads_finite` said that the gradients were not finite, though every leaf was",
+# Where nothing was recorded, what they may have been.
+_WHY = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients",
-    "skip_if": "`skip_if` was true",
-    "loss or skip_if": "its loss was not finite, or `skip_if` was true",
+    _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
 _COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
 _LINE = "`range_report(loss_fn, params, batch)` names the line."
@@ -77,7 +74,7 @@ RUN = {
     "skip_if": "That is a condition of your own; the scale stays.",
     "loss or skip_if": f"If it was the loss: {_LOSS}",
     "not recorded": "Where it was, only `record_bad_steps=True` keeps.",
-    "an overflow": "That is how the scale finds what the gradients bear: there is nothing to do.",
+    "an overflow": "That is how the scale finds what the gradients tolerate: there is nothing to do.",
     "perhaps an overflow": "If that came of an overflow, it goes away when the scale falls, and there is nothing "
     "to do.",
     "no lower": "The scale cannot go lower.",
@@ -91,8 +88,8 @@ RUN = {
     "bad step ago": "The last bad step was {ago} ago: {why}.",
     "one loss": f"Losses have been finite since, and no loss scale changes them: so it was that batch, and "
     f"not the scale.\n{_BATCH}",
-    "scale is back": "The scale is as high again, {now} now and {then} then, and steps are finite: so it was that "
-    f"batch, and not the scale.\n{_BATCH}",
+    "scale is back": "The scale is again as high as on that step ({now} now, {then} then), and steps are finite: so it "
+    f"was that batch, and not the scale.\n{_BATCH}",
     "scale was lower": "The scale has been lower since, and no step was bad, as after an overflow.",
     "at the floor": "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients "
     "below {zero} are zero there.",
@@ -111,8 +108,6 @@ RUN = {
     "`grads_finite=True`, that was wrong: the gradients were not finite, and the step was applied.",
     "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
     "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
-    "right or wrong": "Whether the gradients are those of float32, the state does not tell: "
-    "`compare_gradients(loss_fn, params, batch)` does.",
     # The parameters.
     "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
     f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",
@@ -156,7 +151,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The loss scale is 2^-16 = 1.525878906e-05 (AutoLossScale).
       Of 1 step, 0 were applied and 1 skipped.
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
-      That is how the scale finds what the gradients bear: there is nothing to do.
+      That is how the scale finds what the gradients tolerate: there is nothing to do.
     """
     state = own_numbers(opt_state, "explain(opt_state=...)")
     check_is_concrete(state, "explain(opt_state=...)")
@@ -216,7 +211,7 @@ def _cause_of_last_step(state: LossScaledState) -> str:
 def _why(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
     record = state.last_bad_step
     where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
-    return BAD_STEPS[cause].format(where=where) if cause else ""
+    return _WHY[cause].format(where=where) if cause else ""
 
 
 def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
