@@ -192,12 +192,13 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     Inside `jax.shard_map` the value keeps its type also where the scale differs from device to device and the value
     does not: the gradient is then that of ``scale * value``, summed over these devices, as `jax.grad` gives it.
     """
+    scale = _constant(loss_scale, "value_and_scaled_grad(loss_scale=...)")
 
     def seed(leaf: jax.Array) -> jax.Array:
-        differing = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
-        return _identity(_scale_cotangent, leaf, jax.lax.psum(scale, differing) if differing else scale)
+        only_scale_varies_over = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
+        summed = jax.lax.psum(scale, only_scale_varies_over) if only_scale_varies_over else scale
+        return _identity(_scale_cotangent, leaf, summed)
 
-    scale = _constant(loss_scale, "value_and_scaled_grad(loss_scale=...)")
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
 
 

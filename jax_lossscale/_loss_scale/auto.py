@@ -39,11 +39,12 @@ class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
     The largest recent gradient, the peak, is kept ``margin + allowance`` bits below float16's limit; the scale that
-    does so is the target. An overflow lowers the scale by 8 bits, below what is left of the target; it climbs back a bit a step. An overflow on the
-    climb proves a limit: the margin moves there. An overflow at the top is no proof, since a NaN may come from the
-    data: it is believed by one bit of allowance, up to 8; past that the scale is not its cause, and the margin returns
-    to 1. Right after an overflow, before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the
-    allowance 1/768; beside an allowance the margin forgets nothing, and the peak 1/768.
+    does so is the target. An overflow lowers the scale by 8 bits, below what is left of the target; with the next
+    finite step it is back to 7 bits below, and climbs a bit a step. An overflow on the climb proves a limit: the margin
+    moves there. An overflow at the top is no proof, since a NaN may come from the data: it is believed by one bit of
+    allowance, up to 8; past that the scale is not its cause, and the margin returns to 1. Right after an overflow,
+    before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the allowance 1/768; beside an
+    allowance the margin forgets nothing, and the peak 1/768.
 
     With ``s = log2(scale)``, ``x = log2(largest)``, ``target = floor(log2(65512) - log2_headroom - peak - margin -
     allowance)``, and a prime for what holds after the step; what is not named stays as it is::

@@ -170,7 +170,9 @@ def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> t
 
 def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:
     """Call `LossScale.adjust`, with the largest gradient where the kind needs it."""
-    return loss_scale.adjust(grads_finite, **({"largest": largest} if loss_scale.needs_largest else {}))
+    if loss_scale.needs_largest:
+        return loss_scale.adjust(grads_finite, largest=largest)  # type: ignore[call-arg]
+    return loss_scale.adjust(grads_finite)
 
 
 def static_field(**kwargs: Any) -> Any:

@@ -40,14 +40,23 @@ def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]
 
 def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
     """Join the small leaves of each dtype to vectors."""
-    by_dtype: dict[jnp.dtype, list[list[jax.Array]]] = {}
-    sizes: dict[jnp.dtype, int] = {}
+    by_dtype: dict[jnp.dtype, list[jax.Array]] = {}
     for leaf in leaves:
-        if (size := leaf.size) <= _SMALL_LEAF:
-            if sizes.get(leaf.dtype, _BLOCK) + size > _BLOCK:
-                by_dtype.setdefault(leaf.dtype, []).append([])
-                sizes[leaf.dtype] = 0
-            by_dtype[leaf.dtype][-1].append(leaf.ravel())
-            sizes[leaf.dtype] += size
-    for parts in (parts for blocks in by_dtype.values() for parts in blocks):
-        yield jax.lax.concatenate(parts, 0)
+        if leaf.size <= _SMALL_LEAF:
+            by_dtype.setdefault(leaf.dtype, []).append(leaf.ravel())
+    for vectors in by_dtype.values():
+        yield from (jax.lax.concatenate(block, 0) for block in _filled(vectors))
+
+
+def _filled(vectors: list[jax.Array]) -> Iterator[list[jax.Array]]:
+    """Put vectors into blocks in their order: into the last while they fit, else into a new one."""
+    block: list[jax.Array] = []
+    size = 0
+    for vector in vectors:
+        if block and size + vector.size > _BLOCK:
+            yield block
+            block, size = [], 0
+        block.append(vector)
+        size += vector.size
+    if block:
+        yield block

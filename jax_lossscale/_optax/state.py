@@ -155,13 +155,12 @@ def _last_bad_step(
 
     def look() -> BadStep:
         leaf, has_nan = first_fault(state.loss_scale.unscale(scaled_grads), axis_name)
-        fault = jnp.where(leaf < 0, _kind("grads_finite"), jnp.where(has_nan, _kind("nan"), _kind("infinity")))
-        loss, own = (~_or_true(verdict.value_finite), _kind("loss")), (~_or_true(verdict.allowed), _kind("skip_if"))
-        causes = [loss, (~grads_finite, fault), own]
-        if not state.loss_scale.skip_nonfinite:  # then it was the condition that made the step skipped
-            causes = [loss, own, (~grads_finite, fault)]
-        is_cause, kinds = map(list, zip(*causes, strict=True))
-        kind = jnp.select(is_cause, kinds, _kind("none"))  # that of the first
+        of_leaf = jnp.where(has_nan, _kind("nan"), _kind("infinity"))
+        of_gradients = jnp.where(leaf < 0, _kind("grads_finite"), of_leaf)
+        # Of several causes the first that makes the step skipped, which gradients do under some kinds only.
+        skips = ~grads_finite & state.loss_scale.skip_nonfinite
+        reasons = [~_or_true(verdict.value_finite), skips, ~_or_true(verdict.allowed)]
+        kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)
         step = _saturating_add(state.applied_steps, state.skipped_steps)
         return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 

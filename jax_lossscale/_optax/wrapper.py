@@ -99,17 +99,24 @@ class Wrapper:
             new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, told)
             return hidden.filled(new_params, lambda: params), state
 
-    def _dispatched(self, applies: bool, extra_args: dict[str, Any], *arguments: Any) -> _Stepped:
+    def _dispatched(
+        self,
+        applies: bool,
+        extra_args: dict[str, Any],
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None,
+        told: Told,
+    ) -> _Stepped:
         """Take the step with the leaves that are numbers; outside `jax.jit`, in one dispatch if it can be compiled.
 
         Extra arguments that are no arrays stay what they are, since they may be functions, or numbers and flags that
         steer Python code. With one of those nothing is compiled, as with a bare optax chain.
         """
-        scaled_grads, state, params, told = arguments
-        arguments = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
-        are_operands = all(map(_is_array_or_number, jax.tree.leaves(arguments)))
+        operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
+        are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
         is_compiled = are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args)))
-        return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *arguments)
+        return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *operands)
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:
