@@ -8,13 +8,13 @@ is not one of them: by its rounded result, the derivative of a saturated one is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.marks import kept
+from jax_lossscale._autocast.marks import mark_kept
 from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._program.inline import Name, Program, Step, names
@@ -38,7 +38,7 @@ class ByResult(NamedTuple):
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             result, rounded = function(*primals)
-            rounded = kept(rounded)  # Marked here: marked outside, another copy of it would be kept.
+            rounded = mark_kept(rounded)  # Marked here: marked outside, another copy of it would be kept.
             tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -78,13 +78,11 @@ def by_result(
     for position, (step, decision) in enumerate(zip(program.steps, decisions, strict=True)):
         if decision.kind is Kind.CHOICE and rounded.issuperset(step.outputs) and _is_relu(step.eqn):
             yield position, step, _RELU
-        is_other = decision == Decision(Kind.OTHER) and narrow >= {*step.outputs}
-        if is_other and step.eqn.primitive.name == "div":
-            above, below = (maker.get(name) for name in (*names(step.inputs), -1)[:2])
-            axes = _axes_summed_up(step.inputs[0], below, maker)
-            if axes is not None and above is not None and above.eqn.primitive.name == "exp":
+        if decision == Decision(Kind.OTHER) and narrow >= {*step.outputs}:
+            exp, axes = _parts_of_softmax(step, maker)
+            if exp is not None and axes is not None:
                 # A step of `exp`, but for what it computes.
-                yield position, above._replace(outputs=step.outputs), _softmax(axes)
+                yield position, exp._replace(outputs=step.outputs), _softmax(axes)
 
 
 def _is_relu(eqn: Any) -> bool:
@@ -105,7 +103,17 @@ def _is_relu(eqn: Any) -> bool:
         return False
 
 
-def _axes_summed_up(exponentials: Any, below: Step | None, maker: dict[Any, Step]) -> tuple[int, ...] | None:
+def _parts_of_softmax(step: Step, maker: Mapping[Name, Step]) -> tuple[Step | None, tuple[int, ...] | None]:
+    """Return the step that makes the exponentials, and the axes of their sum, by which it divides; else ``None``."""
+    if step.eqn.primitive.name != "div" or len(names(step.inputs)) < 2:
+        return None, None
+    dividend, divisor = names(step.inputs)
+    exp = maker.get(dividend)
+    is_exp = exp is not None and exp.eqn.primitive.name == "exp"
+    return (exp if is_exp else None), _axes_summed_up(dividend, maker.get(divisor), maker)
+
+
+def _axes_summed_up(exponentials: Any, below: Step | None, maker: Mapping[Any, Step]) -> tuple[int, ...] | None:
     """Return the axes over which a divisor sums the exponentials up, if it is their sum, each where it was summed."""
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":

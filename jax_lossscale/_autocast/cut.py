@@ -46,8 +46,8 @@ class Cut:
       types: of each of its values, the type in the source.
       narrow: the names of those that are narrow outside of stretches.
       dtype: the half precision.
-      price: that of a byte kept, relative to a byte moved.
-      asked: of an equation, the positions of the operands that its derivative asks for.
+      price_kept: that of a byte kept, relative to a byte moved.
+      operands_asked_for: of an equation, the positions of the operands that its derivative asks for.
     """
 
     def __init__(
@@ -55,31 +55,22 @@ class Cut:
         types: Mapping[Name, Any],
         narrow: Collection[Name],
         dtype: jnp.dtype,
-        price: float,
-        asked: Callable[[Any], Collection[int]],
+        price_kept: float,
+        operands_asked_for: Callable[[Any], Collection[int]],
     ) -> None:
         self._types = types
         self._narrow = narrow
         self._itemsize = dtype.itemsize
-        self._price = price
-        self._asked = asked
+        self._price_kept = price_kept
+        self._operands_asked_for = operands_asked_for
 
     def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
         """Return what of the values made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
         made = [name for step, _ in steps for name in step.outputs]
         if any(_is_complex(self._types[name]) for name in (*stretch.inputs, *made)):
             return None  # `jax.checkpoint` cannot keep complex numbers.
-        taken = [
-            [
-                Value(atom, is_narrow and atom not in self._narrow and is_float32(self._types[atom]))
-                for atom, is_narrow in zip(
-                    step.inputs, taken_narrow(step, decision, self._narrow, stretch.wide), strict=True
-                )
-                if not isinstance(atom, Literal)
-            ]
-            for step, decision in steps
-        ]
-        of_products = [n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT]
+        taken = [self._taken(stretch, step, decision) for step, decision in steps]
+        of_products = {n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT}
         operands = {value for n in of_products for value in taken[n]}
         inputs = {Value(name) for name in stretch.inputs}
         # They mark what they keep, where it is made: their result, or what it is rounded to for a product.
@@ -88,8 +79,6 @@ class Cut:
         moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
         moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
-        differentiated = self._differentiated(stretch, steps)
-        asked = operands | by_result
         edges: list[tuple[Any, Any, float]] = []
 
         def size(value: Value) -> int:
@@ -97,45 +86,64 @@ class Cut:
             is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
             return size_of(aval) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
-        def again(value: Value) -> float:
+        def price_again(value: Value) -> float:
             # A residual sum is written again for what reads it; other arithmetic is fused.
-            return size(value) if value in in_memory else 0
+            return math.inf if value in by_result else size(value) if value in in_memory else 0
 
-        def add(value: Value, price: float, made_of: Sequence[Value] = ()) -> None:
-            # Once if it lies in memory anyway; else it is written and read.
-            keep = 1.0 if value in inputs else self._price + (value not in in_memory)
-            edges.append(("source", (value, "needed"), price))
+        def add(value: Value, price_again: float, made_of: Sequence[Value] = ()) -> None:
+            # What is kept is read. It is written at the price of a byte kept; but for it, only if not in memory anyway.
+            keep = 1.0 if value in inputs else self._price_kept + (value not in in_memory)
+            edges.append(("source", (value, "needed"), price_again))
             edges.append(((value, "needed"), (value, "had"), size(value) * keep + 1))
             edges.extend(((operand, "had"), (value, "needed"), math.inf) for operand in {*made_of})
 
         for value in inputs:
             add(value, math.inf)
         for value in {value for values in taken for value in values if value.is_rounding}:
-            add(value, math.inf if value in by_result else again(value), [Value(value.name)])
-        for (step, decision), made_of in zip(steps, taken, strict=True):
-            if decision.kind is Kind.PRODUCT:
-                continue
-            for name in step.outputs:
-                value = Value(name)
+            add(value, price_again(value), [Value(value.name)])
+        for n, (step, _) in enumerate(steps):
+            for value in map(Value, step.outputs if n not in of_products else ()):
                 if value in by_result:
                     add(value, math.inf)
                 elif step.eqn.primitive.name in _REDUCING:  # Statistics of norms: sixteen times smaller, and kept.
-                    add(value, sum(map(size, {*made_of})), made_of)
+                    add(value, sum(map(size, {*taken[n]})), taken[n])
                 elif step.eqn.primitive.name in _WRITTEN:
-                    add(value, 2 * size(value), made_of)
+                    add(value, 2 * size(value), taken[n])
                 else:
-                    add(value, again(value), made_of)
-            is_active = decision.kind is not Kind.BY_RESULT and not differentiated.isdisjoint(step.outputs)
-            if is_active and not differentiated.isdisjoint(names(step.inputs)):
-                wanted = {step.inputs[n] for n in self._asked(step.eqn) if not isinstance(step.inputs[n], Literal)}
-                asked.update(value for value in made_of if value.name in wanted)
-        edges += [((value, "had"), "sink", math.inf) for value in asked]
-        needed = _nearest_to_sink(edges)
-        return frozenset(
-            value
-            for value in {node[0] for node in needed if isinstance(node, tuple)} - inputs - by_result
-            if (value, "had") in needed and (value, "needed") not in needed
-        )
+                    add(value, price_again(value), taken[n])
+        for value in operands | by_result | self._asked_for_by_arithmetic(stretch, steps, taken):
+            edges.append(((value, "had"), "sink", math.inf))
+        behind = _nearest_to_sink(edges)
+        values = {node[0] for node in behind if isinstance(node, tuple)} - inputs - by_result
+        return frozenset(v for v in values if (v, "had") in behind and (v, "needed") not in behind)
+
+    def _taken(self, stretch: Stretch, step: Step, decision: Decision) -> list[Value]:
+        """Return the values that a step takes: a float32 value that it takes narrow is taken as it is rounded."""
+        are_narrow = taken_narrow(step, decision, self._narrow, stretch.wide)
+        return [
+            Value(atom, is_narrow and atom not in self._narrow and is_float32(self._types[atom]))
+            for atom, is_narrow in zip(step.inputs, are_narrow, strict=True)
+            if not isinstance(atom, Literal)
+        ]
+
+    def _asked_for_by_arithmetic(
+        self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]], taken: Sequence[Sequence[Value]]
+    ) -> set[Value]:
+        """Return what derivatives of steps ask for, but for products and what is differentiated by its result."""
+        differentiated = self._differentiated(stretch, steps)
+        found: set[Value] = set()
+        for (step, decision), values in zip(steps, taken, strict=True):
+            goes_through = not differentiated.isdisjoint(step.outputs) and not differentiated.isdisjoint(
+                names(step.inputs)
+            )
+            if decision.kind not in (Kind.PRODUCT, Kind.BY_RESULT) and goes_through:
+                asked_for = {
+                    step.inputs[n]
+                    for n in self._operands_asked_for(step.eqn)
+                    if not isinstance(step.inputs[n], Literal)
+                }
+                found.update(value for value in values if value.name in asked_for)
+        return found
 
     def _differentiated(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> set[Name]:
         """Return the values through which a derivative goes from an input to an output."""
@@ -183,7 +191,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     return {nodes[n] for n in breadth_first_order(backwards, 1, return_predecessors=False)}
 
 
-class Asked:
+class OperandsAskedFor:
     """Knows, of an equation, which operands its derivative asks for; results count as made of these."""
 
     def __init__(self) -> None:
@@ -196,13 +204,13 @@ class Asked:
         key = eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()), literals
         try:
             if key not in self._known:
-                self._known[key] = _asked(eqn)
+                self._known[key] = _find_operands_asked_for(eqn)
             return self._known[key]
         except TypeError:  # Not to be compared with others: arrays among the parameters.
-            return _asked(eqn)
+            return _find_operands_asked_for(eqn)
 
 
-def _asked(eqn: Any) -> frozenset[int]:
+def _find_operands_asked_for(eqn: Any) -> frozenset[int]:
     """Follow what `jax.vjp` keeps back to the operands: masks are made of them, and so is ``1 - y``."""
     floats = [
         n
@@ -210,7 +218,7 @@ def _asked(eqn: Any) -> frozenset[int]:
         if not isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
     ]
 
-    def kept(*inputs: Any) -> list[Any]:
+    def residuals(*inputs: Any) -> list[Any]:
         def of_floats(*moved: Any) -> list[Any]:
             filled = dict(enumerate(inputs)) | dict(zip(floats, moved, strict=True))
             return bind_here(eqn, [getattr(a, "val", filled[n]) for n, a in enumerate(eqn.invars)], eqn.params)
@@ -220,7 +228,7 @@ def _asked(eqn: Any) -> frozenset[int]:
 
     try:
         with eqn.ctx.manager:
-            jaxpr = jax.make_jaxpr(kept)(*(atom.aval for atom in eqn.invars)).jaxpr
+            jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
     except Exception:  # It names axes of a mesh, or has no derivative by some operand; or a rule of a user's raises.
         return frozenset(range(len(eqn.invars)))
     needed = set(names(jaxpr.outvars))

@@ -18,13 +18,13 @@ from jax_lossscale._program.jaxpr import as_dtype
 from jax_lossscale._program.primitives import KEPT, ROUNDED_COTANGENT
 
 
-def kept(value: Any) -> Any:
+def mark_kept(value: Any) -> Any:
     """Mark ``value``, so that `jax.checkpoint` with the policy `keeps` does not compute it again."""
     return _kept.bind(value)
 
 
 def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Tell `jax.checkpoint` to keep what is `kept`."""
+    """Tell `jax.checkpoint` to keep what is marked so."""
     return primitive is _kept
 
 

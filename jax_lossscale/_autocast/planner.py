@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants, Known
-from jax_lossscale._autocast.cut import Asked, Cut
+from jax_lossscale._autocast.cut import Cut, OperandsAskedFor
 from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
@@ -48,7 +48,7 @@ class Planner:
         self.rule = Rule(dtype, policy)
         self.matched = self.rule.matched
         self._feeding = Feeding()
-        self._asked = Asked()
+        self._operands_asked_for = OperandsAskedFor()
 
     def plan(
         self,
@@ -101,14 +101,16 @@ class Planner:
                 and ((is_narrow and not program.types[name].weak_type) or name in into_products)
             }
         if at.recompute:
-            program = _with_those_by_result(program, decisions, narrow)
+            program, decisions = _with_those_by_result(program, decisions, narrow)
         is_narrow = any(d.is_narrow for d in decisions) or any(p.is_narrow for i in inner.values() for p in i.plans)
-        order = (
-            tuple(self._stretches(program, decisions, narrow, into_products, at))
-            if is_narrow
-            else tuple(Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(program.steps))
-        )
-        return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, order, at, is_narrow)
+        order = [Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(program.steps)]
+        if is_narrow:
+            is_product = [decision.kind is Kind.PRODUCT for decision in decisions]
+            order = stretches(program, [decision.is_alone for decision in decisions], is_product)
+            if self.policy.narrow_skips:
+                narrow |= {name for stretch in order for name in streams(program, decisions, stretch)}
+            order = self._with_what_is_kept(order, program, decisions, narrow, into_products, at)
+        return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, tuple(order), at, is_narrow)
 
     def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
         """Return, of each result of a step, whether it comes out narrow."""
@@ -153,39 +155,47 @@ class Planner:
         # What a backward pass of its own computes is known only when it is traced.
         if name != "custom_vjp_call" and not any(plan.is_rewritten for plan in plans):
             return None
-        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
-        results = [n >= first and all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
+        results = [all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
+        if name == "scan":  # What it stacks may be narrow, but not what it carries.
+            results[: len(carried)] = [False] * len(carried)
+        elif name not in OF_ANY_DTYPE:
+            results = [False] * len(results)
         return Inner(plans, tuple(operands), tuple(results))
 
-    def _stretches(
-        self, program: Program, decisions: Sequence[Decision], narrow: set[Name], into_products: Set[Name], at: At
-    ) -> Iterator[Stretch]:
-        """Return what is computed together, and what of it is kept."""
-        cut = Cut(program.types, narrow, self.dtype, float(self.policy.recompute), self._asked)
+    def _with_what_is_kept(
+        self,
+        order: Sequence[Stretch],
+        program: Program,
+        decisions: Sequence[Decision],
+        narrow: Set[Name],
+        into_products: Set[Name],
+        at: At,
+    ) -> list[Stretch]:
+        """Return stretches with what is float32 in each, what is rounded on the way back, and what is kept of it."""
+        price = float(self.policy.recompute)
+        cut = Cut(program.types, narrow, self.dtype, price, self._operands_asked_for)
         spread = {n for step in program.steps if step.eqn.primitive.name == "broadcast_in_dim" for n in step.outputs}
-        is_alone = [decision.is_alone for decision in decisions]
-        order = stretches(program, is_alone, [decision.kind is Kind.PRODUCT for decision in decisions])
-        if self.policy.narrow_skips:
-            narrow |= {name for stretch in order for name in streams(program, decisions, stretch)}
+        found = []
         for stretch in order:
             steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
             wide = added_up_in_float32(steps, narrow, into_products)
             biased = {n for n in stretch.steps if adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
-            if (
-                at.recompute
-                and not is_alone[stretch.steps[0]]
-                and any(d.kind not in (Kind.PRODUCT, Kind.MOVE) for _, d in steps)
-            ):
+            computes = any(decision.kind not in (Kind.PRODUCT, Kind.MOVE) for _, decision in steps)
+            if at.recompute and computes and not steps[0][1].is_alone:
                 stretch = stretch._replace(kept=cut.kept(stretch, steps))
-            yield stretch
+            found.append(stretch)
+        return found
 
 
-def _with_those_by_result(program: Program, decisions: list[Decision], narrow: Set[Name]) -> Program:
-    steps = list(program.steps)
-    for position, step, function in list(by_result(program, decisions, narrow)):
-        steps[position], decisions[position] = step, Decision(Kind.BY_RESULT, by_result=function)
-    return program._replace(steps=tuple(steps))
+def _with_those_by_result(
+    program: Program, decisions: Sequence[Decision], narrow: Set[Name]
+) -> tuple[Program, list[Decision]]:
+    """Return a program and its decisions, in which functions that are differentiated by their result are one step."""
+    steps, decided = list(program.steps), list(decisions)
+    for position, step, function in by_result(program, decisions, narrow):
+        steps[position], decided[position] = step, Decision(Kind.BY_RESULT, by_result=function)
+    return program._replace(steps=tuple(steps)), decided
 
 
 def _gives_narrow(plan: Plan, position: int) -> bool:

@@ -262,11 +262,11 @@ def keep_float32(function: Any = None) -> Any:
     check_function(function, "keep_float32(function=...)")
 
     @functools.wraps(function)
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(_SCOPE):
             return function(*args, **kwargs)
 
-    return kept
+    return in_float32
 
 
 def is_kept_float32(stack: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.in_half import results_in
-from jax_lossscale._autocast.marks import keeps, kept, with_rounded_cotangent
-from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, Kind, Plan, taken_narrow
+from jax_lossscale._autocast.marks import keeps, mark_kept, with_rounded_cotangent
+from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan, taken_narrow
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
@@ -77,54 +77,76 @@ class Rewriting:
             with in_context(step.eqn, step.within):
                 for name in stretch.wide.intersection(names(step.inputs)):
                     values[name] = as_dtype(values[name], _FLOAT32)
-                outputs = self._step(plan, stretch, position, values)
+                are_narrow = self._taken_narrow(plan, stretch, position)
+                operands = self._operands(stretch, step, are_narrow, values)
+                if plan.decisions[position].kind is Kind.BY_RESULT:
+                    result, rounded = plan.decisions[position].by_result.of(operands[0], self.dtype)
+                    values[Value(step.outputs[0], is_rounding=True)] = rounded
+                    outputs = [rounded if step.outputs[0] in plan.narrow else result]
+                else:
+                    outputs = self._step(plan, stretch, position, are_narrow, operands)
                 for name, value in zip(step.outputs, outputs, strict=True):
-                    is_lifted = name in stretch.wide
-                    if not (is_lifted and plan.decisions[position].kind in FOLLOWING):
-                        value = self._stored(plan, name, value)
-                    value = _marked(stretch, Value(name), value)
-                    values[name] = as_dtype(value, _FLOAT32) if is_lifted else value
+                    values[name] = self._as_held(plan, stretch, position, name, value)
         return [self._stored(plan, name, values[name]) for name in stretch.outputs]
 
-    def _step(self, plan: Plan, stretch: Stretch, position: int, values: dict[Name | Value, Any]) -> list[Any]:
+    def _as_held(self, plan: Plan, stretch: Stretch, position: int, name: Name, value: Any) -> Any:
+        """Return a result of a step as the stretch has it, marked if it is kept: narrow, if it is stored so."""
+        is_wide = name in stretch.wide
+        if not (is_wide and plan.decisions[position].kind in FOLLOWING):
+            value = self._stored(plan, name, value)
+        value = _marked(stretch, Value(name), value)
+        return as_dtype(value, _FLOAT32) if is_wide else value
+
+    def _taken_narrow(self, plan: Plan, stretch: Stretch, position: int) -> Sequence[bool]:
+        """Return, of each operand of a step, whether the step takes it narrow."""
+        decision = plan.decisions[position]
+        if decision.kind is Kind.CALL:
+            return plan.inner[position].operands
+        return taken_narrow(plan.program.steps[position], decision, plan.narrow, stretch.wide)
+
+    def _operands(
+        self, stretch: Stretch, step: Step, are_narrow: Sequence[bool], values: Mapping[Name | Value, Any]
+    ) -> list[Any]:
+        """Return the operands of a step, in the dtypes in which it takes them; what is rounded and kept is marked."""
+        operands = []
+        for atom, variable, is_narrow in zip(step.inputs, step.eqn.invars, are_narrow, strict=True):
+            value = atom.val if isinstance(atom, Literal) else values[atom]
+            if is_float32(variable.aval) and is_narrow and not isinstance(atom, Literal):
+                rounding = Value(atom, is_rounding=True)
+                value = _marked(stretch, rounding, as_dtype(values.get(rounding, value), self.dtype))
+            if is_float32(variable.aval):
+                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
+            operands.append(value)
+        return operands
+
+    def _step(
+        self, plan: Plan, stretch: Stretch, position: int, are_narrow: Sequence[bool], operands: Sequence[Any]
+    ) -> list[Any]:
         """Return the results of one step, in the dtypes in which it computes them."""
         step, decision = plan.program.steps[position], plan.decisions[position]
-        eqn = step.eqn
-
-        are_narrow: Sequence[bool] = taken_narrow(step, decision, plan.narrow, stretch.wide)
+        eqn, name = step.eqn, step.eqn.primitive.name
         if decision.kind is Kind.CALL:
-            are_narrow = plan.inner[position].operands
-        inputs = []
-        for atom, variable, is_narrow in zip(step.inputs, eqn.invars, are_narrow, strict=True):
-            value = atom.val if isinstance(atom, Literal) else values[atom]
-            if is_float32(variable.aval):
-                if is_narrow and not isinstance(atom, Literal):
-                    rounding = Value(atom, is_rounding=True)
-                    value = _marked(stretch, rounding, as_dtype(values.get(rounding, value), self.dtype))
-                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
-            inputs.append(value)
-        if decision.kind is Kind.CALL:
-            return self._call(step, plan.inner[position], inputs)
-        if decision.kind is Kind.BY_RESULT:
-            result, rounded = decision.by_result.of(inputs[0], self.dtype)
-            values[Value(step.outputs[0], is_rounding=True)] = rounded
-            return [rounded if step.outputs[0] in plan.narrow else result]
-        if eqn.primitive.name == "custom_jvp_call" and decision.kind in FOLLOWING and all(are_narrow):
-            return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, inputs)
-        if eqn.primitive.name == "convert_element_type" and decision.kind in FOLLOWING:  # No longer weakly typed.
-            return [jax.lax.convert_element_type(inputs[0], getattr(inputs[0], "dtype", _FLOAT32))]
+            return self._call(step, plan.inner[position], operands)
+        if decision.kind in FOLLOWING and name == "custom_jvp_call" and all(are_narrow):
+            return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, operands)
+        if decision.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
+            return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if decision.kind is Kind.IN_HALF and decision.is_narrow and self.measured is None:
-            return results_in(self.dtype, eqn, inputs)
-        if not (decision.is_narrow and decision.kind in (Kind.PRODUCT, Kind.IN_HALF)):
-            outputs = bind_here(eqn, inputs, eqn.params)
-            is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
-            return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
+            return results_in(self.dtype, eqn, operands)
+        if decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow:
+            return self._narrow_product(plan, step, decision, operands)
+        outputs = bind_here(eqn, operands, eqn.params)
+        is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
+        return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
+
+    def _narrow_product(self, plan: Plan, step: Step, decision: Decision, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of a product, or what is measured of it or of a function for half precision."""
         if self.measured is not None:
-            return self.measured(eqn, (*plan.at.within, *step.within), inputs)
-        params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
+            return self.measured(step.eqn, (*plan.at.within, *step.within), operands)
+        params = {**step.eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if decision.has_wide_result:
-            return [wide_product(eqn.primitive, inputs, params)]
-        return bind_here(eqn, inputs, params)
+            return [wide_product(step.eqn.primitive, operands, params)]
+        return bind_here(step.eqn, operands, params)
 
     def _following(self, at: At, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a jaxpr of choices, or of their derivatives, all narrow."""
@@ -178,7 +200,7 @@ class Rewriting:
 
 def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
     """Return an array, marked if it is kept."""
-    return kept(array) if stretch.kept and value in stretch.kept else array
+    return mark_kept(array) if stretch.kept and value in stretch.kept else array
 
 
 def _meaning(plan: Plan, stretch: Stretch) -> tuple[Any, ...]:

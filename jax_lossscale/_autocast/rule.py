@@ -32,7 +32,7 @@ from jax_lossscale._program.primitives import (
 # apart and stacks. A function with a rule of its own takes anything, too, and gives what it declares, as its rule does.
 OF_ANY_DTYPE = ("cond", "shard_map", *REMAT)
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
-_KEPT = "inside `keep_float32`"
+_IN_KEEP_FLOAT32 = "inside `keep_float32`"
 REWRITTEN = {*OF_ANY_DTYPE, *WITH_A_RULE, *LOOPS, "jit", "linear_call", "pjit"}
 
 
@@ -88,13 +88,13 @@ class Rule:
         rule = self._rule(eqn, around)
         if rule is not None:
             return _said_by(rule) if rule.precision != "narrow" else ""
-        return _KEPT if _is_kept(eqn, around) else ""
+        return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> str:
         """Tell why a product of float32 arrays stays one; "" if it does not."""
         eqn = step.eqn
-        if _is_kept(eqn, around):
-            return _KEPT
+        if _is_in_keep_float32(eqn, around):
+            return _IN_KEEP_FLOAT32
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
@@ -174,7 +174,7 @@ def _said_by(rule: PrecisionRule) -> str:
     return f"a rule of the policy: {rule!r}"
 
 
-def _is_kept(eqn: Any, around: tuple[Any, ...]) -> bool:
+def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
     return any(is_kept_float32(holder.source_info.name_stack) for holder in (*around, eqn))
 
 

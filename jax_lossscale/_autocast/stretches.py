@@ -97,22 +97,23 @@ def _with_makers(program: Program, group: Sequence[int], makers: Mapping[Name, i
     return sorted(steps)
 
 
-def _levels(program: Program, is_kept: Sequence[bool]) -> list[int]:
+def _levels(program: Program, is_counted: Sequence[bool]) -> list[int]:
+    """Return the level of each step; ``is_counted``: of each step, whether its results are a level higher."""
     levels: list[int] = []
     of_value: dict[Name, int] = {}
     after_effects = 0  # which keep their order
-    for step, kept in zip(program.steps, is_kept, strict=True):
+    for step, counts in zip(program.steps, is_counted, strict=True):
         level = max((of_value.get(name, 0) for name in names(step.inputs)), default=0)
         if has_effects(step.eqn):
             level = max(level, after_effects)
             after_effects = level + 1
         levels.append(level)
-        of_value.update(dict.fromkeys(step.outputs, level + kept))
+        of_value.update(dict.fromkeys(step.outputs, level + counts))
     needed_at: dict[Name, int] = {}
     for position in reversed(range(len(levels))):
         step = program.steps[position]
         levels_above = [needed_at[name] for name in step.outputs if name in needed_at]
-        if not is_kept[position] and 0 < len(levels_above) == len(step.outputs):
+        if not is_counted[position] and 0 < len(levels_above) == len(step.outputs):
             levels[position] = max(levels[position], min(levels_above))
         for name in names(step.inputs):
             needed_at[name] = min(needed_at.get(name, levels[position]), levels[position])

@@ -24,33 +24,64 @@ def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[
     nothing overflows there that would not in the product. A function for half precision takes them as a product does;
     but arguments are cast where it is called, so that their gradients are added up over devices in float32.
     """
-    only_products: set[Name] = set()
-    into_any: set[Name] = set()
-    others = set(names(program.outputs))
-    # The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
-    arguments = {*program.inputs, *program.constants}
-    moved_arguments = {*arguments}
-    for step, decision in zip(program.steps, decisions, strict=True):
-        if decision.kind in FOLLOWING and moved_arguments.issuperset(names(step.inputs)):
-            moved_arguments.update(step.outputs)
-    used_later: set[Name] = set()
+    elsewhere = {*names(program.outputs)} | _arguments_cast_at_their_uses(program, decisions)
+    into_products: set[Name] = set()
     for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
-        primitive = step.eqn.primitive.name
-        operands = {name for name in names(step.inputs) if is_float32(program.types[name])}
-        goes_on = goes_into_any = decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow
-        if decision.kind in FOLLOWING:
-            goes_into_any = not into_any.isdisjoint(step.outputs)
-            is_plain = primitive not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not primitive.startswith("reduce")
-            goes_on = is_plain and all(name in only_products and name not in others for name in step.outputs)
-            if primitive in _POOLS and goes_into_any:
-                only_products.update(step.outputs)
-                others.difference_update(step.outputs)
-        if goes_into_any:
-            into_any |= operands
-        (only_products if goes_on else others).update(operands)
-        others |= operands & (moved_arguments if decision.kind is Kind.IN_HALF else arguments & used_later)
-        used_later |= operands
-    return only_products - others
+        # All that takes the results of this step has been seen.
+        goes_on = _takes_half(decision) or (
+            _moves_plainly(step, decision)
+            and all(name in into_products and name not in elsewhere for name in step.outputs)
+        )
+        (into_products if goes_on else elsewhere).update(_float32_operands(program, step))
+    return (into_products - elsewhere) | _pools_into_products(program, decisions)
+
+
+def _arguments_cast_at_their_uses(program: Program, decisions: Sequence[Decision]) -> set[Name]:
+    """Return arguments that several steps take, and all that is moved of arguments into functions for half precision.
+
+    The gradient of an argument that is used twice is a sum: of float32 numbers, if it is cast at each use.
+    """
+    arguments = {*program.inputs, *program.constants}
+    moved = {*arguments}
+    uses: Counter[Name] = Counter()
+    into_half: set[Name] = set()
+    for step, decision in zip(program.steps, decisions, strict=True):
+        if decision.kind in FOLLOWING and moved.issuperset(names(step.inputs)):
+            moved.update(step.outputs)
+        operands = _float32_operands(program, step)
+        uses.update(operands)
+        if decision.kind is Kind.IN_HALF:
+            into_half |= operands
+    return {name for name in arguments if uses[name] > 1} | (into_half & moved)
+
+
+def _pools_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
+    """Return the results of pools of which any narrow product takes something, as it is or chosen and moved."""
+    into_any: set[Name] = set()
+    pools: set[Name] = set()
+    for step, decision in zip(reversed(program.steps), reversed(decisions), strict=True):
+        is_taken = decision.kind in FOLLOWING and not into_any.isdisjoint(step.outputs)
+        if is_taken or _takes_half(decision):
+            into_any |= _float32_operands(program, step)
+        if is_taken and step.eqn.primitive.name in _POOLS:
+            pools.update(step.outputs)
+    return pools
+
+
+def _float32_operands(program: Program, step: Step) -> set[Name]:
+    return {name for name in names(step.inputs) if is_float32(program.types[name])}
+
+
+def _takes_half(decision: Decision) -> bool:
+    """Whether a step takes operands in half precision, whatever they are made of."""
+    return decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow
+
+
+def _moves_plainly(step: Step, decision: Decision) -> bool:
+    """Whether a step moves each number to one place, or chooses among two arrays: what it takes may be cast for it."""
+    name = step.eqn.primitive.name
+    is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
+    return decision.kind in FOLLOWING and is_plain
 
 
 def added_up_in_float32(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_lossscale._autocast.cut import Asked, _nearest_to_sink
+from jax_lossscale._autocast.cut import OperandsAskedFor, _nearest_to_sink
 
 
 def all_cuts(edges):
@@ -61,4 +61,4 @@ def test_what_a_derivative_asks_for(function, args, expected):
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if eqn.primitive.name == "jit":
         eqn = eqn.params["jaxpr"].eqns[-1]
-    assert Asked()(eqn) == expected
+    assert OperandsAskedFor()(eqn) == expected
