@@ -16,8 +16,8 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A file whose tests are all marked, on one line at its top.
-ALL_IN_CI = re.compile(r"^pytestmark = .*pytest\.mark\.ci\b", re.MULTILINE)
+# What is asked of all tests of a file, on one line at its top.
+OF_ALL = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -25,8 +25,9 @@ def pytest_ignore_collect(collection_path, config):
     if not collection_path.match("test_*.py"):
         return None
     text, asked = collection_path.read_text(), config.option.markexpr
-    left_out = ("not ci" in asked and ALL_IN_CI.search(text)) or (asked.startswith("ci and") and "mark.ci" not in text)
-    return True if left_out else None
+    of_all = OF_ALL.search(text)
+    unwanted = [mark for mark in re.findall(r"not (\w+)", asked) if of_all and f"pytest.mark.{mark}" in of_all[1]]
+    return True if unwanted or (asked.startswith("ci and") and "mark.ci" not in text) else None
 
 
 @pytest.fixture(autouse=True, scope="module")

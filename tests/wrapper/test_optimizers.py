@@ -46,7 +46,6 @@ WRAPPERS = {
     "accumulated": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "every second": lambda: optax.chain(optax.adam(1e-2), optax.apply_every(2)),
     "at some steps": lambda: optax.conditionally_transform(optax.scale(-1e-2), lambda step: step % 2 == 0),
-    "one frozen": lambda: optax.chain(optax.adam(1e-2), optax.transforms.freeze({"kernel": False, "bias": True})),
     "mechanized": lambda: optax.contrib.mechanize(optax.sgd(1e-2)),
     "flattened": lambda: optax.flatten(optax.adam(1e-2)),
     "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),

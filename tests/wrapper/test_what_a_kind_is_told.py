@@ -76,10 +76,9 @@ def test_if_one_device_overflows_the_largest_of_another_is_not_told(grads):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = jls.loss_scaled(optax.sgd(0.1), START, axis_name="data")
 
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def told(grads):
         return tx.update(grads, tx.init(grads), grads)[1].loss_scale
 
+    told = jax.jit(jax.shard_map(told, mesh=mesh, in_specs=P("data"), out_specs=P()))
     is_finite = bool(np.isfinite(grads).all())
     assert_told(told(grads * SCALE), is_finite, 3.0 if is_finite else None)
