@@ -45,24 +45,30 @@ class ProductFacts(NamedTuple):
         work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
         return f"{counts}{work}. The first that is not: {self.first_wide}."
 
-    def nothing_narrow(self, met: Sequence[str] = ()) -> str:
-        """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that there are."""
-        dtype, products = self.dtype, f"{self.products} matrix products and convolutions"
-        if met and dtype not in met:
-            return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
-        if self.is_autocast and not self.products:
-            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
-        if self.is_autocast:
-            return f"`autocast` leaves all {products} as they are: {self.first_wide}."
-        if not met:
-            return (
-                f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
-                "with `jls.cast_floating`."
-            )
+    @property
+    def nothing_narrow(self) -> str:
+        """What to say where nothing is computed in the dtype."""
+        return nothing_narrow(self)
+
+
+def nothing_narrow(counted: ProductFacts, met: Sequence[str] = ()) -> str:
+    """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that there are."""
+    dtype, products = counted.dtype, f"{counted.products} matrix products and convolutions"
+    if met and dtype not in met:
+        return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+    if counted.is_autocast and not counted.products:
+        return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
+    if counted.is_autocast:
+        return f"`autocast` leaves all {products} as they are: {counted.first_wide}."
+    if not met:
         return (
-            f"None of the {products} is computed in {dtype}, so nothing is gained: {self.first_wide}. "
-            f"`jls.autocast(fun)` computes them in {dtype}."
+            f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
+            "with `jls.cast_floating`."
         )
+    return (
+        f"None of the {products} is computed in {dtype}, so nothing is gained: {counted.first_wide}. "
+        f"`jls.autocast(fun)` computes them in {dtype}."
+    )
 
 
 def products_of(

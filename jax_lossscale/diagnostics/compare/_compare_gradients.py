@@ -87,7 +87,9 @@ class GradientComparison(Report[LeafGradientError]):
         if self.as_they_are:
             lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
         if any(leaf.is_rounding for leaf in self):
-            lines.append("*: its true gradient is nothing but rounding, in float32 too, so its errors say nothing.")
+            lines.append(
+                "*: in float32, too, rounding alone changes its gradient by more than 5%, so its errors say nothing."
+            )
         lines.append(
             "Relative error of the gradients, by loss scale, where it changes (lost: zero, where the reference is not):"
         )

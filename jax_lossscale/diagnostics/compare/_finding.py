@@ -13,6 +13,7 @@ import numpy as np
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
 from jax_lossscale.diagnostics.asked._arguments import large_argument, nonfinite_argument
+from jax_lossscale.diagnostics.asked._facts import nothing_narrow
 from jax_lossscale.diagnostics.asked._question import Question
 from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.errors._gradients_by_scale import LARGE_ERROR, GradientErrors, of_zeros
@@ -172,7 +173,7 @@ def conclusion(question: Question, errors: GradientErrors, finding: Finding) -> 
     """Say what `compare_gradients` found."""
     dtype = question.dtype
     if finding.cause == "nothing narrow":
-        why = question.products.nothing_narrow([narrow.name for narrow in question.narrow_dtypes])
+        why = nothing_narrow(question.products, [narrow.name for narrow in question.narrow_dtypes])
         return f"{why} So the gradients are those of float32, and nothing is gained." if finding.will_train else why
     is_overflow = finding.cause in ("forward overflow", "backward overflow")
     has_diverged = is_overflow and abs(errors.reference_value) > limits_of(dtype).largest

@@ -38,7 +38,7 @@ _NOTED_ERROR_OF_THE_LOSS = 0.01
 _AS_GOOD = 1.5
 # From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
 _LOG2_HEADROOM = 3
-_SAID = re.compile(r"^\w*(?:Error|Exception): (.+)$", re.MULTILINE)
+_SAID = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
 
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
@@ -166,7 +166,7 @@ def errors_by_scale(
         except (RuntimeError, ValueError) as error:  # which of them it is differs from program to program
             if not is_of_the_program(error) or len(run_time_errors) + 1 == len(scales):
                 raise
-            run_time_errors[scale] = first_line(error)
+            run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
     reports = reports_of_leaves(exact, measured, rounding)
     return GradientErrors(
@@ -199,10 +199,10 @@ def is_of_the_program(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" not in str(error)
 
 
-def first_line(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
     """Give what an error says first, after the traceback of a callback that it may begin with."""
     said = _SAID.search(str(error))
-    return said[1] if said else str(error).partition("\n")[0]
+    return " ".join(said[1].split()) if said else str(error).partition("\n")[0]
 
 
 def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:

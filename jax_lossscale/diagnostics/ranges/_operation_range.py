@@ -127,7 +127,7 @@ class RangeReport(Report[OperationRange]):
     def _in_range(self) -> str:
         """Say how many operations leave the range."""
         if not self:
-            return self.facts.nothing_narrow()
+            return self.facts.nothing_narrow
         over = [operation for operation in self.bad if operation.overflow]
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
