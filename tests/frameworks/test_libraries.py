@@ -1,4 +1,4 @@
-"""The table of libraries in `docs/guide/libraries.md`: each row, as it stands there, against the same in float32.
+"""Rows of the tables of libraries in `docs/guide/libraries.md`, each against the same in float32.
 
 A library that is not installed is skipped, and says so. To run all:
 ``pip install brax diffrax e3nn-jax evosax "haliax>=1.4.dev453" lineax mctx optimistix penzai qwix``.
