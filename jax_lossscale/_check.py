@@ -33,7 +33,7 @@ def check_function(value: Any, name: str) -> None:
 
 def shown(value: Any) -> str:
     """Describe a value in an error: on one line, and without the numbers in its arrays, which may be gigabytes."""
-    if any(is_array_or_scalar(leaf) and leaf.ndim for leaf in jax.tree.leaves(value)):
+    if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
         is_array = is_array_or_scalar(value)
         text = f"{value.dtype}[{','.join(map(str, value.shape))}]" if is_array else str(jax.tree.structure(value))
     else:
