@@ -5,11 +5,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reading import distance, equations, product_dtypes
+from reading import distance, equations, product_dtypes, product_dtypes_in
 
 import jax_lossscale as jls
 
@@ -106,16 +107,29 @@ def test_what_a_device_makes_of_constants_is_computed_by_none_while_tracing(func
             assert distance(expected, jax.jit(narrow)(W, X)) < error
 
 
-def test_a_program_is_traced_for_devices_that_are_not_there():
-    mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(AxisType.Explicit,))
-    x = jax.ShapeDtypeStruct((256, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_training_step_is_lowered_for_devices_that_are_not_there(axis_type):
+    mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(axis_type,))
+    tx = jls.loss_scaled(optax.adam(1e-3))
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
     def loss(w, x):
         return loss_fn(w, jnp.clip(x @ (2 * jnp.eye(16)), -1, 1))
 
+    def step(w, state, x):
+        value, grads = jls.value_and_scaled_grad(jls.autocast(loss), state)(w, x)
+        return tx.update_and_apply(grads, state, w, value=value)
+
     with jax.sharding.use_abstract_mesh(mesh):
-        assert set(product_dtypes(jax.grad(jls.autocast(loss)), w, x)) == {"float16"}
+        w, x = array(P(), 16, 16), array(P("data"), 256, 16)
+        state = jax.eval_shape(tx.init, w)
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(w, state, x)
+        assert set(product_dtypes_in(traced.jaxpr)) == {"float16"}
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mhlo.num_partitions = 64" in text
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 3  # the weights, and Adam's moments
 
 
 COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")
