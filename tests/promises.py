@@ -113,11 +113,11 @@ BREAKS = {
     "The automatic scale is a power of two within its bounds": [
         (
             AUTO,
-            "moved = jnp.clip(_power_of_two(exponent), self.min_loss_scale, self.max_loss_scale)",
-            "moved = jnp.exp2(after.log2_scale)",
+            "moved = jnp.clip(power_of_two(log2_scale), self.min_loss_scale, self.max_loss_scale)",
+            "moved = jnp.exp2(log2_scale)",
         )
     ],
-    "The automatic scale arrives within 16 steps": [(AUTO, "_LOG2_MOVE = 8", "_LOG2_MOVE = 1")],
+    "The automatic scale arrives within 16 steps": [(AUTO, "LOG2_MOVE = 8", "LOG2_MOVE = 1")],
     "Every optimizer takes the steps it takes without loss scaling": [
         (
             STEP,

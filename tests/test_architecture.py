@@ -46,7 +46,7 @@ LAYERS = {
     "": (MIDDLE - {"optax"}) | {"diagnostics", "plotting"},  # the package's own __init__
 }
 # What every policy, each in a file of its own, may import of its siblings.
-POLICY_BASE = {"base", "bounded"}
+POLICY_BASE = {"base", "bounded", "powers"}
 NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
 
 # The rooms of the diagnostics, in order.

@@ -196,6 +196,58 @@ def test_a_step_from_any_state_is_the_rule_in_plain_python(config):
         checked_step(replace(Auto(**config), **state), finite, random.choice([largest, near]))
 
 
+def bits(loss_scale):
+    scale, _, margin, allowance = state_of(loss_scale).values()
+    return math.log2(scale), round(margin), round(allowance)
+
+
+def test_what_it_does_after_three_overflows():
+    """At the top, right after it, and on the climb: believed by a bit, not learned from, a proof."""
+    after = lambda loss_scale, finite: adjust(loss_scale, finite, largest=2.0**-20.5)  # noqa: E731
+    loss_scale = at_rest(Auto(), 8, True, 2.0**-20.5)
+    assert bits(loss_scale) == (35, 1, 0)
+    loss_scale = after(loss_scale, False)
+    assert bits(loss_scale) == (35 - 1 - 8, 1, 1)
+    loss_scale = after(loss_scale, False)
+    assert bits(loss_scale) == (26 - 8, 1, 1)
+    loss_scale = after(after(loss_scale, True), True)
+    assert bits(loss_scale) == (34 - 7 + 1, 1, 1)
+    loss_scale = after(loss_scale, False)
+    assert bits(loss_scale) == (28 - 1 - 8, 1 + 34 - 27, 1)
+    assert bits(at_rest(loss_scale, 7, True, 2.0**-20.5))[0] == 26
+    assert bits(at_rest(loss_scale, 20, True, 2.0**-20.5))[0] == 27
+
+
+def test_what_is_believed_is_used_up_and_the_margin_returns_to_one():
+    largest = 2.0**-20.5
+    loss_scale = replace(at_rest(Auto(), 8, True, largest), log2_margin=5.0)
+    for overflow in range(1, 12):
+        loss_scale = adjust(at_rest(loss_scale, 12, True, largest), False, largest=largest)
+        assert bits(loss_scale)[1:] == ((5, overflow) if overflow <= 8 else (1, 8))
+
+
+def test_after_a_lone_overflow_it_is_back_in_eight_steps():
+    before = at_rest(Auto(), 8, True, 2.0**-20.5)
+    after = adjust(before, False, largest=np.nan)
+    assert bits(at_rest(after, 8, True, 2.0**-20.5))[0] == bits(before)[0] - 1
+
+
+def test_at_the_floor_an_overflow_forgets_all():
+    lost = at_rest(at_rest(Auto(), 8, True, 2.0**-20.5), 10, False, np.nan)
+    assert state_of(lost) == {**state_of(Auto()), "current_loss_scale": 2.0**-24}
+
+
+@pytest.mark.parametrize("zeros", [0, 49])
+def test_below_a_ceiling_a_limit_is_found_too(zeros):
+    """The gradients would let the scale be 2**29; it may be 2**15, and overflows above 2**8."""
+    largest = np.where(np.arange(20_000) % (zeros + 1) == 0, 2.0**-14.5, 0).astype(np.float32)
+    scales, finite, _ = run(Auto(max_loss_scale=2.0**15), largest, largest * 2.0**22)
+    assert np.sum(~np.asarray(finite)) <= 40
+    assert np.max(np.asarray(scales)) <= 2.0**15
+    seen = np.asarray(finite) & (largest > 0)
+    assert np.mean(np.log2(np.asarray(scales)[seen])) >= 6
+
+
 # --- Arriving ---
 
 
@@ -307,6 +359,27 @@ def test_gradients_that_are_mostly_zero_are_not_skipped(one_in, at_random):
     skips, unused = judged(log2_largest, np.zeros(shape))
     assert np.all(skips <= np.maximum(is_real.sum(axis=0) / 100, 4))  # three tell a search where to look
     assert np.all(np.nanmean(unused, axis=0) <= 8)
+
+
+@pytest.mark.parametrize("inside", [9, 20])
+def test_a_limit_is_found_where_nearly_all_gradients_are_zero(inside):
+    random = np.random.default_rng(inside)
+    shape = (20_000, 3)
+    cycle = 4 * np.sin(2 * np.pi * np.arange(shape[0]) / 1000)[:, None]
+    log2_largest = np.where(random.random(shape) < 0.98, -np.inf, np.array([-40.0, -30.0, -20.0]) + cycle)
+    skips, unused = judged(log2_largest, np.full(shape, float(inside)))
+    assert np.all(skips <= 0.06 * np.isfinite(log2_largest).sum(axis=0))
+    assert np.all(np.nanmean(unused, axis=0) <= 8)
+
+
+def test_nans_among_zeros_do_not_drive_the_scale_away():
+    random = np.random.default_rng(3)
+    shape = (20_000, 4)
+    log2_largest = np.where(random.random(shape) < 0.9, -np.inf, np.array(SIZES[:4]))
+    nans = np.where(random.random(shape) < 0.05, np.inf, 0.0)
+    skips, unused = judged(np.where(np.isinf(nans), 0.0, log2_largest), nans)
+    assert np.all(skips <= 4)
+    assert np.all(np.nanmean(unused, axis=0) <= 20)
 
 
 @pytest.mark.parametrize("inside", [8, 26])
