@@ -72,9 +72,6 @@ def test_an_error_at_every_scale_is_one_that_no_scale_mends():
     assert (report.cause, report.will_train) == ("run-time error", False)
     assert report.verdict.startswith("At every loss scale compared the program raises an error, which it does not in")
     assert "The linear solver returned non-finite output. If a solver raises it, keep that in float32" in report.verdict
-    with pytest.raises((RuntimeError, ValueError), match="linear solver") as raised:
-        range_report(with_a_solver, *args, loss_scale=2.0**24)
-    assert "set EQX_ON_ERROR=nan" in raised.value.__notes__[0]
 
 
 def test_a_linear_function_that_is_transposed_as_it_stands_is_searched():

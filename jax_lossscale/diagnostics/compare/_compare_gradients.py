@@ -36,7 +36,8 @@ class GradientComparison(Report[LeafGradientError]):
     Attributes:
       verdict: in a sentence or two: whether it will train, and the scale to start from; or why not, and what helps.
       cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
-        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, ``"forward rounding"``, or ``"run-time error"``.
+        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, ``"forward rounding"``, or
+        ``"run-time error"``.
       will_train: whether there is a loss scale with which all gradients are right.
       loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
       suffering: the paths of the leaves that are wrong at the best of the scales.

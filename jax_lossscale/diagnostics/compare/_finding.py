@@ -142,9 +142,9 @@ def _first(operations: Sequence[OperationRange]) -> OperationRange | None:
 
 _CAUSES = {
     "reference not finite": "In float32 {what} not finite either.",
-    "run-time error": "At every loss scale compared the program raises an error, which it does not in float32: {said} If "
-    "a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than the rounding of "
-    "{dtype}.",
+    "run-time error": "At every loss scale compared the program raises an error, which it does not in float32: {said} "
+    "If a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than the "
+    "rounding of {dtype}.",
     "no gradients": "All gradients are zero in float32, too, so there is nothing that {dtype} could lose.",
     "forward overflow": "The loss is {value} in {dtype} and {reference} in float32. No loss scale changes that.",
     "forward overflow of gradients": "The gradients are {off} at the best loss scale. No loss scale changes that.",

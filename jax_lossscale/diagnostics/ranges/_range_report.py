@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics.asked._arguments import nonfinite_argument
 from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
 from jax_lossscale.diagnostics.asked._question import Question, asked
-from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale, is_of_the_program, noted_error_of_loss
+from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.shadow._blame import blame, cure, fault_of
 from jax_lossscale.diagnostics.shadow._layers import told_apart
@@ -104,14 +104,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     value, grads = traced.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, len(graph.sites) if progress else 0)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)
-    try:
-        _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
-    except (RuntimeError, ValueError) as error:
-        if is_of_the_program(error):
-            error.add_note(
-                "`range_report` cannot go on. If the error is equinox's, set EQX_ON_ERROR=nan, and ask again."
-            )
-        raise
+    _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
     of_value, of_grads = value[0] if question.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
     results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
