@@ -8,7 +8,7 @@ from lines import line
 from workloads import draw
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import autocast_report, compare_gradients, range_report
+from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
 
 half = jnp.float16
 
@@ -64,8 +64,25 @@ def test_an_error_at_run_time_is_an_overflow_at_that_scale():
     assert report.total.nonfinite[-1] == 1
     assert "At 2^21 the program raises an error, which counts as an overflow: The linear solver" in repr(report)
     assert "EQX_ON_ERROR=nan" in repr(report)
-    with pytest.raises((RuntimeError, ValueError), match="linear solver"):  # there is nothing to compare
-        compare_gradients(with_a_solver, *args, loss_scales=[2.0**24, 2.0**26])
+
+
+def test_an_error_at_every_scale_is_one_that_no_scale_mends():
+    args = draw(8, 4, seed=1), draw(16, 8, seed=2)
+    report = compare_gradients(with_a_solver, *args, loss_scales=[2.0**24, 2.0**26])
+    assert (report.cause, report.will_train) == ("run-time error", False)
+    assert report.verdict.startswith("At every loss scale compared the program raises an error, which it does not in")
+    assert "The linear solver returned non-finite output. If a solver raises it, keep that in float32" in report.verdict
+
+
+def test_a_linear_function_that_is_transposed_as_it_stands_is_searched():
+    """As solvers transpose the matrix that they are given as a function."""
+
+    def loss(weights, x):
+        y = jnp.tanh(x @ weights)
+        (transposed,) = jax.linear_transpose(lambda v: v @ weights, y[:, :8])(y)
+        return jnp.mean((transposed - 1) ** 2)
+
+    assert find_precision(loss, draw(8, 8, seed=1, scale=0.3), draw(16, 8, seed=2)).rules == ()
 
 
 # Zero in float32.

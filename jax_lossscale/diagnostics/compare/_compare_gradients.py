@@ -36,7 +36,8 @@ class GradientComparison(Report[LeafGradientError]):
     Attributes:
       verdict: in a sentence or two: whether it will train, and the scale to start from; or why not, and what helps.
       cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
-        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, or ``"forward rounding"``.
+        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, ``"forward rounding"``, or
+        ``"run-time error"``.
       will_train: whether there is a loss scale with which all gradients are right.
       loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
       suffering: the paths of the leaves that are wrong at the best of the scales.
@@ -77,7 +78,7 @@ class GradientComparison(Report[LeafGradientError]):
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
             lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
-        if self.run_time_errors:
+        if self.run_time_errors and self.cause != "run-time error":
             (first, said), *_ = self.run_time_errors
             lines.append(
                 f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {said} So would "

@@ -67,6 +67,8 @@ def find_cause(question: Question, errors: GradientErrors, ranges: Ranges) -> Fi
         is_explained = question.faults.nan or question.lost
         made = [] if is_explained else [o for o in ranges(errors.scales[0]).bad if math.isnan(o.largest)]
         return Finding("reference not finite", 0, bad, _first(made), advice="" if made or is_explained else "index")
+    if len(errors.run_time_errors) == len(errors.scales):
+        return Finding("run-time error")
     if not math.isfinite(errors.value):
         return _forward_overflow(0, [], ranges(errors.scales[0]))
     if not errors.total.norm:
@@ -140,6 +142,9 @@ def _first(operations: Sequence[OperationRange]) -> OperationRange | None:
 
 _CAUSES = {
     "reference not finite": "In float32 {what} not finite either.",
+    "run-time error": "At every loss scale compared the program raises an error, which it does not in float32: {said} "
+    "If a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than the "
+    "rounding of {dtype}.",
     "no gradients": "All gradients are zero in float32, too, so there is nothing that {dtype} could lose.",
     "forward overflow": "The loss is {value} in {dtype} and {reference} in float32. No loss scale changes that.",
     "forward overflow of gradients": "The gradients are {off} at the best loss scale. No loss scale changes that.",
@@ -214,6 +219,7 @@ def _said_of_one_that_does_not(question: Question, errors: GradientErrors, findi
         "start": power_of_two(finding.loss_scale or 1.0),
         "off": off(error),
         "error": percent(error),
+        "said": next(iter(errors.run_time_errors.values()), ""),
     }
     if nonzero := sum(leaf.nonzero for leaf in leaves):
         numbers["lost"] = percent(sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / nonzero)

@@ -110,8 +110,11 @@ def _differentiate(primals: Any, tangents: Any, *, site: int, role: int, kind: s
 
 
 def _transpose(cotangent: Any, number: Any, value: Any, *, site: int, role: int, kind: str) -> list[Any]:
-    is_zero = isinstance(cotangent, ad.Zero)
-    return [cotangent if is_zero else _probe(cotangent, value, site, role, "cotangent"), None]
+    if isinstance(cotangent, ad.Zero):
+        return [cotangent, None]
+    if ad.is_undefined_primal(value):  # of a function that is linear, and transposed as it stands: there is no value
+        value = jnp.zeros_like(cotangent)
+    return [_probe(cotangent, value, site, role, "cotangent"), None]
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
