@@ -155,14 +155,17 @@ def test_less_is_kept_of_a_scan_by_halves():
 
 
 def padded(y):
-    return jnp.sin(jnp.pad(jnp.exp(y), ((0, 0), (8, 8))))[:, :16]
+    for _ in range(4):
+        y = jnp.sin(jnp.pad(y, ((0, 0), (2, 2))))
+    return y[:, :16]
 
 
-def test_what_pads_is_done_again():
+def test_what_is_padded_is_not_kept():
     def loss(w, v, x):
         return jnp.sum(padded(x @ w) @ v)
 
-    assert not [kind for kind in kept(jls.autocast(loss), W, W.T, X) if "[4,32]" in kind]
+    found = kept(jls.autocast(loss), W, W.T, X)
+    assert not [kind for kind in found if kind.endswith(("[4,20]", "[4,24]", "[4,28]", "[4,32]"))]
 
 
 # A large value, and the steps that make it of small ones.
