@@ -193,7 +193,6 @@ IN_PARTS = {
         {
             ("float32", FACTORED),
             ("float32", "inside `custom_linear_solve`, which is computed as it was"),
-            ("float32", "marked exact by its author"),
             ("float16", ""),
         },
     ),
