@@ -155,11 +155,9 @@ class Planner:
         # What a backward pass of its own computes is known only when it is traced.
         if name != "custom_vjp_call" and not any(plan.is_rewritten for plan in plans):
             return None
-        results = [all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
-        if name == "scan":  # What it stacks may be narrow, but not what it carries.
-            results[: len(carried)] = [False] * len(carried)
-        elif name not in OF_ANY_DTYPE:
-            results = [False] * len(results)
+        # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
+        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
+        results = [n >= first and all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
         return Inner(plans, tuple(operands), tuple(results))
 
     def _with_what_is_kept(
