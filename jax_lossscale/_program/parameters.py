@@ -11,7 +11,7 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import CONVERSIONS, moved_operands
+from jax_lossscale._program.primitives import moved_operands
 
 # An equation, with those that it lies in before it, by their ids.
 Path: TypeAlias = tuple[int, ...]
@@ -64,7 +64,7 @@ class _Taken(Flow[_Leaf | None]):
         return None
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
-        moved = [[0]] if eqn.primitive.name in CONVERSIONS else moved_operands(eqn)
+        moved = moved_operands(eqn, casts=True)
         if moved is not None:
             return [self._first(operands[n] for n in of_result) for of_result in moved]
         leaf = self._first(operands)

@@ -95,13 +95,13 @@ ARITHMETIC = _names(
 KNOWN = PRODUCTS | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
 
 
-def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
+def moved_operands(eqn: Any, *, casts: bool = False) -> Sequence[Sequence[int]] | None:
     """Return, for each result of a move, the positions of the operands whose numbers it holds; None for all else.
 
-    The other operands (a mask, indices, sizes) say where numbers go.
+    The other operands (a mask, indices, sizes) say where numbers go. With ``casts``, a conversion is a move, too.
     """
     name = eqn.primitive.name
-    if name not in ALL_MOVES:
+    if name not in ALL_MOVES and not (casts and name in CONVERSIONS):
         return None
     operands = range(len(eqn.invars))
     operands = operands[1:] if name == "select_n" else operands[: _NUMBER_MOVED.get(name)]

@@ -15,7 +15,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import ALL_MOVES
+from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale.diagnostics._report import end_of
 from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, reports_of_named
 
@@ -65,8 +65,8 @@ class _Casts(Flow[str]):
     def operation(self, eqn: Any, place: Place, operands: Sequence[str]) -> Sequence[str]:
         if eqn.primitive.name == "convert_element_type" and is_narrow(eqn.outvars[0].aval):
             self.cast.add(operands[0])
-        moved = operands[0] if eqn.primitive.name in ALL_MOVES else ""
-        return [moved] * len(eqn.outvars)
+        moved = moved_operands(eqn) or [()] * len(eqn.outvars)
+        return [next((operands[n] for n in taken if operands[n]), "") for taken in moved]
 
 
 def _has_values(leaf: Any) -> bool:

@@ -11,12 +11,12 @@ import numpy as np
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale.diagnostics._report import at
 
 # A number that is added, or that is the least that may be, keeps what follows away from zero.
 _KEEPS_AWAY = ("add", "max", "sub")
 _FROM_ZERO = ("rsqrt", "sqrt", "cbrt", "div", "log")
-_WHATEVER_MOVES = ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy")
 
 
 class LostConstant(NamedTuple):
@@ -67,8 +67,10 @@ class _Constants(Flow[_Value]):
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
-        if name in _WHATEVER_MOVES and len(operands) == 1:
-            return [operands[0]]
+        moved = moved_operands(eqn, casts=True)
+        if moved is not None:
+            joined = _Value(sums=tuple(lost for operand in operands for lost in operand.sums))
+            return [operands[taken[0]] if len(taken) == 1 else joined for taken in moved]
         sums: tuple[LostConstant, ...] = ()
         if name in _FROM_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):

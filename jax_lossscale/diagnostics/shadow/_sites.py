@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow, is_reference
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, MOVES, REPEATING_MOVES
+from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, moved_operands
 
-# These move a parameter, which is the same parameter after them.
-_MOVES_OF_ONE = MOVES | REPEATING_MOVES | {"convert_element_type"}
 # These only move or choose among numbers that were measured where they were made, or turn their signs.
 _MOVES = ALL_MOVES | CHOICES | {"abs", "neg", "top_k"}
 _REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum", "dot_general", "conv_general_dilated")
@@ -113,24 +111,24 @@ class Graph(Flow[Value]):
             self._divisions.add(place.column)
         parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
         steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
+        moved = moved_operands(eqn, casts=True) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
         results = []
-        for variable in eqn.outvars:
+        for variable, taken in zip(eqn.outvars, moved, strict=True):
             if is_measured(eqn, variable):
                 operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
                 node = self._node(nodes)
                 self.sites[node] = Site(operation, place, variable.aval, steep, parameter)
                 results.append(Value(frozenset({node}), name, place.column, steep, parameter))
             else:
-                is_move = name in _MOVES or name == "convert_element_type"
-                made = operands[-1] if name == "select_n" else operands[0] if operands and is_move else None
-                known = made or Value(operation=name, column=place.column, steep=steep)
+                made = [operands[n] for n in taken if operands[n].operation] or [operands[n] for n in taken]
+                known = made[0] if made else Value(operation=name, column=place.column, steep=steep)
                 results.append(known._replace(nodes=nodes, parameter=parameter))
         return results
 
     def _entered(self, eqn: Any, place: Place, known: Sequence[Parameter]) -> Parameter | None:
         """Find the parameter that entered the results last; ``known``: those of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
-        if bare and eqn.primitive.name not in _MOVES_OF_ONE:
+        if bare and moved_operands(eqn, casts=True) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:  # a cotangent has been through later layers than what it meets of the forward pass
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
