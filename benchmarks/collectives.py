@@ -1,6 +1,6 @@
 """What one device of eight sends and receives in a training step of a decoder that lies on a mesh in a usual way.
 
-XLA partitions the program, which is read and not run. It is compiled for H100s where the extra ``bench-cuda`` is
+XLA partitions the program, which is read and not run. It is compiled for H100s where the group ``bench-cuda`` is
 installed, else for CPU devices. A collective counts with the bytes of the larger of what it takes and what it gives.
 """
 

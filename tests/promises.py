@@ -187,7 +187,7 @@ BREAKS = {
     "A configuration builds loss scales and nothing else": [
         (
             "_loss_scale/registry.py",
-            'raise ValueError(f"`{name}` must be {_ACCEPTED}; got {identifier!r}.")',
+            'raise ValueError(f"`{name}` must be {_ACCEPTED}; got {shown(identifier)}.")',
             "return NoOpLossScale()",
         ),
         (
