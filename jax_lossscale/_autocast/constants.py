@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 UNKNOWN = Interval(-math.inf, math.inf)
 # Finds the interval of a constant.
-Known: TypeAlias = Callable[[], Interval]
+FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
 # They are monotone in each operand, on either side of 0. So they are largest and smallest where each operand is the
@@ -54,13 +54,13 @@ class Constants:
       known: of each argument, what finds the interval of the constant that it is, or is a part of; else None.
     """
 
-    def __init__(self, program: Program, known: Sequence[Known | None]) -> None:
+    def __init__(self, program: Program, known: Sequence[FindInterval | None]) -> None:
         self._given = {name: _known(value) for name, value in program.constants.items()}
         self._given |= dict(zip(program.inputs, known, strict=False))
         self._maker: dict[Name, tuple[Step, int]] = {}
         self._found: dict[Name, Interval] = {}
 
-    def of(self, atom: Name | Literal) -> Known | None:
+    def of(self, atom: Name | Literal) -> FindInterval | None:
         """Return what finds the interval of a constant; None of a value that is no constant."""
         if isinstance(atom, Literal):
             return _known(atom.val)
@@ -91,7 +91,7 @@ def _is_left_out(eqn: Any) -> bool:
     )
 
 
-def _known(value: Any) -> Known | None:
+def _known(value: Any) -> FindInterval | None:
     return None if isinstance(value, jax.core.Tracer) else functools.cache(lambda: _of_array(value))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
-from jax_lossscale._autocast.constants import Constants, Known
+from jax_lossscale._autocast.constants import Constants, FindInterval
 from jax_lossscale._autocast.cut import Cut, OperandsAskedFor
 from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
@@ -56,7 +56,7 @@ class Planner:
         arrives: Sequence[bool] = (),
         at: At | None = None,
         outputs_feeding: Sequence[bool] = (),
-        known: Sequence[Known | None] = (),
+        known: Sequence[FindInterval | None] = (),
     ) -> Plan:
         """Return the plan of a jaxpr.
 

@@ -12,28 +12,28 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._program.jaxpr import last_uses
 
-Value = TypeVar("Value")
+Datum = TypeVar("Datum")
 
 
-class Walk(Generic[Value]):
+class Walk(Generic[Datum]):
     """Goes through jaxprs. No value is held longer than it is needed."""
 
-    def value_of(self, constant: Any, aval: Any) -> Value:
+    def value_of(self, constant: Any, aval: Any) -> Datum:
         """Return the value of a literal, or of a constant of the jaxpr, which is of the type ``aval`` there."""
         raise NotImplementedError
 
-    def equation(self, eqn: Any, operands: list[Value]) -> Sequence[Value]:
+    def equation(self, eqn: Any, operands: list[Datum]) -> Sequence[Datum]:
         """Return the values of the results of an equation."""
         raise NotImplementedError
 
-    def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+    def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Datum]) -> list[Datum]:
         """Return the values of the results of a jaxpr."""
         jaxpr = closed.jaxpr
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values: dict[Any, Datum] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
             values[variable] = self.value_of(constant, variable.aval)
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> Datum:
             return self.value_of(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
         for eqn, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):

@@ -9,7 +9,7 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
 from jax_lossscale.diagnostics.precision._precision_rules import REASONS
-from jax_lossscale.diagnostics.run._explain import RUN, findings_of
+from jax_lossscale.diagnostics.run._explain import RUN, said_of
 from jax_lossscale.diagnostics.shadow._blame import FAULTS
 
 pytestmark = pytest.mark.ci
@@ -64,7 +64,7 @@ EXPLAINED = {
 
 
 def found_in(state, params):
-    return " | ".join(key for key, _ in list(findings_of(state, params))[2:])
+    return " | ".join(key for key, _ in list(said_of(state, params))[2:])
 
 
 @pytest.mark.parametrize(("loss_scale", "record", "steps", "found"), EXPLAINED.values(), ids=EXPLAINED)
@@ -201,7 +201,7 @@ def test_every_cause_is_found(kind, table, record):
     assert causes.keys() == CAUSES.keys()
     for cause, cell in causes.items():
         params, state = after(tx, **CAUSES[cause])
-        told = [numbers["why"] for _, numbers in findings_of(state, params) if "why" in numbers]
+        told = [numbers["why"] for _, numbers in said_of(state, params) if "why" in numbers]
         assert (found_in(state, params), told[0] if told else None) == FOUND[cell], cause
 
 
@@ -224,7 +224,7 @@ def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_i
 def test_after_a_wrong_grads_finite_gradients_are_not_said_to_be_zero():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
-    assert [key for key, _ in findings_of(state, None)][2:] == ["not measured"]
+    assert [key for key, _ in said_of(state, None)][2:] == ["not measured"]
     assert "`grads_finite=True`, that was wrong" in explain(state)
 
 
@@ -245,7 +245,7 @@ def test_parameters_that_are_not_finite_explain_everything():
     """The forward pass of such parameters is not to blame."""
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
-    found = list(findings_of(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}))[2:]
+    found = list(said_of(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}))[2:]
     assert [key for key, _ in found] == ["skipped", "parameters, skipping"]
     assert found[1][1] == {"where": "['kernel']"}
     assert "first in the only leaf" in explain(tx.init(PARAMS), jnp.array([NAN]))
@@ -253,13 +253,13 @@ def test_parameters_that_are_not_finite_explain_everything():
 
 def test_a_parameter_that_is_too_large_is_named_where_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
-    found = list(findings_of(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)}))
+    found = list(said_of(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)}))
     assert found[-1] == ("large", {"largest": "3e+02", "where": "['kernel']"})
 
 
 def test_a_step_that_was_applied_without_harm():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0), kernel=NAN)
-    assert "applied, finite" in [key for key, _ in findings_of(state, PARAMS)]
+    assert "applied, finite" in [key for key, _ in said_of(state, PARAMS)]
 
 
 def test_a_record_of_an_earlier_step_is_not_taken_for_the_last_one():

@@ -9,7 +9,7 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain
-from jax_lossscale.diagnostics.run._explain import findings_of
+from jax_lossscale.diagnostics.run._explain import said_of
 
 pytestmark = pytest.mark.ci
 
@@ -126,7 +126,7 @@ TRAININGS = {
 )
 def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, found):
     params, state = trained(loss_fn, loss_scale, steps, every, **options)
-    assert " | ".join(key for key, _ in list(findings_of(state, params))[2:]) == found
+    assert " | ".join(key for key, _ in list(said_of(state, params))[2:]) == found
 
 
 @pytest.mark.slow

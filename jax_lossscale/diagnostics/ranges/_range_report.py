@@ -24,7 +24,7 @@ from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, Ra
 from jax_lossscale.diagnostics.shadow._blame import blame, cure, fault_of
 from jax_lossscale.diagnostics.shadow._layers import told_apart
 from jax_lossscale.diagnostics.shadow._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics.shadow._sites import Graph, Parameter, Site, Value
+from jax_lossscale.diagnostics.shadow._sites import Ancestry, Graph, Parameter, Site
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
@@ -100,7 +100,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     """Make the report at a scale."""
     traced, dtype, graph = question.program, question.dtype, Graph()
     entering = {name: Parameter(-1, name, is_bare=True) for name in question.parameters}
-    ends = graph.outputs(traced.jaxpr, [Value(parameter=entering.get(name)) for name in question.inputs])
+    ends = graph.outputs(traced.jaxpr, [Ancestry(parameter=entering.get(name)) for name in question.inputs])
     value, grads = traced.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, len(graph.sites) if progress else 0)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)

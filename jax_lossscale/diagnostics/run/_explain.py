@@ -36,7 +36,7 @@ _FAR_BELOW_THE_LIMIT = 8
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-Finding: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `RUN`, and its numbers
+Said: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `RUN`, and its numbers
 
 
 # The state of a run, as `explain` tells it.
@@ -160,11 +160,11 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    said = "\n".join(RUN[key].format(**numbers) for key, numbers in findings_of(state, params))
+    said = "\n".join(RUN[key].format(**numbers) for key, numbers in said_of(state, params))
     return "\n".join(dict.fromkeys(said.splitlines()))
 
 
-def findings_of(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Finding]:
+def said_of(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Said]:
     """Find what there is to tell of a state, in the order in which it is told."""
     loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
     scale, kind = float(loss_scale()), type(loss_scale).__name__
@@ -238,7 +238,7 @@ def _parts(inner_state: Any) -> list[Any]:
     return [part for each in inner_state for part in _parts(each)]
 
 
-def _cures(cause: str, state: LossScaledState) -> Iterator[Finding]:
+def _cures(cause: str, state: LossScaledState) -> Iterator[Said]:
     """Say what to do about a step that was skipped."""
     if cause not in _OF_GRADIENTS:
         yield cause, {}
@@ -262,7 +262,7 @@ def _cures(cause: str, state: LossScaledState) -> Iterator[Finding]:
         yield "an infinity stays" if loss_scale() <= 1 else "a high floor", {}
 
 
-def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Finding]:
+def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Said]:
     """Look at the steps before the last, which was good."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
@@ -289,7 +289,7 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[F
         yield from _cures_of_many(cause, loss_scale) if not was_the_batch else ()
 
 
-def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Finding]:
+def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Said]:
     """Say what to do about many skipped steps, of which the last that is known had this cause."""
     if cause and cause not in _OF_GRADIENTS:
         yield cause, {}
@@ -310,7 +310,7 @@ def _steps_of_a_search(loss_scale: LossScale) -> float:
     return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
-def _of_gradients(state: LossScaledState) -> Iterator[Finding]:
+def _of_gradients(state: LossScaledState) -> Iterator[Said]:
     """Look at the gradients of a last step that was good."""
     if not int(state.applied_steps):
         return

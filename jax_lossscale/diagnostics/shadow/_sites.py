@@ -56,7 +56,7 @@ class Site(NamedTuple):
     parameter: Parameter | None
 
 
-class Value(NamedTuple):
+class Ancestry(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -74,7 +74,7 @@ class Value(NamedTuple):
     parameter: Parameter | None = None
 
 
-class Graph(Flow[Value]):
+class Graph(Flow[Ancestry]):
     """The measured results of a program, each with those that it is made of.
 
     Attributes:
@@ -89,21 +89,21 @@ class Graph(Flow[Value]):
         self.ends_of_loops: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
 
-    def constant(self, value: Any) -> Value:
-        return Value()
+    def constant(self, value: Any) -> Ancestry:
+        return Ancestry()
 
-    def joined(self, values: Sequence[Value]) -> Value:
+    def joined(self, values: Sequence[Ancestry]) -> Ancestry:
         return values[0]._replace(nodes=frozenset[int]().union(*(value.nodes for value in values)))
 
-    def carried(self, start: Value) -> Value:
-        return Value(frozenset({self._node(start.nodes)}), parameter=start.parameter)
+    def carried(self, start: Ancestry) -> Ancestry:
+        return Ancestry(frozenset({self._node(start.nodes)}), parameter=start.parameter)
 
-    def carried_on(self, within: Value, at_end: Value) -> None:
+    def carried_on(self, within: Ancestry, at_end: Ancestry) -> None:
         (node,) = within.nodes
         self.made_of[node] |= at_end.nodes
         self.ends_of_loops[node] = at_end.nodes
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Value]) -> Sequence[Value]:
+    def operation(self, eqn: Any, place: Place, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
         self._place_casts(nodes, place)
@@ -118,10 +118,10 @@ class Graph(Flow[Value]):
                 operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
                 node = self._node(nodes)
                 self.sites[node] = Site(operation, place, variable.aval, steep, parameter)
-                results.append(Value(frozenset({node}), name, place.column, steep, parameter))
+                results.append(Ancestry(frozenset({node}), name, place.column, steep, parameter))
             else:
                 made = [operands[n] for n in taken if operands[n].operation] or [operands[n] for n in taken]
-                known = made[0] if made else Value(operation=name, column=place.column, steep=steep)
+                known = made[0] if made else Ancestry(operation=name, column=place.column, steep=steep)
                 results.append(known._replace(nodes=nodes, parameter=parameter))
         return results
 
@@ -145,7 +145,7 @@ class Graph(Flow[Value]):
         self.made_of.append(made_of)
         return len(self.made_of) - 1
 
-    def _derivative_of(self, eqn: Any, place: Place, operands: Sequence[Value]) -> str:
+    def _derivative_of(self, eqn: Any, place: Place, operands: Sequence[Ancestry]) -> str:
         """Name the operation that an equation differentiates: one of the same expression, which made an operand."""
         name = eqn.primitive.name
         if name not in _OF_A_DERIVATIVE or "jvp(" not in place.stack:
@@ -171,7 +171,7 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     return is_narrow(aval) and before != aval.dtype
 
 
-def _operation(name: str, operands: Sequence[Value]) -> str:
+def _operation(name: str, operands: Sequence[Ancestry]) -> str:
     """Name the primitive; for a cast of a sum that was computed in float32, the sum."""
     if name == "convert_element_type" and operands[0].operation in _REDUCTIONS:
         return operands[0].operation
