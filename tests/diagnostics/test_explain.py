@@ -80,7 +80,7 @@ def test_what_is_found(loss_scale, record, steps, found):
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The scale is 2^9 below what that would allow in float16.",
+                "The scale is 2^8 below what that would allow in float16.",
             ],
         ),
         (
