@@ -113,7 +113,7 @@ NEEDS: tuple[Need, ...] = (
     Need("_LOG2_HARDLY_FORGOTTEN", 1 / 256, _kind("inside 2^6"), _SKIPPED, 2),
     Need("_LOG2_LEAST_MARGIN", 0, _recorded("convnet"), _SKIPPED, 2),
     Need("_LOG2_MOST_MARGIN", 64, _nans_in_a_burst, _UNUSED_95, 28),
-    Need("_LOG2_MOST_MARGIN", 20, _far_inside, _SKIPPED, 2),
+    Need("_LOG2_MOST_MARGIN", 15, _far_inside, _SKIPPED, 2),
     Need("_LOG2_SEARCH_TOP", 20, _tiny, _ARRIVING, 16),
     Need("_LOG2_SEARCH_TOP", 120, lambda: traces.mostly_zero(50, 20_000), _SKIPPED, 6),
 )

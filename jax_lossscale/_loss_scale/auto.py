@@ -40,11 +40,11 @@ class AutoLossScale(BoundedLossScale):
 
     The largest recent gradient, the peak, is kept ``margin + allowance`` bits below float16's limit; the scale that
     does so is the target. An overflow lowers the scale by 8 bits, below what is left of the target; with the next
-    finite step it is back to 7 bits below, and climbs a bit a step. An overflow on the climb proves a limit: the margin
-    moves there. An overflow at the top is no proof, since a NaN may come from the data: it is believed by one bit of
-    allowance, up to 8; past that the scale is not its cause, and the margin returns to 1. Right after an overflow,
-    before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the allowance 1/768; beside an
-    allowance the margin forgets nothing, and the peak 1/768.
+    finite step it is back to 7 bits below, and climbs a bit a step. An overflow is believed by one bit of allowance, up
+    to 8, since it may be a NaN from the data. An overflow on the climb proves a limit: the margin moves there, too. An
+    overflow at the top that finds 8 bits of allowance is not the scale's, and the margin returns to 1. Right after an
+    overflow, before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the allowance 1/768;
+    beside an allowance the margin forgets nothing, and the peak 1/768.
 
     With ``s = log2(scale)``, ``x = log2(largest)``, ``target = floor(log2(65512) - log2_headroom - peak - margin -
     allowance)``, and a prime for what holds after the step; what is not named stays as it is::
@@ -53,10 +53,10 @@ class AutoLossScale(BoundedLossScale):
                      margin' = max(margin - 1/64, 1) where allowance = 0;  allowance' = max(allowance - 1/768, 0)
                      s'      = min(target', max(s + 1, target' - 7));  margin' = 1, allowance' = 0 where x > peak + 8
         all zero:    peak'   = peak - 1/768;  s' = target' - 1, or target' where s was above
-        not finite:  s'      = min(s, target') - 8, and the step is skipped
-          on the climb, target - 8 < s < target:  margin' = what makes target' s - 1, at most 30
-          at the top, s = target:  allowance' = allowance + 1;  but margin' = 1 where allowance is above 7 already
-        no peak yet: target  = 40;  not finite, where s > target - 8: margin' = what makes target' s - 24
+        not finite:  s'      = min(s, target') - 8, and the step is skipped; where s > target - 8, also
+                     allowance' = allowance + 1 where it is 7 at most;  but margin' = 1 where it is more and s = target
+                     margin' = margin + target - s + 1, at most 30, where s < target
+        no peak yet: target  = 40;  not finite, where s > target - 8: margin' = margin + target - s + 24 alone
 
     Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
     how much. One that comes again while the scale climbs back is of this kind. A gradient more than 8 bits above the
@@ -96,7 +96,7 @@ class AutoLossScale(BoundedLossScale):
 
     Examples:
       The largest gradient is 2**-20.5, so the target is 2**35. Three overflows come: at the top, right after it, and on
-      the climb. The first is believed by a bit, the second teaches nothing, and the third is a proof:
+      the climb. The first is believed by a bit, the second teaches nothing, and the third is a proof, and a bit more:
 
       >>> import jax, math
       >>> import jax_lossscale as jls
@@ -116,9 +116,9 @@ class AutoLossScale(BoundedLossScale):
       >>> loss_scale = after(loss_scale, True, True)
       2**28, margin 1.0, allowance 1.00
       >>> loss_scale = after(loss_scale, False)
-      2**19, margin 8.0, allowance 1.00
+      2**18, margin 8.0, allowance 2.00
       >>> loss_scale = after(loss_scale, *[True] * 8)
-      2**27, margin 8.0, allowance 0.99
+      2**26, margin 8.0, allowance 1.99
 
     References:
       OpenSeq2Seq's ``LogMax`` (Kuchaiev et al., 2018) keeps standard deviations free above the mean of log2 of the
@@ -212,7 +212,7 @@ class AutoLossScale(BoundedLossScale):
         at_top = jnp.where(is_used_up, _LOG2_LEAST_MARGIN, margin)
         learned = jnp.where(no_peak, searched, jnp.where(is_at_top, at_top, proved))
         margin = jnp.where(is_back, learned, margin)
-        allowance = jnp.where(is_at_top & ~is_used_up & ~no_peak, allowance + 1, allowance)
+        allowance = jnp.where(is_back & ~is_used_up & ~no_peak, allowance + 1, allowance)
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:

@@ -148,7 +148,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       ...     {"kernel": jnp.array([1.0, jnp.inf])}, tx.init(params), params
       ... )
       >>> print(jls.diagnostics.explain(state, params))
-      The loss scale is 2^-16 = 1.525878906e-05 (AutoLossScale).
+      The loss scale is 2^0 = 1 (AutoLossScale).
       Of 1 step, 0 were applied and 1 skipped.
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients tolerate: there is nothing to do.
