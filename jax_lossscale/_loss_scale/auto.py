@@ -39,24 +39,25 @@ class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients, and needs no numbers from you.
 
     The largest recent gradient, the peak, is kept ``margin + allowance`` bits below float16's limit; the scale that
-    does so is the target. An overflow lowers the scale by 8 bits, below what is left of the target; with the next
-    finite step it is back to 7 bits below, and climbs a bit a step. An overflow is believed by one bit of allowance, up
-    to 8, since it may be a NaN from the data. An overflow on the climb proves a limit: the margin moves there, too. An
-    overflow at the top that finds 8 bits of allowance is not the scale's, and the margin returns to 1. Right after an
-    overflow, before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the allowance 1/768;
-    beside an allowance the margin forgets nothing, and the peak 1/768.
+    does so is the target. An overflow lowers the scale to 8 bits below the new target, or below the scale if that is
+    lower. The next finite step takes it to 7 bits below the target, and from there it climbs a bit a step. An overflow
+    adds one bit of allowance, up to 8; only one, since it may be a NaN from the data. An overflow on the climb proves a
+    limit: the margin moves there, too, so the target is two bits below the scale that failed. An overflow at the top
+    that finds more than 7 bits of allowance is not the scale's, and the margin returns to 1. Right after an overflow,
+    before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the allowance 1/768; beside an
+    allowance the margin forgets nothing, and the peak 1/768.
 
     With ``s = log2(scale)``, ``x = log2(largest)``, ``target = floor(log2(65512) - log2_headroom - peak - margin -
     allowance)``, and a prime for what holds after the step; what is not named stays as it is::
 
-        a gradient:  peak'   = max(peak - 1/64, x), and 1/768 for 1/64 where allowance > 0
-                     margin' = max(margin - 1/64, 1) where allowance = 0;  allowance' = max(allowance - 1/768, 0)
-                     s'      = min(target', max(s + 1, target' - 7));  margin' = 1, allowance' = 0 where x > peak + 8
-        all zero:    peak'   = peak - 1/768;  s' = target' - 1, or target' where s was above
-        not finite:  s'      = min(s, target') - 8, and the step is skipped; where s > target - 8, also
-                     allowance' = allowance + 1 where it is 7 at most;  but margin' = 1 where it is more and s = target
-                     margin' = margin + target - s + 1, at most 30, where s < target
-        no peak yet: target  = 40;  not finite, where s > target - 8: margin' = margin + target - s + 24 alone
+        a gradient:  if x > peak + 8, or no peak yet:  margin' = 1, allowance' = 0
+                     else if allowance = 0: margin' = max(margin - 1/64, 1); else allowance' = max(allowance - 1/768, 0)
+                     peak' = max(peak - 1/64, x), with 1/768 if allowance > 0;  s' = min(target', max(s + 1, target' - 7))
+        all zero:    peak' = peak - 1/768;  s' = s, but at least target' - 1 and at most target'
+        not finite:  s' = min(s, target') - 8, and the step is skipped;  if s > target - 8, also:
+                     if allowance <= 7:  allowance' = allowance + 1;  else if s = target:  margin' = 1
+                     if s < target:  margin' = margin + target - s + 1, at most 30
+        no peak yet: target = 40;  not finite, if s > target - 8:  margin' = margin + target - s + 24, and no more
 
     Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
     how much. One that comes again while the scale climbs back is of this kind. A gradient more than 8 bits above the
@@ -66,7 +67,8 @@ class AutoLossScale(BoundedLossScale):
     what overflows there is a limit, too, which gradients that are mostly zero would not show otherwise. Before the
     first gradient the margin forgets 1/64 bit in each step of zeros.
 
-    At the floor an overflow forgets all: peak, margin and allowance are those of a fresh loss scale.
+    An overflow of a step whose scale was the floor already forgets all: peak, margin and allowance are those of a fresh
+    loss scale, which has no peak and no allowance.
 
     The margin is not tried below 1. Weights that the iterations of a scan share have gradients that are summed in
     float32, and may exceed what any cotangent reaches; five bits are unused there. To look for them would cost every
