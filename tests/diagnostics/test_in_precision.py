@@ -486,7 +486,7 @@ def test_a_print_does_no_harm(capfd):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words"), [("int32", "real floating dtype"), ("pear", "no dtype"), ("float64", "enable_x64")]
+    ("dtype", "words"), [("int32", "real floating dtype"), ("pear", "must be a dtype"), ("float64", "enable_x64")]
 )
 def test_a_dtype_must_be_one_to_compute_in(dtype, words):
     with pytest.raises(ValueError, match=rf"in_precision\(dtype=\.\.\.\).*{words}"):

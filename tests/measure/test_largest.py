@@ -37,7 +37,7 @@ def oracle(tree, scale=1.0):
             with np.errstate(over="ignore"):
                 wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)  # the scale that is applied
             if not (wide <= limit).all():  # a NaN is not
-                return False, 0.0
+                return False, None
             largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
     as_float32 = np.float32(min(largest_so_far, LARGEST_FLOAT32))
     return True, 0.0 if as_float32 < np.finfo(np.float32).tiny else float(as_float32)
@@ -46,7 +46,12 @@ def oracle(tree, scale=1.0):
 def answer_of(found):
     finite, magnitude = found
     assert (finite.shape, finite.dtype, magnitude.shape, magnitude.dtype) == ((), jnp.bool_, (), jnp.float32)
-    return bool(finite), float(magnitude)
+    return as_numbers(finite, magnitude)
+
+
+def as_numbers(finite, magnitude):
+    """Plain values, with None for NaN, which is not equal to itself."""
+    return bool(finite), None if np.isnan(magnitude) else float(magnitude)
 
 
 compiled = jax.jit(finite_and_largest)
@@ -62,7 +67,7 @@ READINGS = {
 def as_pair(reading, tree, scale):
     leaves = [leaf for leaf in map(as_read, jax.tree.leaves(tree)) if leaf.size]
     magnitude = finite._divided(jax.jit(reading)(*leaves), None if scale is None else jnp.float32(scale))
-    return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, 0)
+    return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, jnp.nan)
 
 
 every_reading = pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
@@ -99,7 +104,7 @@ def test_as_numpy_sees_it(dtype, data):
         assert bool(jls.all_finite(tree)) == expected[0]
         other = np.zeros_like(leaf) if expected[0] else leaf
         finite, magnitude = map(np.asarray, of_each_member([np.stack([leaf, other])]))
-        assert (bool(finite[0]), float(magnitude[0])) == oracle([leaf])
+        assert as_numbers(finite[0], magnitude[0]) == oracle([leaf])
 
 
 POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # the first are subnormal
@@ -123,7 +128,7 @@ def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
             leaf[-1] = -value
             finite, magnitudes = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
             expected = at_every_power_of_two(dtype, value)
-            assert list(zip(finite, magnitudes, strict=True)) == expected
+            assert list(map(as_numbers, finite, magnitudes)) == expected
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
@@ -135,7 +140,8 @@ def test_it_is_the_largest_of_the_unscaled_gradients_to_the_bit(scale):
         divided = jax.jit(lambda tree, scale: type(loss_scale)(scale).unscale(tree))(scaled, jnp.float32(scale))
         finite, magnitude = finite_and_largest(scaled, jnp.float32(scale))
         assert finite == jls.all_finite(divided)
-        assert magnitude == (max(float(jnp.abs(leaf).max()) for leaf in divided.values()) if finite else 0)
+        largest_there = max(float(jnp.abs(leaf).max()) for leaf in divided.values()) if finite else None
+        assert as_numbers(finite, magnitude) == (bool(finite), largest_there)
 
 
 SIZE = 2**17 + 7  # no multiple of any vector, tile or block
@@ -148,7 +154,7 @@ def test_one_value_anywhere_in_a_large_leaf(dtype, read):
     read = jax.jit(read)
     background = np.ones(SIZE, dtype)
     for position in POSITIONS:
-        for value, expected in (-2.5, (True, 2.5)), (7.0, (True, 7.0)), *((bad, (False, 0.0)) for bad in BAD):
+        for value, expected in (-2.5, (True, 2.5)), (7.0, (True, 7.0)), *((bad, (False, None)) for bad in BAD):
             leaf = background.copy()
             leaf[position] = value
             assert answer_of(read([leaf, np.zeros(3, np.float32)])) == expected, (position, value)
@@ -194,7 +200,7 @@ def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
         ([np.zeros(2, jax.dtypes.float0), jax.random.key(0), jnp.zeros(3)], (True, 0.0)),
         ([1.5, jnp.zeros(0)], (True, 1.5)),
         (complex(3, -4), (True, 4.0)),
-        (float("nan"), (False, 0.0)),
+        (float("nan"), (False, None)),
         (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),  # subnormal, but not in float32
         (np.float32([-(2.0**-126)]), (True, 2.0**-126)),
     ],
@@ -208,7 +214,7 @@ def test_a_float64_beyond_float32_counts_as_the_largest_float32():
     with enable_x64(True):
         for value in 1e300, -1e39, float(LARGEST_FLOAT32) * (1 + 2.0**-26):
             assert answer_of(finite_and_largest(np.array([value, 1.0]))) == (True, float(LARGEST_FLOAT32))
-        assert answer_of(finite_and_largest(np.array([1e308]), 0.01)) == (False, 0.0)
+        assert answer_of(finite_and_largest(np.array([1e308]), 0.01)) == (False, None)
 
 
 def test_no_derivative_is_taken():
@@ -218,7 +224,7 @@ def test_no_derivative_is_taken():
 def test_members_have_scales_of_their_own():
     grads = jnp.array([[1.0, -4.0], [jnp.inf, 1.0], [3.0, 0.0]])
     finite, magnitude = jax.jit(jax.vmap(finite_and_largest))(grads, jnp.array([2.0, 2.0, 4.0]))
-    assert (finite.tolist(), magnitude.tolist()) == ([True, False, True], [2.0, 0.0, 0.75])
+    assert list(map(as_numbers, finite, magnitude)) == [(True, 2.0), (False, None), (True, 0.75)]
 
 
 # On eight devices.
@@ -237,7 +243,7 @@ def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
             compiled = jax.jit(finite_and_largest).lower(tree, np.float32(2)).compile()
             assert Counter(re.findall(COLLECTIVES, compiled.as_text())) == {"all-reduce": 1}
             assert answer_of(compiled(tree, np.float32(2))) == (True, 0.5)
-            for value, expected in (-6.0, (True, 3.0)), (np.nan, (False, 0.0)):
+            for value, expected in (-6.0, (True, 3.0)), (np.nan, (False, None)):
                 spoiled = np.ones(shape, np.float32)
                 spoiled[13, 3] = value
                 tree[4] = jax.device_put(spoiled, tree[4].sharding)
@@ -262,7 +268,7 @@ def test_inside_shard_map_shards_agree(shape, check_vma):
         same = jax.device_put(np.ones(2**16, np.float16), NamedSharding(mesh, P()))
         assert answer_of(mapped(placed, same)) == (True, 3.5)
         values[3, 2] = np.inf
-        assert answer_of(mapped(jax.device_put(values, placed.sharding), same)) == (False, 0.0)
+        assert answer_of(mapped(jax.device_put(values, placed.sharding), same)) == (False, None)
 
 
 def test_exported_for_all_platforms_and_for_sizes_known_later():
