@@ -131,6 +131,10 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         numbers += [] if params.get("fill_value") is None else _of_array(params["fill_value"])
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
+    elif name == "scatter":
+        numbers = [*operands[0], *operands[2]]
+    elif name == "rem":
+        numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
     elif name in _BETWEEN_MINUS_1_AND_1:
         numbers = [-1, 1]
     elif name == "reduce_sum":

@@ -132,7 +132,7 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
     float16 gradients survive; what the library gets is true. All that goes into the function goes through
     `unscale_gradient`: every array among the arguments, the parameters of a module that is the function or whose method
     it is, and what the function closes over. Forward-mode derivatives (`jax.jvp`) are those of ``fun``, without a
-    scale. Derivatives of derivatives are as in `scale_gradient`.
+    scale. Derivatives of derivatives are those of ``fun``, too, and the scale does not keep them from underflow.
 
     Args:
       fun: a function, mostly ``jls.autocast(loss_fn)``, of float32 arrays, nnx modules, and anything else. Like

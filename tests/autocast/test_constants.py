@@ -97,6 +97,8 @@ FITS = {
     "a normalised row": lambda: (ROW() - ROW().mean(0, keepdims=True)) / jnp.sqrt(ROW().var(0, keepdims=True) + 1.0),
     "a window": lambda: 0.5 - 0.5 * jnp.cos(2 * jnp.pi * ROW() / N),
     "reciprocals": lambda: 1 / (ROW() + COLUMN() + 1),
+    "written": lambda: jnp.zeros((N, N)).at[jnp.arange(N), 0].set(7.0),
+    "remainders": lambda: (jnp.arange(64) % 5).reshape(N, N).astype(jnp.float32),
 }
 
 
@@ -140,6 +142,8 @@ OF_ONE = {
 OF_TWO = {
     **{name: getattr(jnp, name) for name in "add subtract multiply divide maximum minimum power".split()},
     "joined": lambda x, y: jnp.concatenate([x[:4], y[4:]]),
+    "written": lambda x, y: x.at[2:5].set(y[:3]),
+    "remainder": jax.lax.rem,
     "chosen": lambda x, y: jnp.where(x > y, x, y),
 }
 
