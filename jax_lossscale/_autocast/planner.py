@@ -65,7 +65,7 @@ class Planner:
           arrives: of each argument, whether it comes narrow.
           at: where it lies.
           outputs_feeding: of each result, whether a factorization is made of it.
-          known: of each argument, the constant that it is; else None.
+          known: of each argument that is a constant, what finds its interval; else None.
         """
         at = at or At(recompute=bool(self.policy.recompute))
         program = inlined(closed)
