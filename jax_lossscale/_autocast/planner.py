@@ -17,7 +17,7 @@ from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, P
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
 from jax_lossscale._autocast.stretches import Stretch, stretches
-from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, going_into_products, streams
+from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, carried_streams, going_into_products, streams
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import LOOPS, REMAT, inside
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
@@ -57,6 +57,7 @@ class Planner:
         at: At | None = None,
         outputs_feeding: Sequence[bool] = (),
         known: Sequence[FindInterval | None] = (),
+        gives: Sequence[bool] = (),
     ) -> Plan:
         """Return the plan of a jaxpr.
 
@@ -66,6 +67,7 @@ class Planner:
           at: where it lies.
           outputs_feeding: of each result, whether a factorization is made of it.
           known: of each argument that is a constant, what finds its interval; else None.
+          gives: of each result, whether it is a skip connection that is narrow outside.
         """
         at = at or At(recompute=bool(self.policy.recompute))
         program = inlined(closed)
@@ -82,11 +84,12 @@ class Planner:
         comes_narrow = tuple(arrives) or (False,) * len(program.inputs)
         arriving = {name for name, is_narrow in zip(program.inputs, comes_narrow, strict=True) if is_narrow}
         narrow = {name for name in arriving if is_float32(program.types[name])}
-        narrow |= into_products & {*program.inputs, *program.constants}
+        given = {*names([atom for atom, is_given in zip(program.outputs, gives, strict=False) if is_given])}
+        narrow |= (into_products | given) & {*program.inputs, *program.constants}
         inner: dict[int, Inner] = {}
         for position, step in enumerate(program.steps):
             if decisions[position].kind is Kind.CALL:
-                rewritten = self._inner(step, at, feeding, constants, narrow)
+                rewritten = self._inner(step, at, feeding, constants, narrow, given)
                 if rewritten is None:
                     decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
                     results: Sequence[bool] = [False] * len(step.outputs)
@@ -98,7 +101,7 @@ class Planner:
                 name
                 for name, is_narrow in zip(step.outputs, results, strict=True)
                 if is_float32(program.types[name])
-                and ((is_narrow and not program.types[name].weak_type) or name in into_products)
+                and ((is_narrow and not program.types[name].weak_type) or name in into_products | given)
             }
         if at.recompute:
             program, decisions = _with_those_by_result(program, decisions, narrow)
@@ -128,16 +131,26 @@ class Planner:
         return are_narrow if each_by_itself else [all(are_narrow)] * len(step.outputs)
 
     def _inner(
-        self, step: Step, at: At, feeding: Collection[Name], constants: Constants, narrow: Set[Name]
+        self,
+        step: Step,
+        at: At,
+        feeding: Collection[Name],
+        constants: Constants,
+        narrow: Set[Name],
+        given: Collection[Name],
     ) -> Inner | None:
         """Return what becomes of the jaxprs in a step; ``None`` if they are computed as they are."""
         eqn, name = step.eqn, step.eqn.primitive.name
         bodies, carried, sliced, _ = inside(eqn)
         takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
+        skips = carried_streams(eqn) if name == "scan" and self.policy.narrow_skips else set()
         operands = [
-            (takes_any or n in sliced) and not isinstance(atom, Literal) and atom in narrow
+            n in skips or ((takes_any or n in sliced) and not isinstance(atom, Literal) and atom in narrow)
             for n, atom in enumerate(step.inputs)
         ]
+        gives = [name in OF_ANY_DTYPE and output in given for output in step.outputs]
+        for result, operand in carried:
+            gives[result] = operand in skips
         starts = {operand for _, operand in carried}
         known = [None if n in starts else constants.of(atom) for n, atom in enumerate(step.inputs)]
         around = At(
@@ -148,7 +161,12 @@ class Planner:
         goes_on = self._feeding.results_inside(eqn, [name in feeding for name in step.outputs])
         plans = tuple(
             self.plan(
-                body.closed, [operands[n] for n in body.operands], around, outputs, [known[n] for n in body.operands]
+                body.closed,
+                [operands[n] for n in body.operands],
+                around,
+                outputs,
+                [known[n] for n in body.operands],
+                [gives[n] for n in body.results],
             )
             for body, outputs in zip(bodies, goes_on, strict=True)
         )
@@ -157,7 +175,9 @@ class Planner:
             return None
         # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
         first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
-        results = [n >= first and all(_gives_narrow(plan, n) for plan in plans) for n in range(len(step.outputs))]
+        results = [
+            gives[n] or (n >= first and all(_gives_narrow(plan, n) for plan in plans)) for n in range(len(step.outputs))
+        ]
         return Inner(plans, tuple(operands), tuple(results))
 
     def _with_what_is_kept(

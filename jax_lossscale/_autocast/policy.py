@@ -115,7 +115,9 @@ class PrecisionPolicy:
       loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
         and changes nothing: policies that differ in nothing else are equal.
       narrow_skips: whether the float32 sums that go from one block of a network to the next (skip connections) are
-        stored in half precision. They take half the memory then, at the accuracy of code that casts by hand.
+        stored in half precision. They take half the memory then, at the accuracy of code that casts by hand. What a
+        scan carries is such a sum if each iteration adds something to it, and computes something of it besides; so are
+        the parameters that an optimizer in the function updates.
       errors: how far value and gradients were from float32 without the rules, and are with them; likewise.
 
     Raises:

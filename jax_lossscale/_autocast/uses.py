@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
+from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch
-from jax_lossscale._program.inline import Name, Program, Step, names
+from jax_lossscale._program.inline import Name, Program, Step, inlined, names
+from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import size_of
-from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES, moved_operands
 
 _POOLS = ("reduce_window_max", "reduce_window_min")
 
@@ -116,6 +118,60 @@ def streams(program: Program, decisions: Sequence[Decision], stretch: Stretch) -
         if is_float32(program.types[name])
     }
     return {name for name, size in sizes.items() if size == max(sizes.values()) > 1}
+
+
+def carried_streams(eqn: Any) -> set[int]:
+    """Return the operands of a scan that are skip connections, if the scan carries no larger float32 array.
+
+    An operand is one if each iteration adds something to it, and something else takes it. So an LSTM's cell, which is
+    multiplied, is none; and neither is a sum over the iterations, which nothing takes.
+    """
+    (body,), carried, *_ = inside(eqn)
+    sizes = {
+        result: size_of(eqn.invars[operand].aval) for result, operand in carried if is_float32(eqn.invars[operand].aval)
+    }
+    found = set()
+    for result, operand in carried:
+        if result in sizes and sizes[result] == max(sizes.values()) > 1:
+            sums, is_taken = _sums_with(body.closed, operand)
+            found |= {operand} if sums.get(result) and is_taken else set()
+    return found
+
+
+def _sums_with(closed: ClosedJaxpr, argument: int) -> tuple[dict[int, bool], bool]:
+    """Return which results are an argument, with whether something is added; and whether it is taken besides.
+
+    An argument is the same where it is moved, and in jaxprs that an equation holds.
+    """
+    program = inlined(closed)
+    sums = {program.inputs[argument]: False}
+    is_taken = False
+    for step in program.steps:
+        before = {n: sums[atom] for n, atom in enumerate(step.inputs) if not isinstance(atom, Literal) and atom in sums}
+        if before:
+            results, is_taken_inside = _sums_of_step(step, before)
+            sums |= {step.outputs[n]: is_sum or any(before.values()) for n, is_sum in results.items()}
+            is_taken |= is_taken_inside or not results
+    outputs = [(n, atom) for n, atom in enumerate(program.outputs) if not isinstance(atom, Literal)]
+    return {n: sums[name] for n, name in outputs if name in sums}, is_taken
+
+
+def _sums_of_step(step: Step, operands: Collection[int]) -> tuple[dict[int, bool], bool]:
+    """Return the same of one step: which results are one of these operands, and whether one is taken besides."""
+    if step.eqn.primitive.name == "add":
+        return {0: True}, False
+    moved = moved_operands(step.eqn, casts=True)
+    if moved is not None:
+        return {result: False for result, of in enumerate(moved) if not {*operands}.isdisjoint(of)}, False
+    inner = [
+        (body.results, *_sums_with(body.closed, body.operands.index(operand)))
+        for body in inside(step.eqn).bodies
+        for operand in operands
+        if operand in body.operands
+    ]
+    results = [{becomes[n]: is_sum for n, is_sum in sums.items()} for becomes, sums, _ in inner]
+    in_all = set.intersection(*map(set, results)) if results else set()
+    return {n: any(of[n] for of in results) for n in in_all}, any(is_taken for *_, is_taken in inner)
 
 
 def adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:

@@ -1,0 +1,146 @@
+"""Under `narrow_skips`, what a scan carries from block to block is narrow, and nothing else that a scan carries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import random
+from reading import distance, equations
+
+import jax_lossscale as jls
+
+KEY = random.key(0)
+W = random.normal(KEY, (4, 16, 16)) / 8  # of four blocks
+X = random.normal(KEY, (32, 16))
+NARROW, WIDE = "float16", "float32"
+POLICY = jls.PrecisionPolicy(narrow_skips=True)
+
+
+def block(x, w):
+    return x + jnp.tanh(x @ w) @ w.T
+
+
+def blocks(x, w):
+    return block(block(x, w), w.T)
+
+
+def normed(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def before(x, w):
+    return x + normed(x) @ w
+
+
+def after(x, w):
+    return normed(x + x @ w)
+
+
+def moved(x, w):
+    x = x.reshape(4, 8, 16).swapaxes(0, 1)
+    x = x + jnp.sin(x @ w)
+    return x.swapaxes(0, 1).reshape(32, 16)
+
+
+def cell(carry, w):
+    """An LSTM's, but for its gates."""
+    h, c = carry
+    c = c * jax.nn.sigmoid(h @ w) + jnp.tanh(h @ w.T)
+    return jnp.tanh(c), c
+
+
+def beside_a_mean(carry, w):
+    x, mean = carry
+    x = block(x, w)
+    return x, mean + 0.1 * (x.mean(0) - mean)
+
+
+def beside_a_sum(carry, w):
+    x, total = carry
+    x = jnp.tanh(x @ w)
+    return x, total + x
+
+
+def two(carry, w):
+    x, y = carry
+    return x + jnp.tanh(y @ w), y + jnp.tanh(x @ w)
+
+
+def rolled(carry, w):
+    x, total = carry
+    return jnp.roll(x, 1, 0), total + jnp.tanh(x @ w)
+
+
+def another(carry, w):
+    x, y = jax.lax.optimization_barrier(carry)
+    return y + jnp.tanh(x @ w), jnp.tanh(y)
+
+
+def dropped(x, w):
+    return jax.lax.cond(w[0, 0] > 0, block, lambda x, w: x, x, w)
+
+
+def iterated(x, w):
+    return jax.lax.scan(lambda x, _: (block(x, w), None), x, None, length=2)[0]
+
+
+CASES = {
+    "a block": (block, X, [NARROW]),
+    "two blocks": (blocks, X, [NARROW]),
+    "jax.checkpoint": (jax.checkpoint(block), X, [NARROW]),
+    "jax.checkpoint twice": (jax.checkpoint(jax.checkpoint(blocks)), X, [NARROW]),
+    "jax.jit": (jax.jit(block), X, [NARROW]),
+    "a block that may be left out": (dropped, X, [NARROW]),
+    "a scan in a scan": (iterated, X, [NARROW]),
+    "norm before": (before, X, [NARROW]),
+    "moved": (moved, X, [NARROW]),
+    "two streams": (two, (X, X), [NARROW, NARROW]),
+    "beside a running mean": (beside_a_mean, (X, X[0]), [NARROW, WIDE]),
+    "norm after, which gives no sum": (after, X, [WIDE]),
+    "a cell": (cell, (X, X), [WIDE, WIDE]),
+    "a sum of what is not carried": (beside_a_sum, (X, X), [WIDE, WIDE]),
+    "what is moved only": (rolled, (X, X), [WIDE, WIDE]),
+    "another one's sum": (another, (X, X), [WIDE, WIDE]),
+    "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [WIDE]),
+}
+
+
+def by_scan(body, start):
+    def loss(w):
+        end, _ = jax.lax.scan(lambda carry, w: (body(carry, w), None), start, w)
+        return sum(jnp.mean(leaf**2) for leaf in jax.tree.leaves(end)) + jnp.mean(normed(w[0]) @ w[1])
+
+    return loss
+
+
+def carried(function):
+    """Return the dtypes of what the outermost scan carries."""
+    scan = next(eqn for eqn in equations(jax.make_jaxpr(function)(W)) if eqn.primitive.name == "scan")
+    return [v.aval.dtype.name for v in scan.outvars[: scan.params["num_carry"]]]
+
+
+@pytest.mark.parametrize(("body", "start", "dtypes"), CASES.values(), ids=CASES)
+def test_what_is_carried(body, start, dtypes):
+    loss = by_scan(body, start)
+    assert carried(jls.autocast(loss)) == [WIDE] * len(dtypes)
+    narrow = jls.autocast(loss, policy=POLICY)
+    assert carried(narrow) == dtypes
+    for plain, rounded in zip(*(jax.tree.leaves(jax.value_and_grad(f)(W)) for f in (loss, narrow)), strict=True):
+        assert rounded.dtype == plain.dtype
+        assert distance(plain, rounded) < 1e-2
+
+
+def test_what_is_kept_for_the_backward_pass_is_half_as_large():
+    loss = by_scan(jax.checkpoint(block), X)
+
+    def kept(function):
+        return {x.dtype.name for x in jax.tree.leaves(jax.vjp(function, W)[1]) if x.shape == (4, *X.shape)}
+
+    assert kept(jls.autocast(loss)) == {WIDE}
+    assert kept(jls.autocast(loss, policy=POLICY)) == {NARROW}
+
+
+def test_the_derivative_may_be_taken_inside():
+    loss = by_scan(jax.checkpoint(block), X)
+    inside = jls.autocast(jax.grad(loss), policy=POLICY)(W)
+    np.testing.assert_allclose(inside, jax.grad(loss)(W), atol=4e-3 * np.abs(inside).max())
