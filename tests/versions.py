@@ -4,7 +4,7 @@
 
     python tests/versions.py                        # all of them: half an hour on two cores
     python tests/versions.py --only 0.7 --only 0.9  # some of them
-    python tests/versions.py --only oldest --quick  # what `.ci/run` does
+    python tests/versions.py --only oldest --quick  # what CI does beside `.ci/run`
 
 The first is the oldest, with exactly the lower bounds of all dependencies. Of each minor version comes the last patch,
 with the newest optax, chex and numpy that go with it. Each has a virtual environment of its own.
