@@ -33,26 +33,43 @@ class Model(NamedTuple):
         return jax.eval_shape(lambda: (self.params(), self.batch(0)))
 
 
-class Transformer(nn.Module):
-    """Blocks of causal attention and gelu, behind layer norms."""
+class Block(nn.Module):
+    """Causal attention and gelu, each behind a layer norm and past a skip connection."""
 
-    blocks: int
     heads: int
     dropout: float = 0.0
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, length, width]``."""
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """Of ``[batch, length, width]``; the second result is what a scan stacks."""
         width, options = x.shape[-1], {"dtype": self.dtype}
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         drop = nn.Dropout(self.dropout, deterministic=False)
         rate = {"dropout_rate": self.dropout, "broadcast_dropout": False, "deterministic": False}
+        attention = nn.MultiHeadDotProductAttention(self.heads, **rate, **options)
+        x = x + drop(attention(nn.LayerNorm(**options)(x), mask=mask))
+        hidden = nn.gelu(nn.Dense(4 * width, **options)(nn.LayerNorm(**options)(x)))
+        return x + drop(nn.Dense(width, **options)(drop(hidden))), None
+
+
+class Transformer(nn.Module):
+    """Blocks, one after the other, or as large decoders are trained: by a scan, and each computed again."""
+
+    blocks: int
+    heads: int
+    dropout: float = 0.0
+    is_scanned: bool = False
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Of ``[batch, length, width]``."""
+        if self.is_scanned:
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(nn.remat(Block), length=self.blocks, **axes)(self.heads, dtype=self.dtype)(x, None)[0]
         for _ in range(self.blocks):
-            attention = nn.MultiHeadDotProductAttention(self.heads, **rate, **options)
-            x = x + drop(attention(nn.LayerNorm(**options)(x), mask=mask))
-            hidden = nn.gelu(nn.Dense(4 * width, **options)(nn.LayerNorm(**options)(x)))
-            x = x + drop(nn.Dense(width, **options)(drop(hidden)))
+            x, _ = Block(self.heads, self.dropout, self.dtype)(x)
         return x
 
 
@@ -223,6 +240,7 @@ def networks() -> dict[str, Model]:
     return {
         "transformer 4 x 512": model_of(Transformer, (8, 256, 512), blocks=4, heads=8),
         "transformer 12 x 768": model_of(Transformer, (8, 1024, 768), blocks=12, heads=12),
+        "12 x 768, scan and remat": model_of(Transformer, (8, 1024, 768), blocks=12, heads=12, is_scanned=True),
         "ResNet-18": model_of(ResNet, images, stages=(2, 2, 2, 2)),
         "ResNet-50": model_of(ResNet, images, stages=(3, 4, 6, 3), bottleneck=True),
         "Mamba": model_of(MambaStack, words),

@@ -19,7 +19,7 @@ from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_flo
 from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, carried_streams, going_into_products, streams
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
-from jax_lossscale._program.inside import LOOPS, REMAT, inside
+from jax_lossscale._program.inside import LOOPS, inside
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.primitives import (
     COMPUTED_ONCE,
@@ -155,7 +155,7 @@ class Planner:
         known = [None if n in starts else constants.of(atom) for n, atom in enumerate(step.inputs)]
         around = At(
             within=(*at.within, *step.within, eqn),
-            recompute=at.recompute and name not in ("while", *REMAT),
+            recompute=at.recompute and name != "while",
             is_iterated=at.is_iterated or name in LOOPS,
         )
         goes_on = self._feeding.results_inside(eqn, [name in feeding for name in step.outputs])

@@ -245,12 +245,20 @@ def test_what_a_policy_or_a_loop_does_not_have_computed_again_is_not(around, rec
     assert found == (number if "scan" in names else 0)  # a while loop has no backward pass
 
 
-def test_what_is_computed_again_as_a_whole_is_not_so_in_parts():
-    def function(w, x):
-        return jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x)
+def test_what_is_computed_again_as_a_whole_is_so_in_parts():
+    """While the backward pass of a checkpoint runs, as much is kept as without the checkpoint."""
 
-    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))]
-    assert sum(name in ("remat2", "checkpoint") for name in names) == 1
+    def block(w, x):
+        return jnp.sin(jnp.exp(-jnp.square(x @ w))) @ w
+
+    def kept(function):
+        return sorted(leaf.dtype.name for leaf in jax.tree.leaves(jax.vjp(function, W, X)[1]) if leaf.shape == X.shape)
+
+    jaxpr = jax.make_jaxpr(jls.autocast(jax.checkpoint(block)))(W, X)
+    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint"))
+    inside = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ()))
+    assert kept(inside) == kept(jls.autocast(block))
+    assert len(kept(inside)) < len(kept(jls.autocast(block, policy=jls.PrecisionPolicy(recompute=False))))
 
 
 def test_a_rule_for_a_product_keeps_no_more():
