@@ -39,8 +39,8 @@ _NOTES = (
     "By hand: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table cast: the "
     "embedding table is cast where tokens are looked up, in a function for `autocast`.",
     "Value, gradient and Adam, donated. A loop counts with all its turns.",
-    "Compiled for eight CPU devices, the table says the same, but for the gradient of the tied table, which is a sum of "
-    "two: for GPUs, XLA joins two all-reduces into one in float32, and in FSDP gathers one to scatter the other into it.",
+    "Compiled for eight CPU devices, the table says the same, but for the gradient of the tied table, a sum of two. "
+    "For GPUs, XLA joins two all-reduces into one in float32; in FSDP it gathers one to scatter the other into it.",
 )
 
 
@@ -149,11 +149,11 @@ def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
 
     params = layout.params(mesh, width)
     tokens = jax.ShapeDtypeStruct((_BATCH, _CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    state = optax.tree.map_params(
+        *(tx, lambda leaf, param: param, jax.eval_shape(tx.init, params), params),
+        transform_non_params=lambda leaf: leaf.update(sharding=NamedSharding(mesh, P())),
+    )
     with jax.set_mesh(mesh):
-        state = optax.tree.map_params(
-            *(tx, lambda leaf, param: param, jax.eval_shape(tx.init, params), params),
-            transform_non_params=lambda leaf: leaf.update(sharding=NamedSharding(mesh, P())),
-        )
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
         traced = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)).trace(params, state, tokens)
         return traced.lower(lowering_platforms=("cpu",) if cuda.missing() else ("cuda",)).compile()
