@@ -28,7 +28,7 @@ _BLOCKS, _WIDTH, _HEADS, _EXAMPLES, _CONTEXT = 2, 512, 8, 16, 1024
 _FORWARD, _BACKWARD = (f'custom_call_target="__cudnn$fmha{name}"' for name in ("Softmax", "SoftmaxBackward"))
 _LAID_OUT = frozenset({"bitcast", "copy", "get-tuple-element", "transpose"})
 _COLUMNS = columns(
-    "attention | key heads | written | kernels forward | backward | casts beside them | predicted {:.3f} ms | "
+    "called | key heads | written | kernels forward | backward | casts beside them | predicted {:.3f} ms | "
     "over by hand {:.2f} | temporaries over by hand {:.2f}"
 )
 _NOTES = (
@@ -116,7 +116,7 @@ def _casts_beside(text: str) -> int:
 
 def run(quick: bool, progress: Progress) -> list[Table]:
     """One table of all cases."""
-    what = "cuDNN's attention by `in_half` (compiled, not run)"
+    what = "GPU program (compiled, not run): cuDNN by `in_half`"
     if why := cuda.missing():
         return [Table(what, (), (), [Mark(f"{what}: kernels missing", None, 0, exactly=True, note=why)])]
     cuda.start()
@@ -137,5 +137,5 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         Mark(f"{what}: kernels missing", max(_BLOCKS - min(row[3:5]) for row in rows), 0, exactly=True),
         Mark(f"{what}: casts beside them", max(row[5] for row in rows), 0, exactly=True),
     ]
-    title = f"Attention compiled for eight H100s: {_BLOCKS} blocks, {_EXAMPLES} x {_CONTEXT} tokens, {_HEADS} heads"
+    title = f"Programs for eight H100s, not run: {_BLOCKS} blocks, {_EXAMPLES} x {_CONTEXT} tokens, {_HEADS} heads"
     return [Table(title, _COLUMNS, rows, marks, _NOTES)]
