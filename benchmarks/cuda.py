@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -162,17 +163,13 @@ def _compile(
     contender: Contender, params: Any, grads: Any, shardings: Any, of_scalars: jax.sharding.Sharding
 ) -> tuple[Program, str]:
     """The program, and its text. ``shardings``: of the parameters, the gradients, and all that is like them."""
-    is_like_params = jax.tree.structure(params)
 
-    def placed(tree: Any) -> Any:
-        def place(node: Any) -> Any:
-            places = shardings if jax.tree.structure(node) == is_like_params else of_scalars
-            return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), node, places)
-
-        return jax.tree.map(place, tree, is_leaf=lambda node: jax.tree.structure(node) == is_like_params)
+    def place(leaf: Any, sharding: jax.sharding.Sharding = of_scalars) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     state = jax.eval_shape(contender.init, params)
-    traced = jax.jit(contender.apply, donate_argnums=0).trace(placed(state), placed(grads))
+    state = optax.tree.map_params(contender.init, place, state, shardings, transform_non_params=place)
+    traced = jax.jit(contender.apply, donate_argnums=0).trace(state, jax.tree.map(place, grads, shardings))
     compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     text = compiled.as_text() or ""
     return read(text, compiled.memory_analysis().temp_size_in_bytes), text

@@ -20,9 +20,10 @@ PEAK = {"f8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "f32": 4.95e14, "f32, n
 
 # These only name what is in memory already, or wait for it.
 _NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
-_NO_KERNEL |= {"all-reduce-done"}
+_NO_KERNEL |= {"all-reduce-done", "all-gather-done"}
 _KERNELS = frozenset({"fusion", "custom-call", "copy", "dot", "convolution", "sort", "slice", "gather", "scatter"})
-_KERNELS |= {"dynamic-slice", "dynamic-update-slice", "all-reduce", "all-reduce-start", "all-gather", "reduce-scatter"}
+_KERNELS |= {"dynamic-slice", "dynamic-update-slice", "all-reduce", "all-gather", "reduce-scatter"}
+_KERNELS |= {"all-reduce-start", "all-gather-start"}
 _KERNELS |= {"while", "call", "conditional"}  # which hold them
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})

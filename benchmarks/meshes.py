@@ -42,8 +42,7 @@ class Layout:
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
         """The mesh of these devices."""
-        types = (self.axis_type,) * len(self.shape)
-        return Mesh(np.array(devices).reshape(tuple(self.shape.values())), tuple(self.shape), axis_types=types)
+        return mesh_of(devices, self.shape, self.axis_type)
 
     def sharding(self, mesh: Mesh, n: int, shape: tuple[int, ...]) -> NamedSharding:
         """Of the ``n``-th leaf: in its turn, as far as its dimensions can be divided; small leaves are not split."""
@@ -66,6 +65,12 @@ LAYOUTS = tuple(
     for shape, specs in (({"data": 8}, _SPECS_OF_ONE_AXIS), ({"data": 4, "model": 2}, _SPECS_OF_TWO_AXES))
     for axis_type in (AxisType.Auto, AxisType.Explicit)
 )
+
+
+def mesh_of(devices: Sequence[Any], shape: dict[str, int], axis_type: AxisType) -> Mesh:
+    """A mesh of devices, with axes of one type."""
+    array = np.array(devices).reshape(tuple(shape.values()))
+    return Mesh(array, tuple(shape), axis_types=(axis_type,) * len(shape))
 
 
 def collectives(text: str) -> Counter[str]:

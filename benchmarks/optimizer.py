@@ -1,4 +1,4 @@
-"""The optimizer's step alone: Adam over 33 M float32 parameters, state donated.
+"""The optimizer's step alone: Adam, and other optimizers, over 33 M float32 parameters, state donated.
 
 What is compared is everything between the gradients and the new parameters. On a GPU the sizes are larger, and the
 marks others.
@@ -7,16 +7,18 @@ marks others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+import optax.contrib
 
 from benchmarks import trees
 from benchmarks.isolation import Progress
-from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours
+from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Bare, Contender, Ours
 from benchmarks.report import Mark, Table, columns
 from benchmarks.timing import Repeated, Timings, interleave
 
@@ -25,9 +27,20 @@ _GOALS = {"cpu": {"float32": 1.20, "float16": 1.20}, "gpu": {"float32": 1.18, "f
 _SIZES = {"cpu": [33_000_000], "gpu": [100_000_000, 1_000_000_000]}
 _QUICK_SIZES = {"cpu": [4_000_000], "gpu": [33_000_000]}
 _LARGEST_SHARE = 1 / 3  # of the parameters' bytes, in temporaries
+_OTHERS = {
+    "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "muon": optax.contrib.muon(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "lion": optax.lion(1e-3),
+    "schedule-free adamw": optax.contrib.schedule_free_adamw(1e-3),
+}
 _COLUMNS = columns(
     "step | median {:.2f} ms | minimum {:.2f} ms | over bare {:.2f} | spread | temporaries {:.0f} MB | "
     "of parameters {:.0%}"
+)
+_OTHERS_COLUMNS = columns(
+    "optimizer | bare {:.2f} ms | ours {:.2f} ms | over bare {:.2f} | spread | temporaries of bare {:.0f} MB | "
+    "of ours {:.0f} MB"
 )
 
 
@@ -55,7 +68,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
     cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
     tables = [_measure(case, quick, progress.part(n, len(cases), case.what)) for n, case in enumerate(cases)]
-    return [*tables, _elsewhere(platform)]
+    return [*tables, _others(quick, progress, sizes[0]), _elsewhere(platform)]
 
 
 def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
@@ -63,15 +76,8 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
     grads = trees.fill(shapes, case.dtype, seed=1)
     params_bytes = 4 * trees.size(grads)
 
-    steps: dict[str, Callable[[], Any]] = {}
-    temporaries: dict[str, int] = {}
     contenders = (BARE, OURS, *_SKIPS, *OTHER_KINDS, *(() if case.is_large else (OURS_IN_TWO_CALLS, *PEERS)))
-    for contender in contenders:
-        progress(0, f"compiling {contender.name}")
-        state = jax.jit(contender.init)(trees.fill(shapes, jnp.float32))
-        compiled = jax.jit(contender.apply, donate_argnums=0).lower(state, grads).compile()
-        temporaries[contender.name] = compiled.memory_analysis().temp_size_in_bytes
-        steps[contender.name] = Repeated(compiled, state, grads)
+    steps, temporaries = _compiled(contenders, shapes, grads, progress)
     timings = interleave(steps, 7 if quick else 25, progress)
     rows = [
         (*timings.row(name, BARE.name), temporaries[name] / 1e6, temporaries[name] / params_bytes) for name in steps
@@ -83,6 +89,38 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
     title = f"Adam, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
     notes = [_against_fastest_peer(timings)] if not case.is_large else []
     return Table(title, _COLUMNS, rows, marks, notes, quick=quick)
+
+
+def _compiled(
+    contenders: Sequence[Contender], shapes: Any, grads: Any, progress: Progress
+) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
+    """Steps, and the bytes of their temporaries."""
+    steps: dict[str, Callable[[], Any]] = {}
+    temporaries: dict[str, int] = {}
+    for contender in contenders:
+        progress(0, f"compiling {contender.name}")
+        state = jax.jit(contender.init)(trees.fill(shapes, jnp.float32))
+        compiled = jax.jit(contender.apply, donate_argnums=0).lower(state, grads).compile()
+        temporaries[contender.name] = compiled.memory_analysis().temp_size_in_bytes
+        steps[contender.name] = Repeated(compiled, state, grads)
+    return steps, temporaries
+
+
+def _others(quick: bool, progress: Progress, size: int) -> Table:
+    """Other optimizers, each beside itself: they are read and written differently, and compute more."""
+    shapes = trees.transformer(size)
+    grads = trees.fill(shapes, jnp.float32, seed=1)
+    rows = []
+    for n, (name, optimizer) in enumerate(_OTHERS.items()):
+        part = progress.part(n, len(_OTHERS), name)
+        bare, ours = pair = Bare("bare", optimizer), Ours(optimizer=optimizer)
+        steps, temporaries = _compiled(pair, shapes, grads, part)
+        timings = interleave(steps, 3 if quick else 15, part)
+        ratio = timings.ratio(ours.name, bare.name)
+        medians = (1e3 * timings.median(each.name) for each in pair)
+        rows.append((name, *medians, ratio.median, ratio.spread, *(count / 1e6 for count in temporaries.values())))
+    title = f"Other optimizers, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, float32 gradients"
+    return Table(title, _OTHERS_COLUMNS, rows, quick=quick)
 
 
 def _marks(case: _Case, timings: Timings, temporaries: float) -> list[Mark]:

@@ -41,10 +41,11 @@ class Contender:
     """One way to make an optimizer step. The state is a pair of the parameters and whatever else must be kept."""
 
     name: str
+    optimizer: optax.GradientTransformation = ADAM
 
     def init(self, params: Tree) -> State:
         """The state to start from."""
-        return params, ADAM.init(params)
+        return params, self.optimizer.init(params)
 
     def apply(self, state: State, grads: Tree) -> State:
         """One step with given gradients, in float32 or float16, taken to be those of the scaled loss."""
@@ -57,11 +58,11 @@ class Contender:
 
 
 class Bare(Contender):
-    """No loss scaling. Adam gets its gradients in float32."""
+    """No loss scaling. The optimizer gets its gradients in float32."""
 
     def apply(self, state: State, grads: Tree) -> State:
-        updates, adam_state = ADAM.update(_to_float32(grads), state[1], state[0])
-        return optax.apply_updates(state[0], updates), adam_state
+        updates, opt_state = self.optimizer.update(_to_float32(grads), state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Ours(Contender):
 
     @property
     def _transformation(self) -> jls.LossScaledTransformation:
-        return jls.loss_scaled(ADAM, _LOSS_SCALES[self.loss_scale](), skip=self.skip)
+        return jls.loss_scaled(self.optimizer, _LOSS_SCALES[self.loss_scale](), skip=self.skip)
 
     def init(self, params: Tree) -> State:
         return params, self._transformation.init(params)

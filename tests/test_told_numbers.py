@@ -66,6 +66,15 @@ def test_what_the_step_costs():
             assert told[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
 
 
+def test_what_moves_between_devices():
+    moved = {(layout, way): number(cells[5]) for layout, way, *cells in rows(RESULTS / "collectives.md", "### Coll")}
+    told = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
+    ways = ("by hand", "autocast", "autocast, recompute=False", "autocast, table cast")
+    assert len(told) == 4
+    for layout, *cells in told:
+        assert [f"{moved[layout, way]:.0f}" for way in ways] == cells, layout
+
+
 def test_the_index_is_that_of_the_files():
     assert {path.stem for path in RESULTS.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(RESULTS)

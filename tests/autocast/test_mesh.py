@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh
+from any_jax import needs_jax, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reading import distance, equations, product_dtypes, product_dtypes_in
@@ -175,6 +175,41 @@ def test_gradients_of_data_parallel_training_are_reduced_narrow():
     compiled = jax.jit(jax.grad(jls.autocast(loss_fn))).lower(w, x).compile()
     assert ("all-reduce", "f16") in collectives(compiled)
     np.testing.assert_allclose(compiled(w, x), jax.grad(jls.autocast(loss_fn))(W, X), atol=1e-4)
+
+
+def reduced_outside(loss):
+    return lambda w, x: loss(jax.sharding.reshard(w, P(reduced={"data"})), x)
+
+
+def varying_outside(loss):
+    def mean_over_devices(w, x):
+        return jax.lax.pmean(loss(pcast(w, "data", to="varying"), x), "data")
+
+    return jax.shard_map(mean_over_devices, in_specs=(P(), P("data")), out_specs=P())
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+@pytest.mark.parametrize(
+    ("axis_type", "recipe"),
+    [
+        (AxisType.Auto, varying_outside),
+        pytest.param(AxisType.Explicit, reduced_outside, marks=needs_jax("0.8.0", "products forget what is reduced")),
+    ],
+)
+def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_outside(axis_type, recipe, spec):
+    """Eight summands of 40,000, of which no two can be added in float16."""
+    mesh = mesh_of(axis_type)
+    narrow = jls.autocast(lambda w, x: 8 * jnp.mean(x @ w))
+
+    def shared(w, x):
+        return narrow(jax.sharding.reshard(w, P()) if axis_type is AxisType.Explicit else w, x)
+
+    with set_mesh(mesh):
+        w, x = jax.device_put(jnp.ones((16, 1)), spec), jax.device_put(jnp.full((32, 16), 40_000.0), P("data"))
+        for function, dtype, expected in ((shared, "f16", np.inf), (recipe(narrow), "f32", 320_000)):
+            compiled = jax.jit(jax.grad(function)).lower(w, x).compile()
+            assert {found for kind, found in collectives(compiled) if kind != "all-gather"} == {dtype}
+            np.testing.assert_array_equal(compiled(w, x), np.full((16, 1), expected))
 
 
 def test_a_constraint_inside_stays():
