@@ -11,7 +11,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import compare_gradients, range_report
 from jax_lossscale.diagnostics.compare import _compare_gradients
 from jax_lossscale.diagnostics.errors import _gradient_error
-from jax_lossscale.diagnostics.precision import _probes
+from jax_lossscale.diagnostics.precision import _find_precision
 from jax_lossscale.diagnostics.shadow import _shadow
 from jax_lossscale.diagnostics.tree._reduced import reduced
 
@@ -96,7 +96,7 @@ def reductions(jaxpr):
     ("measured", "number"),
     [
         (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 3),
-        (lambda x: _probes._statistics(x, x, jnp.float16, True), 2),
+        (lambda x: _find_precision._statistics(x, x, jnp.float16, True), 2),
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):

@@ -8,7 +8,7 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
-from jax_lossscale.diagnostics.precision._precision_rules import REASONS
+from jax_lossscale.diagnostics.precision._find_precision import REASONS
 from jax_lossscale.diagnostics.run._explain import RUN, said_of
 from jax_lossscale.diagnostics.shadow._blame import FAULTS
 
