@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.in_half import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
-from jax_lossscale._program.jaxpr import Traced, is_reference, jaxprs_of
+from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
 from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
-from jax_lossscale.diagnostics.asked._call import Call
 
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
@@ -138,23 +137,6 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
         if is_otherwise(step.place.stack):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
-
-
-def bytes_kept(call: Call) -> int:
-    """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
-
-    def kept(*args: Any, **kwargs: Any) -> list[Any]:
-        def of_moved(moved: dict[int, Any]) -> Any:
-            return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
-
-        moved = {position: args[position] for position in call.positions}
-        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
-        return jax.tree.leaves(value_and_pullback[1])
-
-    jaxpr = Traced(kept, call.args, call.kwargs).jaxpr.jaxpr
-    there = {*jaxpr.invars, *jaxpr.constvars}
-    names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
-    return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
 
 
 def _steps(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Step]:

@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
-from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import asked
+from jax_lossscale.diagnostics.asked._question import asked, called
 from jax_lossscale.diagnostics.compare._finding import conclusion, find_cause
 from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
 from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale

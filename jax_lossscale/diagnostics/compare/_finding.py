@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
-from jax_lossscale.diagnostics.asked._arguments import large_argument, nonfinite_argument
 from jax_lossscale.diagnostics.asked._facts import nothing_narrow
 from jax_lossscale.diagnostics.asked._question import Question
 from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
@@ -232,10 +231,10 @@ def _said_of_one_that_does_not(question: Question, errors: GradientErrors, findi
     said += [_begins(finding.place, dtype)] if finding.place else []
     said += [_ADVICE[finding.advice].format(**numbers)] if finding.advice else []
     if finding.cause == "reference not finite":
-        arguments = list(map(nonfinite_argument, question.faults.nan + question.faults.infinite))
+        arguments = question.faults.nan + question.faults.infinite
         said = [*arguments, f"So i{said[0][1:]}"] if question.faults.nan else [*said, *arguments]
     if finding.cause == "forward overflow":
-        said += [large_argument(leaf, dtype) for leaf in question.faults.too_large]
+        said += question.faults.too_large
     return said
 
 

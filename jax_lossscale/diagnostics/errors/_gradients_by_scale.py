@@ -16,8 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics.asked._call import Call
-from jax_lossscale.diagnostics.asked._question import Question
+from jax_lossscale.diagnostics.asked._question import Call, Question
 from jax_lossscale.diagnostics.errors._gradient_error import (
     LeafGradientError,
     measure,

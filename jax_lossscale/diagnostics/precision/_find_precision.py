@@ -35,8 +35,7 @@ from jax_lossscale._program.parameters import parameters_of_products, path_of
 from jax_lossscale._program.place import Place, place_within
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import off, percent, power_of_two, tell
-from jax_lossscale.diagnostics.asked._arguments import faults_of, nonfinite_argument
-from jax_lossscale.diagnostics.asked._call import Call, called
+from jax_lossscale.diagnostics.asked._question import Call, called
 from jax_lossscale.diagnostics.errors import _gradients_by_scale as by_scale
 from jax_lossscale.diagnostics.errors._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
 from jax_lossscale.diagnostics.shadow._measuring import MeasuringEvaluator, Rows
@@ -160,9 +159,8 @@ def find_precision(
     # Under `autocast` the parameters of nnx modules have other paths than here.
     search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
     if not search.is_exact_finite():
-        faults = faults_of(call.named_leaves(), dtype)
-        why = " ".join(map(nonfinite_argument, faults.nan + faults.infinite))
-        why = why or "`jls.diagnostics.compare_gradients` tells where it begins."
+        faults = call.faults(dtype)
+        why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` tells where it begins."
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
             f"with. {why} The policy has no rules."

@@ -15,10 +15,8 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics.asked._arguments import nonfinite_argument
-from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import Question, asked
+from jax_lossscale.diagnostics.asked._question import Question, asked, called
 from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
 from jax_lossscale.diagnostics.shadow._blame import blame, cure, fault_of
@@ -127,7 +125,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         as_they_are=tuple(evaluator.evaluator.as_they_are),
         lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
         facts=question.products,
-        arguments=tuple(map(nonfinite_argument, faults)),
+        arguments=tuple(faults),
     )
 
 
