@@ -17,8 +17,7 @@ from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tel
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
 from jax_lossscale.diagnostics.asked._question import asked, called
 from jax_lossscale.diagnostics.compare._finding import conclusion, find_cause
-from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale
+from jax_lossscale.diagnostics.errors._gradient_errors import LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics.ranges._range_report import ranges_at
 
 _MOST_ROWS = 12

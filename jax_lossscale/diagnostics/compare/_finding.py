@@ -14,9 +14,8 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
 from jax_lossscale.diagnostics.asked._facts import nothing_narrow
 from jax_lossscale.diagnostics.asked._question import Question
-from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.errors._gradients_by_scale import LARGE_ERROR, GradientErrors, of_zeros
-from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
+from jax_lossscale.diagnostics.errors._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
+from jax_lossscale.diagnostics.ranges._range_report import OperationRange, RangeReport
 from jax_lossscale.diagnostics.shadow._blame import ACCUMULATED, MANY_ZEROS
 
 # A leaf starves where so many of its numbers are zero.

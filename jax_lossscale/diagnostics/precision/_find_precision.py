@@ -36,9 +36,8 @@ from jax_lossscale._program.place import Place, place_within
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._report import off, percent, power_of_two, tell
 from jax_lossscale.diagnostics.asked._question import Call, called
-from jax_lossscale.diagnostics.errors import _gradients_by_scale as by_scale
-from jax_lossscale.diagnostics.errors._gradient_error import Measurement, measure, report_of_all, reports_of_leaves
-from jax_lossscale.diagnostics.shadow._measuring import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics.errors import _gradient_errors as errors
+from jax_lossscale.diagnostics.shadow._shadow import MeasuringEvaluator, Rows
 from jax_lossscale.diagnostics.tree._reduced import reduced
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
@@ -167,7 +166,7 @@ def find_precision(
         )
         return PrecisionPolicy()
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in search.leaves) > 0:
-        warn_user(f"`find_precision`: {by_scale.of_zeros(search.leaves)}")
+        warn_user(f"`find_precision`: {errors.of_zeros(search.leaves)}")
 
     def policy(trial: _Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(_rules_for(search.sites, trial.levels, reasons)), loss_scale=trial.scale)
@@ -191,8 +190,8 @@ def find_precision(
             f"`find_precision`: only {narrow} of {search.numbers.sum()} products stay narrow, so little is gained. "
             f"`jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
         )
-    errors = min(first.error, 1.0), min(error, 1.0)
-    return dataclasses.replace(policy(best, search.reasons(best)), errors=errors)
+    before_and_after = min(first.error, 1.0), min(error, 1.0)
+    return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)
 
 
 def _checked_tolerance(tolerance: Any, dtype: jnp.dtype) -> float:
@@ -416,19 +415,19 @@ class _Exact(NamedTuple):
 
     value: Any
     leaves: dict[str, Any]
-    rounding: list[Measurement]
+    rounding: list[errors.Measurement]
     tolerances: list[float]
     total: float
 
-    def errors(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
+    def judged(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
         """Give the errors of a result at a loss scale: each over what it may be, as it is, and of what it is."""
-        reports = reports_of_leaves(self.leaves, [measure(leaves, self.leaves, scale)], self.rounding)
-        found = [("the value", by_scale.relative_error(value, self.value))]
+        reports, total = errors.reports_of(self.leaves, [errors.measure(leaves, self.leaves, scale)], self.rounding)
+        found = [("the value", errors.relative_error(value, self.value))]
         for leaf in reports:
             is_tiny = leaf.norm < _TINY_SHARE * self.total and not leaf.nonfinite[0]
             error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
             found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
-        found.append(("the whole gradient", report_of_all(reports).relative_error[0]))
+        found.append(("the whole gradient", total.relative_error[0]))
         judged = [
             (math.inf if math.isnan(error) else error, tolerance, name)
             for (name, error), tolerance in zip(found, self.tolerances, strict=True)
@@ -469,12 +468,12 @@ class Search:
         damage = np.nan_to_num(measured_of.damage[:, _COTANGENTS])
         self._damages = np.stack([damage[:, _RESULT], damage[:, [_LEFT, _RIGHT]].sum(axis=1)], axis=1)
         nudged = (
-            [by_scale.nudged(batch, keep_dtypes=False, by=by) for batch in batches] for by in (by_scale.NUDGE, _COARSE)
+            [errors.nudged(batch, keep_dtypes=False, by=by) for batch in batches] for by in (errors.NUDGE, _COARSE)
         )
         results = zip(exact, *(self._run(wide, 1.0, each)[0] for each in nudged), strict=True)
         self._exact = [self._judged(*of_batch) for of_batch in results]
         first = self._exact[0]
-        self.leaves = reports_of_leaves(first.leaves, [first.rounding], first.rounding)
+        self.leaves, _ = errors.reports_of(first.leaves, [first.rounding], first.rounding)
 
     def _judged(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Say how large errors may be, by what two nudges of the parameters change in float32.
@@ -483,17 +482,17 @@ class Search:
         rounding to half precision, makes one, as where it turns the sign of what goes into a ReLU.
         """
         value, leaves = exact
-        rounding = measure(fine[1], leaves, 1.0)
-        reports = reports_of_leaves(leaves, [measure(coarse[1], leaves, 1.0)], rounding)
-        total, of_value = report_of_all(reports), by_scale.relative_error(fine[0], value)
+        rounding = errors.measure(fine[1], leaves, 1.0)
+        reports, total = errors.reports_of(leaves, [errors.measure(coarse[1], leaves, 1.0)], rounding)
+        of_value = errors.relative_error(fine[0], value)
 
         def allowed(coarse: float, fine: float) -> float:
             """Say how large an error may be, by what the two nudges change: in proportion to them, without kinks."""
-            if coarse <= 2 * fine * _COARSE / by_scale.NUDGE:
+            if coarse <= 2 * fine * _COARSE / errors.NUDGE:
                 return self._tolerance
             return min(max(coarse, self._tolerance), _MOST_SENSITIVE * self._tolerance)
 
-        tolerances = [allowed(by_scale.relative_error(coarse[0], value), of_value) * (of_value <= self._tolerance / 2)]
+        tolerances = [allowed(errors.relative_error(coarse[0], value), of_value) * (of_value <= self._tolerance / 2)]
         for leaf in reports:
             is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
             times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
@@ -514,7 +513,7 @@ class Search:
             outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
             for name, row in zip(names, np.asarray(rows), strict=True):
                 worst[name] = np.maximum(worst[name], row)
-            results.append(by_scale.value_and_leaves(self._traced.result(outputs), self._call.has_aux))
+            results.append(errors.value_and_leaves(self._traced.result(outputs), self._call.has_aux))
         return results, _Measured(*np.moveaxis(worst, -1, 0))
 
     def _measured_at(self, scale: float) -> _Measured:
@@ -523,15 +522,15 @@ class Search:
 
     def _errors(self, results: Callable[[], Sequence[Any]], scale: float) -> tuple[float, float, str]:
         """Give the worst error in the values and gradients of the batches."""
-        errors = [(0.0, 0.0, "nothing")]
+        found = [(0.0, 0.0, "nothing")]
         try:
             for (value, leaves), exact in zip(results(), self._exact, strict=True):
-                errors += exact.errors(value, leaves, scale)
+                found += exact.judged(value, leaves, scale)
         except (RuntimeError, ValueError) as error:  # of a solver, say, that refuses infinities
-            if not by_scale.is_of_the_program(error):
+            if not errors.is_of_the_program(error):
                 raise
-            errors.append((math.inf, math.inf, "the value"))
-        return max(errors)
+            found.append((math.inf, math.inf, "the value"))
+        return max(found)
 
     def is_exact_finite(self) -> bool:
         """Tell whether value and gradients are finite in float32."""
@@ -547,7 +546,7 @@ class Search:
 
         def results() -> list[Any]:
             inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self._batches)
-            return [by_scale.value_and_leaves(traced.result(compiled(*each)), self._call.has_aux) for each in inputs]
+            return [errors.value_and_leaves(traced.result(compiled(*each)), self._call.has_aux) for each in inputs]
 
         return self._errors(results, scale)
 
