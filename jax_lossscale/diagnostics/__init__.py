@@ -11,14 +11,15 @@ from jax_lossscale.diagnostics.precision._find_precision import find_precision
 from jax_lossscale.diagnostics.ranges._range_report import OperationRange, RangeReport, range_report
 from jax_lossscale.diagnostics.run._explain import explain
 from jax_lossscale.diagnostics.run._simulate import Simulation, simulate
-from jax_lossscale.diagnostics.tree._histogram import ExponentHistogram, exponent_histogram
-from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics.tree._underflow import (
+from jax_lossscale.diagnostics.tree._exponents import (
+    ExponentHistogram,
     LossScaleSuggestion,
     Underflow,
+    exponent_histogram,
     suggest_loss_scale,
     underflow_fraction,
 )
+from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
 
 __all__ = [
     "AutocastReport",

@@ -13,7 +13,7 @@ from jax_lossscale.diagnostics.compare import _compare_gradients
 from jax_lossscale.diagnostics.errors import _gradient_errors
 from jax_lossscale.diagnostics.precision import _find_precision
 from jax_lossscale.diagnostics.shadow import _shadow
-from jax_lossscale.diagnostics.tree._reduced import reduced
+from jax_lossscale.diagnostics.tree._bits import reduced
 
 pytestmark = pytest.mark.ci
 

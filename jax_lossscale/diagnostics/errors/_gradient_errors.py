@@ -22,7 +22,7 @@ from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics.asked._question import Call, Question
-from jax_lossscale.diagnostics.tree._reduced import reduced
+from jax_lossscale.diagnostics.tree._bits import reduced
 
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
 _MOSTLY_ROUNDING = 0.05

@@ -15,8 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics._report import Report, Rows
-from jax_lossscale.diagnostics.tree._bits import layout_of, magnitudes, number_of
-from jax_lossscale.diagnostics.tree._reduced import reduced
+from jax_lossscale.diagnostics.tree._bits import layout_of, magnitudes, number_of, reduced
 
 
 @dataclasses.dataclass(frozen=True)
