@@ -60,7 +60,7 @@ class AutocastReport(Report[OperationPrecision]):
     arguments: tuple[str, ...] = ()
     not_in_half: tuple[str, ...] = ()
 
-    _name_columns: ClassVar[int] = 5
+    _text_columns: ClassVar[Sequence[int]] = (0, 1, 2, 3, 4, 7)
 
     @property
     def products(self) -> tuple[OperationPrecision, ...]:

@@ -110,7 +110,7 @@ class RangeReport(Report[OperationRange]):
     facts: ProductFacts = ProductFacts()
     arguments: tuple[str, ...] = ()
 
-    _name_columns: ClassVar[int] = 4
+    _text_columns: ClassVar[Sequence[int]] = range(4)
 
     @property
     def bad(self) -> tuple[OperationRange, ...]:
