@@ -20,7 +20,7 @@ from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
 from jax_lossscale.diagnostics.asked._question import Question, asked, called
 from jax_lossscale.diagnostics.errors._gradient_errors import errors_by_scale, noted_error_of_loss
-from jax_lossscale.diagnostics.shadow._blame import MANY_ZEROS, blame, cure, fault_of
+from jax_lossscale.diagnostics.shadow._blame import MANY_ZEROS, blame, cure_of
 from jax_lossscale.diagnostics.shadow._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics.shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
 
@@ -344,7 +344,7 @@ def _operation_range(
     site: Site, measured: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
     info = jnp.finfo(products.dtype)
-    fault = fault_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
+    cure = cure_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
     log2_above = log2_below = 0
     if measured.overflow:
         log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
@@ -363,7 +363,7 @@ def _operation_range(
         dtype=site.aval.dtype.name,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure(fault, site, measured),
+        cure=cure,
         changes_result=is_harmful or measured.nan > 0,
         **numbers,
     )
