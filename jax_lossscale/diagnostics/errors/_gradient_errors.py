@@ -146,7 +146,7 @@ def reports_of(
         relative = np.where(of.squared_errors == 0, 0, np.where(np.isfinite(ratios), ratios, math.inf))
         parts = np.where((relative > 0) & (norms != 0), relative * norms, 0)
         norm = math.hypot(*norms)
-        relative_of_all = np.sqrt(np.sum(parts**2, axis=1)) / norm if norm else np.zeros(len(relative))
+        relative_of_all = [math.hypot(*row) / norm if norm else 0.0 for row in parts]
     columns = zip(
         [*exact, "all leaves"],
         [*map(np.shape, exact.values()), (int(sizes.sum()),)],
