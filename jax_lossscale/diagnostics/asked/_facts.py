@@ -81,9 +81,10 @@ def products_of(
     if not counted.first_wide or planners:  # which know why
         return counted
     origins = _Origins(dtype)
-    origins.outputs(program, [Origin("argument", name) for name in names])
-    wide = sorted(origins.wide, key=lambda product: product[0].is_backward)
-    return counted._replace(first_wide=_wide_product(dtype.name, *wide[0])) if wide else counted
+    origins.outputs(program, [_given(2, f"`{name}`") for name in names])
+    for place, origin in sorted(origins.wide, key=lambda product: product[0].is_backward)[:1]:
+        counted = counted._replace(first_wide="; ".join(filter(None, [_named(place), origin.why])))
+    return counted
 
 
 def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
@@ -105,73 +106,59 @@ def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocas
     )
 
 
-class Origin(NamedTuple):
-    """Where a float32 value comes from.
+class _Origin(NamedTuple):
+    """Where a float32 value comes from; of several, the one with the lowest rank is told.
 
-    ``kind``: "met", where narrow numbers were promoted since ``name`` was float32; "cast", which gave float32 from
-    narrow numbers; "argument" or "constant", which was float32 at the beginning; "" of what is not float32.
+    Attributes:
+      rank: 0, where narrow numbers were promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
+        which were float32 at the beginning; 4, of what is not float32.
+      why: the same in words, of a product that takes the value.
+      given: the name of the argument, or "a constant".
+      column: where the cast stands.
     """
 
-    kind: str
-    name: str = ""
-    place: Place | None = None
-
-    @property
-    def rank(self) -> int:
-        """The order in which origins are told: what comes from narrow numbers is first."""
-        return ("met", "cast", "argument", "constant", "").index(self.kind)
+    rank: int
+    why: str = ""
+    given: str = ""
+    column: str = ""
 
 
-class _Origins(Flow[Origin]):
+def _given(rank: int, name: str) -> _Origin:
+    return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
+
+
+class _Origins(Flow[_Origin]):
     """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
 
     follows = Flow.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.wide: list[tuple[Place, Origin]] = []
+        self.wide: list[tuple[Place, _Origin]] = []
 
-    def constant(self, value: Any) -> Origin:
-        return Origin("constant")
+    def constant(self, value: Any) -> _Origin:
+        return _given(3, "a constant")
 
-    def joined(self, values: Sequence[Origin]) -> Origin:
-        return min(values, key=lambda origin: origin.rank)
+    def joined(self, values: Sequence[_Origin]) -> _Origin:
+        return min(values, key=lambda origin: origin.rank, default=_Origin(4))
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Origin]) -> Sequence[Origin]:
+    def operation(self, eqn: Any, place: Place, operands: Sequence[_Origin]) -> Sequence[_Origin]:
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
         takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
-        casts = [origin.place.column for origin in origins if origin.kind == "cast" and origin.place]
-        given = [origin for origin in origins if origin.kind in ("argument", "constant")]
-        if given and (takes_narrow or (place.column and place.column in casts)):
-            origin = Origin("met", given[0].name, place)
-        else:
-            origin = min(origins, key=lambda origin: origin.rank, default=Origin(""))
+        origin = self.joined(origins)
+        given = [each.given for each in origins if each.given]
+        if given and (takes_narrow or (place.column and place.column in [each.column for each in origins])):
+            met = f"{self.dtype.name} met float32 {given[0]} at {_named(place)}"
+            origin = _Origin(0, f"its input is float32 since {met}")
         if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.wide.append((place, origin))
         if takes_narrow and not origins:
-            origin = Origin("cast", place=place)
-        return [origin if _is_wide_float(variable.aval) else Origin("") for variable in eqn.outvars]
+            origin = _Origin(1, f"its input becomes float32 at {_named(place)}", column=place.column)
+        return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]
 
 
 def _is_wide_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
-
-
-_ORIGINS = {
-    "met": "its input is float32 since {dtype} met float32 {name} at {there}",
-    "cast": "its input becomes float32 at {there}",
-    "argument": "its input is float32 from the beginning ({name})",
-    "constant": "its input is float32 from the beginning ({name})",
-}
-
-
-def _wide_product(dtype: str, at: Place, origin: Origin) -> str:
-    """Say where a product is, and why its input is float32."""
-    if not origin.kind:
-        return _named(at)
-    name = f"`{origin.name}`" if origin.name else "a constant"
-    there = _named(origin.place) if origin.place else ""
-    return f"{_named(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
 
 
 def _named(at: Place | OperationPrecision) -> str:

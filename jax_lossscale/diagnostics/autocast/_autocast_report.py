@@ -203,16 +203,10 @@ def _bytes_kept(call: Call) -> int:
 
 
 def _cells(operation: OperationPrecision) -> list[str]:
-    return [
-        operation.operation,
-        operation.layer,
-        operation.source,
-        "backward" if operation.is_backward else "forward",
-        operation.dtype if operation.result == operation.dtype else f"{operation.dtype}, result {operation.result}",
-        str(operation.number),
-        f"{operation.work:.2g}",
-        operation.reason,
-    ]
+    direction, result = "backward" if operation.is_backward else "forward", operation.result
+    dtype = operation.dtype if result == operation.dtype else f"{operation.dtype}, result {result}"
+    where = operation.operation, operation.layer, operation.source, direction, dtype
+    return [*where, str(operation.number), f"{operation.work:.2g}", operation.reason]
 
 
 def _in_bytes(number: float) -> str:

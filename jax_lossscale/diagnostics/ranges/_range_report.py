@@ -189,25 +189,12 @@ _HEADINGS += ["overflow", "zero", "subnormal", "error in", "error", "cure"]
 
 
 def _cells(operation: OperationRange) -> list[str]:
-    return [
-        f"{operation.operation} (derivative of {operation.derivative_of})"
-        if operation.derivative_of
-        else operation.operation,
-        operation.layer,
-        operation.source,
-        "backward" if operation.is_backward else "forward",
-        str(list(operation.shape)),
-        f"{operation.largest:.2g}",
-        f"2^{operation.log2_above}"
-        if operation.log2_above
-        else f"2^-{operation.log2_below}"
-        if operation.log2_below
-        else "",
-        *(
-            _share(share)
-            for share in (operation.overflow, operation.zero, operation.subnormal, operation.error_in, operation.error)
-        ),
-    ]
+    of, log2_off = operation.derivative_of, operation.log2_above - operation.log2_below
+    name = f"{operation.operation} (derivative of {of})" if of else operation.operation
+    direction = "backward" if operation.is_backward else "forward"
+    where = name, operation.layer, operation.source, direction, str(list(operation.shape))
+    shares = operation.overflow, operation.zero, operation.subnormal, operation.error_in, operation.error
+    return [*where, f"{operation.largest:.2g}", f"2^{log2_off}" if log2_off else "", *map(_share, shares)]
 
 
 def _share(share: float) -> str:

@@ -96,17 +96,10 @@ _HEADINGS = ("leaf", "dtype", "shape", "NaN", "+inf", "-inf", "share", "largest 
 
 
 def _cells(leaf: LeafReport) -> tuple[str, ...]:
-    return (
-        leaf.path,
-        leaf.dtype,
-        str(list(leaf.shape)),
-        str(leaf.nan),
-        str(leaf.posinf),
-        str(leaf.neginf),
-        f"{leaf.share:.2%}",
-        "none" if leaf.largest_finite is None else f"{leaf.largest_finite:.4g}",
-        "" if leaf.first_bad_index is None else str(list(leaf.first_bad_index)),
-    )
+    counts = map(str, (list(leaf.shape), leaf.nan, leaf.posinf, leaf.neginf))
+    largest = "none" if leaf.largest_finite is None else f"{leaf.largest_finite:.4g}"
+    first = "" if leaf.first_bad_index is None else str(list(leaf.first_bad_index))
+    return (leaf.path, leaf.dtype, *counts, f"{leaf.share:.2%}", largest, first)
 
 
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
