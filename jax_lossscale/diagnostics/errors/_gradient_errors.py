@@ -98,8 +98,7 @@ class Measurement(NamedTuple):
 def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
     """Measure each leaf, for the host; this is compiled once for all leaves of one shape."""
     measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
-    fetched: list[Measurement] = jax.device_get(measured)
-    return fetched
+    return list(jax.device_get(measured))
 
 
 @jax.jit
@@ -109,17 +108,11 @@ def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measur
     (largest,) = reduced(largest=[magnitudes])
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     is_nonzero = magnitudes > 0
+    smallest = jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero)
+    squares = (jnp.sum(jnp.square(each / unit)) for each in (magnitudes, jnp.abs(unscaled - reference)))
     flags = is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)
-    nonzero, lost, nonfinite = (jnp.sum(flag, dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
-    return Measurement(
-        largest=largest,
-        smallest=jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero),
-        squares=jnp.sum(jnp.square(magnitudes / unit)),
-        squared_errors=jnp.sum(jnp.square(jnp.abs(unscaled - reference) / unit)),
-        nonzero=nonzero,
-        lost=lost,
-        nonfinite=nonfinite,
-    )
+    counts = (jnp.sum(flag, dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
+    return Measurement(largest, smallest, *squares, *counts)
 
 
 def overflown(measured: Measurement, exact: Any) -> Measurement:
@@ -296,18 +289,10 @@ def errors_by_scale(
                 raise
             run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
-    leaves_of_all, total = reports_of(exact, measured, rounding)
-    return GradientErrors(
-        dtype=question.dtype,
-        leaves=leaves_of_all,
-        total=total,
-        scales=scales,
-        value=float(value),
-        loss_dtype=narrow.jaxpr.out_avals[0].dtype,
-        reference_value=float(reference_value),
-        as_they_are=tuple(evaluator.as_they_are),
-        run_time_errors=run_time_errors,
-    )
+    all_leaves, total = reports_of(exact, measured, rounding)
+    loss_dtype, known = narrow.jaxpr.out_avals[0].dtype, tuple(evaluator.as_they_are)
+    losses = float(value), loss_dtype, float(reference_value)
+    return GradientErrors(question.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
@@ -346,15 +331,11 @@ def nudged(call: Call, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
     """Give the arguments, those that are differentiated changed a little."""
     chosen = [call.args[position] for position in call.positions]
     leaves, structure = jax.tree.flatten(chosen)
-    most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
+    most = max(map(np.size, leaves), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
-    leaves = [
-        _nudge(leaf, signs, n, by, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)
-    ]
-    moved = list(call.args)
-    for position, argument in zip(call.positions, jax.tree.unflatten(structure, leaves), strict=True):
-        moved[position] = argument
-    return moved
+    moved_leaves = [_nudge(leaf, signs, n, by, keep_dtypes) for n, leaf in enumerate(leaves)]
+    moved = dict(zip(call.positions, jax.tree.unflatten(structure, moved_leaves), strict=True))
+    return [moved.get(position, argument) for position, argument in enumerate(call.args)]
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -368,5 +349,5 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     """Give the value, and the gradients by path."""
     value, grads = result
-    with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
+    with_paths = jax.tree_util.tree_leaves_with_path(grads)
     return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}

@@ -319,10 +319,5 @@ def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, error_in = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
     amplification = jnp.where(jnp.isinf(error_in), 0, error / jnp.maximum(error_in, unit))
-    row = result._replace(
-        nan=jnp.where(jnp.max(operands.nan) > 0, 0, result.nan),
-        error=error,
-        error_in=error_in,
-        amplification=amplification,
-    )
-    return jnp.stack(row)
+    nan = jnp.where(jnp.max(operands.nan) > 0, 0, result.nan)
+    return jnp.stack(result._replace(nan=nan, error=error, error_in=error_in, amplification=amplification))

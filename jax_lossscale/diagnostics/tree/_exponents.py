@@ -129,13 +129,8 @@ def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
 @partial(jax.jit, static_argnums=1)
 def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
     table = jnp.stack([jnp.zeros(layout.largest_field + 2, jnp.uint32), *tables]).sum(axis=0, dtype=jnp.uint32)
-    return ExponentHistogram(
-        counts=table[2:-1],
-        zeros=table[0],
-        subnormals=table[1],
-        nonfinite=table[-1],
-        smallest_exponent=1 - layout.bias,
-    )
+    zeros, subnormals, counts, nonfinite = table[0], table[1], table[2:-1], table[-1]
+    return ExponentHistogram(counts, zeros, subnormals, nonfinite, smallest_exponent=1 - layout.bias)
 
 
 class Underflow(NamedTuple):
