@@ -23,8 +23,7 @@ from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
 from jax_lossscale._program.parameters import Leaf, Taken
 from jax_lossscale._program.place import Place
 from jax_lossscale.diagnostics._report import end_of
-from jax_lossscale.diagnostics.asked._constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_of
+from jax_lossscale.diagnostics.asked._facts import LostConstant, ProductFacts, lost_constants, products_of
 from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, reports_of_named
 
 

@@ -18,14 +18,7 @@ from jax_lossscale._autocast.transform import checked_half_precision, checked_po
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
 from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_among
-from jax_lossscale.diagnostics.asked._operations import (
-    OperationPrecision,
-    casts,
-    live,
-    not_in_half,
-    opaque,
-    operations,
-)
+from jax_lossscale.diagnostics.asked._operations import OperationPrecision, casts, live, not_in_half, opaque, operations
 from jax_lossscale.diagnostics.asked._question import Call, called
 
 _MOST_ROWS = 16

@@ -290,12 +290,7 @@ def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0)
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
     zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, layout))[log2_scale] for limit in at_scale_1)
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
-    flags = (
-        is_finite & ~is_zero,
-        is_zero,
-        ~is_zero & (numbers <= zero),
-        (numbers > zero) & (numbers <= subnormal),
-    )
+    flags = (is_finite & ~is_zero, is_zero, ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal))
     return _Counts(*bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
 
 
