@@ -149,7 +149,11 @@ def find_precision(
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
     check_flag(progress, "find_precision(progress=...)")
-    tolerance = _checked_tolerance(tolerance, dtype)
+    if tolerance is None:
+        tolerance = _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
+    if not is_number(tolerance) or not 0 < float(tolerance) < 1:
+        raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
+    tolerance = float(tolerance)
     of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
     if not jax.tree.leaves([call.args[position] for position in call.positions]):
         raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
@@ -192,14 +196,6 @@ def find_precision(
         )
     before_and_after = min(first.error, 1.0), min(error, 1.0)
     return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)
-
-
-def _checked_tolerance(tolerance: Any, dtype: jnp.dtype) -> float:
-    if tolerance is None:
-        return _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
-    if not is_number(tolerance) or not 0 < float(tolerance) < 1:
-        raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
-    return float(tolerance)
 
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
@@ -462,6 +458,7 @@ class Search:
             return outputs, jnp.asarray(rows)
 
         self._compiled = jax.jit(measured, compiler_options=_EXACT)
+        self._names = _RoundingEvaluator(dtype).names(self._traced.jaxpr)  # of the rows
         wide = np.full(len(self.sites), _WIDE)
         exact, measured_of = self._run(wide, 1.0)
         self._largest = measured_of.largest  # in float32, unscaled: ``float[sites, 2 * roles]``
@@ -506,13 +503,12 @@ class Search:
         """Give the value and the gradients by path for each batch, and the worst that the probes measure."""
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < _WIDE_RESULT, levels < _WIDE]), jnp.float32)
-        names = _RoundingEvaluator(self._dtype).names(self._traced.jaxpr)
         worst, results = np.zeros((len(self.sites), _COTANGENTS.stop, len(_Measured._fields))), []
         for args in batches or [batch.args for batch in self._batches]:
             inputs = self._traced.inputs_from((np.float32(1), *args), self._call.kwargs)[1:]
             outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
-            for name, row in zip(names, np.asarray(rows), strict=True):
-                worst[name] = np.maximum(worst[name], row)
+            for site_and_role, row in zip(self._names, np.asarray(rows), strict=True):
+                worst[site_and_role] = np.maximum(worst[site_and_role], row)
             results.append(errors.value_and_leaves(self._traced.result(outputs), self._call.has_aux))
         return results, _Measured(*np.moveaxis(worst, -1, 0))
 
