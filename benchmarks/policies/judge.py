@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -42,17 +41,14 @@ class Judgement(NamedTuple):
     steps_to_arrive: np.ndarray
 
 
-def judge(
-    loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace], float16: bool = True
-) -> Judgement:
+def judge(loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace]) -> Judgement:
     """Replay ``loss_scale`` over traces.
 
     Args:
       loss_scale: any kind, in the state to begin with; or one for each trace, all of one kind and configuration.
       traces: several, all of the same length (`of_one_length`).
-      float16: whether gradients arrive rounded to float16; if not, in float32. Either way float16 is what overflows.
     """
-    unused, skipped = unused_bits(loss_scale, traces, float16)
+    unused, skipped = unused_bits(loss_scale, traces)
     log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
     counts = np.isfinite(unused)
     applied = np.sum(counts, axis=0)
@@ -64,7 +60,7 @@ def judge(
 
 
 def unused_bits(
-    loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace], float16: bool = True
+    loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace]
 ) -> tuple[np.ndarray, np.ndarray]:
     """How many bits each applied step left unused, and which steps were skipped that overflow at some scale only.
 
@@ -74,9 +70,8 @@ def unused_bits(
     log2_first = np.stack([trace.log2_first for trace in traces], axis=1)
     if isinstance(loss_scale, jls.LossScale):
         loss_scale = [loss_scale] * len(traces)
-    scales, finite = _replay(
-        _stacked(loss_scale), np.exp2(log2_largest, dtype=np.float32), np.exp2(log2_first, dtype=np.float32), float16
-    )
+    largest, first = (np.exp2(log2, dtype=np.float32) for log2 in (log2_largest, log2_first))
+    scales, finite = _replay(_stacked(loss_scale), largest, first)
     finite = np.asarray(finite)
     with np.errstate(invalid="ignore", divide="ignore"):  # comparators reach infinity, NaN, and in float32 zero
         unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
@@ -124,31 +119,17 @@ def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 def forget_programs() -> None:
     """Compile anew, after a rule was changed."""
-    _replay.clear_cache()
+    jax.clear_caches()
 
 
-@partial(jax.jit, static_argnums=3)
-def _replay(
-    loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array, float16: bool
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def _replay(loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The scale of each step and whether it was finite: ``float32[steps, traces]``, ``bool[steps, traces]``."""
 
-    def step(
-        loss_scale: jls.LossScale, true: tuple[jax.Array, jax.Array]
-    ) -> tuple[jls.LossScale, tuple[jax.Array, jax.Array]]:
-        scale = loss_scale()
-        largest, first = true
-        finite = first * scale < _OVERFLOWS
-        # A comparator may be told of what overflows first in the place of the largest gradient.
-        scaled = first * scale if getattr(loss_scale, "sees_inside", False) else largest * scale
-        seen = (scaled.astype(jnp.float16).astype(jnp.float32) if float16 else scaled) / scale
-        if loss_scale.needs_largest:
-            loss_scale = loss_scale.adjust(finite, largest=jnp.where(finite, seen, jnp.nan))  # type: ignore[call-arg]
-        else:
-            loss_scale = loss_scale.adjust(finite)
-        return loss_scale, (scale, finite)
-
     def over_one(loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.scan(step, loss_scale, (largest, first))[1]
+        # A comparator may be told of what overflows first in the place of the largest gradient.
+        seen = first if getattr(loss_scale, "sees_inside", False) else largest
+        replayed = jls.diagnostics.simulate(loss_scale, largest=seen, inside=first)
+        return replayed.loss_scale, replayed.grads_finite
 
     return jax.vmap(over_one, in_axes=(0, 1, 1), out_axes=1)(loss_scales, largest, first)

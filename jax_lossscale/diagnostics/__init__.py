@@ -6,20 +6,20 @@ from jax_lossscale.diagnostics.asked._facts import ProductFacts
 from jax_lossscale.diagnostics.asked._operations import OperationPrecision
 from jax_lossscale.diagnostics.autocast._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics.compare._compare_gradients import GradientComparison, compare_gradients
-from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
+from jax_lossscale.diagnostics.errors._gradient_errors import LeafGradientError
 from jax_lossscale.diagnostics.precision._find_precision import find_precision
-from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.ranges._range_report import range_report
+from jax_lossscale.diagnostics.ranges._range_report import OperationRange, RangeReport, range_report
 from jax_lossscale.diagnostics.run._explain import explain
 from jax_lossscale.diagnostics.run._simulate import Simulation, simulate
-from jax_lossscale.diagnostics.tree._histogram import ExponentHistogram, exponent_histogram
-from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics.tree._underflow import (
+from jax_lossscale.diagnostics.tree._exponents import (
+    ExponentHistogram,
     LossScaleSuggestion,
     Underflow,
+    exponent_histogram,
     suggest_loss_scale,
     underflow_fraction,
 )
+from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
 
 __all__ = [
     "AutocastReport",

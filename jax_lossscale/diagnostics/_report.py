@@ -17,7 +17,7 @@ Rows = Sequence[Sequence[str]]
 class Report(Sequence[Entry]):
     """A sequence of entries that prints as a summary, a table, and notes below it."""
 
-    _name_columns: ClassVar[int] = 2  # set to the left; numbers, to the right
+    _text_columns: ClassVar[Sequence[int]] = (0, 1)  # set to the left; numbers, to the right
 
     def _entries(self) -> tuple[Entry, ...]:
         raise NotImplementedError
@@ -47,7 +47,7 @@ class Report(Sequence[Entry]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
-                cell.ljust(width) if n < self._name_columns else cell.rjust(width)
+                cell.ljust(width) if n in self._text_columns else cell.rjust(width)
                 for n, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
@@ -58,7 +58,7 @@ class Report(Sequence[Entry]):
         """Give the same for a notebook: the summary as it is printed, a table, and the notes below it."""
 
         def line(cell: str, row: Sequence[str]) -> str:
-            sides = ["left" if n < self._name_columns else "right" for n in range(len(row))]
+            sides = ["left" if n in self._text_columns else "right" for n in range(len(row))]
             cells = zip(sides, map(html.escape, row), strict=True)
             return "".join(f'<{cell} style="text-align: {side}">{text}</{cell}>' for side, text in cells)
 

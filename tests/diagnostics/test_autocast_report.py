@@ -56,6 +56,13 @@ def test_printed_it_is_a_table_of_the_products():
     ]
 
 
+def test_reasons_stand_on_the_left_also_where_there_are_none():
+    report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
+    heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
+    assert heading.endswith("work  why")
+    assert '<th style="text-align: left">why</th>' in report._repr_html_()
+
+
 def test_long_tables_are_cut():
     def many(w, x):
         for n in range(20):

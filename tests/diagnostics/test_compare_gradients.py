@@ -246,6 +246,12 @@ def test_nothing_narrow():
     assert report.verdict.startswith("`fun` computes nothing in float16")
 
 
+def test_where_nothing_is_narrow_a_loss_that_is_not_finite_is_told():
+    report = compare_gradients(lambda w: jnp.log(-jnp.sum(w * w)), jnp.ones(3))
+    assert report.cause == "nothing narrow"
+    assert report.verdict.endswith("with `jls.cast_floating`. In float32 the loss is not finite either.")
+
+
 def test_another_dtype_than_was_asked_for():
     report = compare_gradients(lambda w: jnp.sum((w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)), jnp.ones(3))
     assert report.cause == "nothing narrow"

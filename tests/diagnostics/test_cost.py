@@ -10,10 +10,10 @@ import jax_lossscale as jls
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import compare_gradients, range_report
 from jax_lossscale.diagnostics.compare import _compare_gradients
-from jax_lossscale.diagnostics.errors import _gradient_error
-from jax_lossscale.diagnostics.precision import _probes
+from jax_lossscale.diagnostics.errors import _gradient_errors
+from jax_lossscale.diagnostics.precision import _find_precision
 from jax_lossscale.diagnostics.shadow import _shadow
-from jax_lossscale.diagnostics.tree._reduced import reduced
+from jax_lossscale.diagnostics.tree._bits import reduced
 
 pytestmark = pytest.mark.ci
 
@@ -96,7 +96,7 @@ def reductions(jaxpr):
     ("measured", "number"),
     [
         (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 3),
-        (lambda x: _probes._statistics(x, x, jnp.float16, True), 2),
+        (lambda x: _find_precision._statistics(x, x, jnp.float16, True), 2),
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
@@ -106,13 +106,13 @@ def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
 
 def test_leaves_of_one_shape_are_measured_by_one_program(monkeypatch):
     traced = []
-    unscale = _gradient_error._tree.unscale
+    unscale = _gradient_errors._tree.unscale
     monkeypatch.setattr(
-        _gradient_error._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
+        _gradient_errors._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
     )
     shapes = [(7, 11)] * 4 + [(13,)] * 2  # which no other test has
     leaves = {n: jnp.ones(shape) for n, shape in enumerate(shapes)}
-    _gradient_error.measure(leaves, leaves, 1.0)
+    _gradient_errors.measure(leaves, leaves, 1.0)
     assert traced == [(7, 11), (13,)]
 
 
@@ -131,7 +131,7 @@ def test_the_largest_of_numbers_with_nan_is_nan(shape, number):
     """A maximum of floats drops it on a CPU, from 4,096 numbers on."""
     x = jnp.ones(shape).ravel().at[number].set(jnp.nan).reshape(shape)
     assert jnp.isnan(jax.jit(lambda x: reduced(largest=[x])[0])(x))
-    (measured,) = _gradient_error.measure({"": x}, {"": x}, 1.0)
+    (measured,) = _gradient_errors.measure({"": x}, {"": x}, 1.0)
     assert np.isnan(measured.largest)
 
 
@@ -139,7 +139,7 @@ def test_of_more_numbers_than_float32_counts_none_is_lost():
     flags, twos = jnp.ones((2, 2**23 + 3), bool), jnp.full((2**12, 2**13), 2.0)
     assert int(reduced(sums=[flags])[0]) == 2**24 + 6
     assert int(reduced(sums=[twos])[0]) == 2**26
-    (measured,) = _gradient_error.measure({"": twos.ravel()}, {"": twos.ravel()}, 1.0)
+    (measured,) = _gradient_errors.measure({"": twos.ravel()}, {"": twos.ravel()}, 1.0)
     assert (measured.squares, measured.nonzero) == (2**25, 2**25)
 
 

@@ -8,9 +8,8 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
-from jax_lossscale.diagnostics.precision._precision_rules import REASONS
+from jax_lossscale.diagnostics.precision._find_precision import REASONS
 from jax_lossscale.diagnostics.run._explain import RUN, said_of
-from jax_lossscale.diagnostics.shadow._blame import FAULTS
 
 pytestmark = pytest.mark.ci
 
@@ -210,7 +209,7 @@ def test_every_line_is_whole_sentences_in_plain_words():
         for line in said.splitlines():
             assert line[0].isupper() or line.startswith("{"), key
             assert line[-1] in ".:", key
-    all_said = " ".join([*RUN.values(), *FAULTS.values(), *REASONS.values()])
+    all_said = " ".join([*RUN.values(), *REASONS.values()])
     assert not [word for word in ("verdict", "facts", "the others", "so does", "trial") if word in all_said]
 
 

@@ -15,7 +15,7 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
-from jax_lossscale.diagnostics.precision._trials import Trials
+from jax_lossscale.diagnostics.precision._find_precision import Search
 
 pytestmark = pytest.mark.ci
 
@@ -331,12 +331,12 @@ def test_what_no_policy_cures_is_said(monkeypatch):
     """If the function itself does worse than every trial, more and more is wide, until all is."""
     errors = []
 
-    def wrong(program, policy):
+    def wrong(search, policy):
         errors.append(policy)
-        program.spent += 1
+        search.spent += 1
         return 20.0, 0.2, "the value"
 
-    monkeypatch.setattr(Trials, "verified", wrong)
+    monkeypatch.setattr(Search, "verified", wrong)
     with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
     wide = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)

@@ -1,19 +1,24 @@
-"""How many products are narrow, and where the first is that is wide: what each report on precision begins with."""
+"""What is known of a program before it runs, and what each report on precision begins with.
+
+How many products are narrow, and where the first is that is wide; which constants were lost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import is_product
-from jax_lossscale.diagnostics._report import listed, percent
+from jax_lossscale._program.primitives import is_product, moved_operands
+from jax_lossscale.diagnostics._report import at, listed, percent
 from jax_lossscale.diagnostics.asked._operations import OperationPrecision, live, operations
 
 
@@ -81,9 +86,10 @@ def products_of(
     if not counted.first_wide or planners:  # which know why
         return counted
     origins = _Origins(dtype)
-    origins.outputs(program, [Origin("argument", name) for name in names])
-    wide = sorted(origins.wide, key=lambda product: product[0].is_backward)
-    return counted._replace(first_wide=_wide_product(dtype.name, *wide[0])) if wide else counted
+    origins.outputs(program, [_given(2, f"`{name}`") for name in names])
+    for place, origin in sorted(origins.wide, key=lambda product: product[0].is_backward)[:1]:
+        counted = counted._replace(first_wide="; ".join(filter(None, [_named(place), origin.why])))
+    return counted
 
 
 def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
@@ -105,75 +111,137 @@ def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocas
     )
 
 
-class Origin(NamedTuple):
-    """Where a float32 value comes from.
+class _Origin(NamedTuple):
+    """Where a float32 value comes from; of several, the one with the lowest rank is told.
 
-    ``kind``: "met", where narrow numbers were promoted since ``name`` was float32; "cast", which gave float32 from
-    narrow numbers; "argument" or "constant", which was float32 at the beginning; "" of what is not float32.
+    Attributes:
+      rank: 0, where narrow numbers were promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
+        which were float32 at the beginning; 4, of what is not float32.
+      why: the same in words, of a product that takes the value.
+      given: the name of the argument, or "a constant".
+      column: where the cast stands.
     """
 
-    kind: str
-    name: str = ""
-    place: Place | None = None
-
-    @property
-    def rank(self) -> int:
-        """The order in which origins are told: what comes from narrow numbers is first."""
-        return ("met", "cast", "argument", "constant", "").index(self.kind)
+    rank: int
+    why: str = ""
+    given: str = ""
+    column: str = ""
 
 
-class _Origins(Flow[Origin]):
+def _given(rank: int, name: str) -> _Origin:
+    return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
+
+
+class _Origins(Flow[_Origin]):
     """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
 
     follows = Flow.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.wide: list[tuple[Place, Origin]] = []
+        self.wide: list[tuple[Place, _Origin]] = []
 
-    def constant(self, value: Any) -> Origin:
-        return Origin("constant")
+    def constant(self, value: Any) -> _Origin:
+        return _given(3, "a constant")
 
-    def joined(self, values: Sequence[Origin]) -> Origin:
-        return min(values, key=lambda origin: origin.rank)
+    def joined(self, values: Sequence[_Origin]) -> _Origin:
+        return min(values, key=lambda origin: origin.rank, default=_Origin(4))
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Origin]) -> Sequence[Origin]:
+    def operation(self, eqn: Any, place: Place, operands: Sequence[_Origin]) -> Sequence[_Origin]:
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
         takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
-        casts = [origin.place.column for origin in origins if origin.kind == "cast" and origin.place]
-        given = [origin for origin in origins if origin.kind in ("argument", "constant")]
-        if given and (takes_narrow or (place.column and place.column in casts)):
-            origin = Origin("met", given[0].name, place)
-        else:
-            origin = min(origins, key=lambda origin: origin.rank, default=Origin(""))
+        origin = self.joined(origins)
+        given = [each.given for each in origins if each.given]
+        if given and (takes_narrow or (place.column and place.column in [each.column for each in origins])):
+            met = f"{self.dtype.name} met float32 {given[0]} at {_named(place)}"
+            origin = _Origin(0, f"its input is float32 since {met}")
         if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.wide.append((place, origin))
         if takes_narrow and not origins:
-            origin = Origin("cast", place=place)
-        return [origin if _is_wide_float(variable.aval) else Origin("") for variable in eqn.outvars]
+            origin = _Origin(1, f"its input becomes float32 at {_named(place)}", column=place.column)
+        return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]
 
 
 def _is_wide_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
 
 
-_ORIGINS = {
-    "met": "its input is float32 since {dtype} met float32 {name} at {there}",
-    "cast": "its input becomes float32 at {there}",
-    "argument": "its input is float32 from the beginning ({name})",
-    "constant": "its input is float32 from the beginning ({name})",
-}
-
-
-def _wide_product(dtype: str, at: Place, origin: Origin) -> str:
-    """Say where a product is, and why its input is float32."""
-    if not origin.kind:
-        return _named(at)
-    name = f"`{origin.name}`" if origin.name else "a constant"
-    there = _named(origin.place) if origin.place else ""
-    return f"{_named(at)}; {_ORIGINS[origin.kind].format(dtype=dtype, name=name, there=there)}"
-
-
 def _named(at: Place | OperationPrecision) -> str:
     """Name a layer and a line; "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source
+
+
+# Constants that a program has in 16 bits, of which nothing was left but zero or infinity.
+
+# A number that is added, or that is the least that may be, keeps what follows away from zero.
+_KEEPS_AWAY = ("add", "max", "sub")
+_FROM_ZERO = ("rsqrt", "sqrt", "cbrt", "div", "log")
+
+
+class LostConstant(NamedTuple):
+    """A constant that became zero or infinite.
+
+    Attributes:
+      operation: what it is an operand of.
+      place: where.
+      value: what is left of it.
+      is_epsilon: whether it is added to what a division, a root or a logarithm is taken of.
+    """
+
+    operation: str
+    place: Place
+    value: float
+    is_epsilon: bool = False
+
+    def __str__(self) -> str:
+        name = "epsilon" if self.is_epsilon else "constant"
+        where = at(self.place.layer, self.place.source)
+        return f"The {name} in `{self.operation}`{where} is {self.value:g} in 16 bits"
+
+
+def lost_constants(traced: Traced) -> list[LostConstant]:
+    """Find the constants of the forward pass that were lost, epsilons first, in the order of the program."""
+    flow = _Constants()
+    flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
+    return sorted(dict.fromkeys(flow.lost), key=lambda constant: not constant.is_epsilon)
+
+
+class _Value(NamedTuple):
+    """What is known of a value: its ``number``, if it is a constant of 16 bits, and the lost constants added in it."""
+
+    number: float | None = None
+    sums: tuple[LostConstant, ...] = ()
+
+
+class _Constants(Flow[_Value]):
+    """Finds out of each value whether it is a constant of 16 bits, or one was added in it."""
+
+    def __init__(self) -> None:
+        self.lost: list[LostConstant] = []
+
+    def constant(self, value: Any) -> _Value:
+        if not is_narrow(value) or np.size(value) != 1 or isinstance(value, jax.core.Tracer):
+            return _Value()
+        return _Value(float(np.asarray(value, np.float32).ravel()[0]))
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
+        name = eqn.primitive.name
+        moved = moved_operands(eqn, casts=True)
+        if moved is not None:
+            joined = _Value(sums=tuple(lost for operand in operands for lost in operand.sums))
+            return [operands[taken[0]] if len(taken) == 1 else joined for taken in moved]
+        sums: tuple[LostConstant, ...] = ()
+        if name in _FROM_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
+            for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
+                self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
+        if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
+            for operand in operands:
+                if operand.number is not None and (operand.number == 0 or np.isinf(operand.number)):
+                    lost = LostConstant(name, place, operand.number)
+                    is_epsilon = name in _KEEPS_AWAY and operand.number == 0
+                    sums = (*sums, lost) if is_epsilon else sums
+                    if not is_epsilon:
+                        self.lost.append(lost)
+                elif name in _KEEPS_AWAY:
+                    sums += operand.sums
+        return [_Value(sums=sums)] * len(eqn.outvars)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.in_half import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
-from jax_lossscale._program.jaxpr import Traced, is_reference, jaxprs_of
+from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
 from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
-from jax_lossscale.diagnostics.asked._call import Call
 
+_What: TypeAlias = tuple[str, str, str, bool, str, str]  # the first six attributes of an `OperationPrecision`
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
 
@@ -86,7 +86,7 @@ def operations(
     reasons: dict[int, dict[str, None]] = {}
     for path, reason in exceptions:
         reasons.setdefault(id(path[-1].source_info.traceback), {})[reason] = None
-    counts: dict[OperationPrecision, tuple[int, float, int]] = {}  # number, work, position
+    counts: dict[tuple[_What, str, bool], tuple[int, float, int]] = {}  # number, work, position
     for position, step in enumerate(_steps(program)):
         eqn, name = step.eqn, _name(step.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
@@ -94,15 +94,15 @@ def operations(
         work, result = _work(eqn), eqn.outvars[0].aval.dtype
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        where = name, step.place.layer, step.place.source
+        where = name, step.place.layer, step.place.source, step.place.is_backward
         is_exception = work > 0 and {widest, result} != {dtype}
         reason = _reason(step, reasons.get(id(eqn.source_info.traceback), {})) if is_exception else ""
-        kind = OperationPrecision(*where, step.place.is_backward, widest.name, result.name, 0, 0.0, reason, work > 0, 0)
+        kind = (*where, widest.name, result.name), reason, work > 0
         number, total, first = counts.get(kind, (0, 0.0, position))
         counts[kind] = number + 1, total + step.times * work, first
     return [
-        dataclasses.replace(kind, number=number, work=work, position=position)
-        for kind, (number, work, position) in counts.items()
+        OperationPrecision(*what, number, work, reason, is_product, at)
+        for (what, reason, is_product), (number, work, at) in counts.items()
     ]
 
 
@@ -138,23 +138,6 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
         if is_otherwise(step.place.stack):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
-
-
-def bytes_kept(call: Call) -> int:
-    """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
-
-    def kept(*args: Any, **kwargs: Any) -> list[Any]:
-        def of_moved(moved: dict[int, Any]) -> Any:
-            return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
-
-        moved = {position: args[position] for position in call.positions}
-        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
-        return jax.tree.leaves(value_and_pullback[1])
-
-    jaxpr = Traced(kept, call.args, call.kwargs).jaxpr.jaxpr
-    there = {*jaxpr.invars, *jaxpr.constvars}
-    names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
-    return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
 
 
 def _steps(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Step]:

@@ -1,17 +1,207 @@
-"""What is asked about, as each report on gradients looks at it first: what is known before it runs."""
+"""A function and the arguments that it is differentiated at, and what is known of both before it runs.
+
+A value, checked once, traced once, and handed on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
-from jax_lossscale.diagnostics.asked._arguments import ArgumentFaults, faults_of
-from jax_lossscale.diagnostics.asked._call import Call
-from jax_lossscale.diagnostics.asked._constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_of
+from jax_lossscale import _tree
+from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.transform import planners_seen
+from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._limits import limits_of
+from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
+from jax_lossscale._program.parameters import Leaf, Taken
+from jax_lossscale._program.place import Place
+from jax_lossscale.diagnostics._report import end_of
+from jax_lossscale.diagnostics.asked._facts import LostConstant, ProductFacts, lost_constants, products_of
+from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, reports_of_named
+
+
+class Call(NamedTuple):
+    """A function, and what it is called with.
+
+    Attributes:
+      caller: what asks about it, as errors name it.
+      fun: the function, of `Leaves` in the place of the arguments that are differentiated. So a whole model may be one:
+        functions, keys, counters and the like, which have no gradients, stay as they are.
+      args: its arguments, with these `Leaves`.
+      kwargs: its keyword arguments.
+      argnums: which arguments are differentiated.
+      has_aux: whether there is an auxiliary result.
+      names: the names that the function has for its arguments; where it has none, such as "args[0]".
+    """
+
+    caller: str
+    fun: Callable[..., Any]
+    args: list[Any]
+    kwargs: Mapping[str, Any]
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    names: list[str]
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions of the arguments that are differentiated, as far as there are such."""
+        return _positions(self.argnums, self.args)
+
+    def with_args(self, args: Sequence[Any]) -> Call:
+        """Give the call with other arguments, of the same structure."""
+        chosen = list(args)
+        for position in self.positions:
+            chosen[position], _ = _selected(args[position])
+        return self._replace(args=chosen)
+
+    def value_and_grad(self) -> Traced:
+        """Trace the function and its gradients, without a scale."""
+        return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
+
+    def scaled(self, fun: Callable[..., Any] | None = None) -> tuple[Traced, list[Planner]]:
+        """Trace value and scaled gradients, of the function or of another in its place; the scale is the first input.
+
+        Give the planners of `autocast` in it, too.
+        """
+
+        def gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
+            return value_and_scaled_grad(fun or self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+
+        with planners_seen() as planners:
+            traced = Traced(gradients, (jnp.float32(1), *self.args), self.kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
+            raise ValueError(f"`{self.caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
+        return traced, planners
+
+    def named_leaves(self) -> list[list[tuple[str, Any]]]:
+        """Give the leaves of each argument, and then of each keyword, each with its name."""
+        return [
+            [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(argument)]
+            for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
+        ]
+
+    def faults(self, dtype: jnp.dtype, casts: Callable[[LeafReport], bool] = lambda leaf: False) -> ArgumentFaults:
+        """Look for NaN, infinities and numbers that the dtype does not hold in the arguments; ``casts``: of which."""
+        named = [pair for leaves in self.named_leaves() for pair in leaves if _has_values(pair[1])]
+        reports, largest = reports_of_named(named), limits_of(dtype).largest
+        return ArgumentFaults(
+            nan=[_nonfinite(leaf) for leaf in reports if leaf.nan],
+            infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
+            too_large=[
+                f"`{leaf.path}` reaches {leaf.largest_finite:.2g}, and {end_of(dtype.name)}."
+                for leaf in reports
+                if (leaf.largest_finite or 0.0) > largest and casts(leaf)
+            ],
+        )
+
+
+def called(
+    caller: str,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+) -> Call:
+    """Make a call of what a user gives, and check it."""
+    check_function(fun, f"{caller}(fun=...)")
+    argnums = as_argnums(argnums, f"{caller}(argnums=...)")
+    check_flag(has_aux, f"{caller}(has_aux=...)")
+    chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()
+    for position in _positions(argnums, args):
+        chosen[position], rebuild[position] = _selected(args[position])
+
+    def of_leaves(*args: Any, **kwargs: Any) -> Any:
+        filled = [rebuild[n](arg) if isinstance(arg, Leaves) else arg for n, arg in enumerate(args)]
+        return fun(*filled, **kwargs)
+
+    try:
+        names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
+    except (TypeError, ValueError):  # it has no signature
+        names = []
+    names += [f"args[{number}]" for number in range(len(names), len(args))]
+    return Call(caller, of_leaves, chosen, kwargs, argnums, bool(has_aux), names)
+
+
+def _positions(argnums: int | tuple[int, ...], args: Sequence[Any]) -> list[int]:
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    counted = (position + len(args) if position < 0 else position for position in positions)
+    return [position for position in counted if 0 <= position < len(args)]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Leaves:
+    """The leaves of an argument that have gradients, under the paths that they have in it."""
+
+    def __init__(self, paths: tuple[str, ...], leaves: Sequence[Any]) -> None:
+        self.paths = paths
+        self.leaves = leaves
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
+        return list(zip(self.paths, self.leaves, strict=True)), self.paths
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
+        return cls(paths, leaves)
+
+
+def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
+    leaves = [leaf for _, leaf in with_paths]
+    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
+    arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
+    positions = arrays or inexact  # Python's own numbers in a model, such as a dropout rate, are no parameters
+
+    def rebuilt(moved: Leaves) -> Any:
+        filled = list(leaves)
+        for position, leaf in zip(positions, moved.leaves, strict=True):
+            filled[position] = leaf
+        return jax.tree.unflatten(structure, filled)
+
+    paths = tuple(jax.tree_util.keystr(with_paths[position][0]) for position in positions)
+    return Leaves(paths, [leaves[position] for position in positions]), rebuilt
+
+
+class ArgumentFaults(NamedTuple):
+    """What is wrong with the leaves of arguments, a sentence each: NaN, infinities alone, and what a cast loses."""
+
+    nan: list[str]
+    infinite: list[str]  # which may be meant, as in a mask
+    too_large: list[str]
+
+
+def _has_values(leaf: Any) -> bool:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
+    return is_array and _tree.is_inexact(leaf) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _nonfinite(leaf: LeafReport) -> str:
+    """Say that an argument holds NaN or infinities."""
+    number = leaf.nan or leaf.nonfinite
+    what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
+    first = ", at" if number == 1 else ", the first at"
+    where = f"{first} {list(leaf.first_bad_index)}" if leaf.first_bad_index else ""
+    return f"`{leaf.path}` holds {number} {what}{where}."
+
+
+class _Casts(Taken):
+    """Knows of each value which input it is; ``cast`` holds the names of those that are cast to 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast: set[str] = set()
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[Leaf | None]) -> Sequence[Leaf | None]:
+        if eqn.primitive.name == "convert_element_type" and is_narrow(eqn.outvars[0].aval) and operands[0]:
+            self.cast.add(operands[0].path)
+        return super().operation(eqn, place, operands)
 
 
 class Question(NamedTuple):
@@ -49,6 +239,12 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
     named = call.named_leaves()
     names = ["the loss scale", *(name for leaves in named for name, _ in leaves)]
     inputs = [names[position] for position in program.positions]
+
+    def casts(leaf: LeafReport) -> bool:
+        flow = _Casts()
+        flow.outputs(program.jaxpr, [Leaf(0, name) for name in inputs])
+        return leaf.path in flow.cast
+
     return Question(
         call=call,
         dtype=dtype,
@@ -56,6 +252,6 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
         inputs=inputs,
         parameters=[name for n in call.positions for name, _ in named[n]],
         products=products_of(program, dtype, inputs, planners),
-        faults=faults_of(named, dtype, program.jaxpr, inputs),
+        faults=call.faults(dtype, casts),
         lost=lost_constants(program),
     )

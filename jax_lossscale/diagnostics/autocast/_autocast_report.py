@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.planner import Planner
@@ -14,18 +17,9 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.asked._arguments import faults_of, nonfinite_argument
-from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_among
-from jax_lossscale.diagnostics.asked._operations import (
-    OperationPrecision,
-    bytes_kept,
-    casts,
-    live,
-    not_in_half,
-    opaque,
-    operations,
-)
+from jax_lossscale.diagnostics.asked._operations import OperationPrecision, casts, live, not_in_half, opaque, operations
+from jax_lossscale.diagnostics.asked._question import Call, called
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
@@ -59,7 +53,7 @@ class AutocastReport(Report[OperationPrecision]):
     arguments: tuple[str, ...] = ()
     not_in_half: tuple[str, ...] = ()
 
-    _name_columns: ClassVar[int] = 5
+    _text_columns: ClassVar[Sequence[int]] = (0, 1, 2, 3, 4, 7)
 
     @property
     def products(self) -> tuple[OperationPrecision, ...]:
@@ -169,32 +163,43 @@ def autocast_report(
     entries = operations(program, dtype, planner.exceptions)
     entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
     try:
-        bytes_before = bytes_kept(call)
+        bytes_before = _bytes_kept(call)
     except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
         bytes_before = None
     return AutocastReport(
         operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
-        bytes_after=bytes_kept(under_autocast),
+        bytes_after=_bytes_kept(under_autocast),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
-        arguments=tuple(map(nonfinite_argument, faults_of(call.named_leaves(), dtype).nan)),
+        arguments=tuple(call.faults(dtype).nan),
         not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 
 
+def _bytes_kept(call: Call) -> int:
+    """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
+
+    def kept(*args: Any, **kwargs: Any) -> list[Any]:
+        def of_moved(moved: dict[int, Any]) -> Any:
+            return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
+
+        moved = {position: args[position] for position in call.positions}
+        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
+        return jax.tree.leaves(value_and_pullback[1])
+
+    jaxpr = Traced(kept, call.args, call.kwargs).jaxpr.jaxpr
+    there = {*jaxpr.invars, *jaxpr.constvars}
+    names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
+    return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
+
+
 def _cells(operation: OperationPrecision) -> list[str]:
-    return [
-        operation.operation,
-        operation.layer,
-        operation.source,
-        "backward" if operation.is_backward else "forward",
-        operation.dtype if operation.result == operation.dtype else f"{operation.dtype}, result {operation.result}",
-        str(operation.number),
-        f"{operation.work:.2g}",
-        operation.reason,
-    ]
+    direction, result = "backward" if operation.is_backward else "forward", operation.result
+    dtype = operation.dtype if result == operation.dtype else f"{operation.dtype}, result {result}"
+    where = operation.operation, operation.layer, operation.source, direction, dtype
+    return [*where, str(operation.number), f"{operation.work:.2g}", operation.reason]
 
 
 def _in_bytes(number: float) -> str:

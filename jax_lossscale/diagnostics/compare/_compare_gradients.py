@@ -14,12 +14,10 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
-from jax_lossscale.diagnostics.asked._call import called
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import asked
-from jax_lossscale.diagnostics.compare._finding import conclusion, find_cause
-from jax_lossscale.diagnostics.errors._gradient_error import LeafGradientError
-from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale
+from jax_lossscale.diagnostics.asked._question import asked, called
+from jax_lossscale.diagnostics.compare._finding import Finder
+from jax_lossscale.diagnostics.errors._gradient_errors import LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics.ranges._range_report import ranges_at
 
 _MOST_ROWS = 12
@@ -200,11 +198,12 @@ def compare_gradients(
     errors = errors_by_scale(question, wide, scales, progress if callable(progress) else _told if progress else iter)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
-    finding = find_cause(question, errors, functools.cache(lambda scale: ranges_at(question, scale, progress is True)))
+    ranges = functools.cache(lambda scale: ranges_at(question, scale, progress is True))
+    finding = Finder(question, errors, ranges).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=conclusion(question, errors, finding),
+        verdict=finding.verdict,
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +16,189 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics.asked._arguments import nonfinite_argument
-from jax_lossscale.diagnostics.asked._call import called
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import Question, asked
-from jax_lossscale.diagnostics.errors._gradients_by_scale import errors_by_scale, noted_error_of_loss
-from jax_lossscale.diagnostics.ranges._operation_range import OperationRange, RangeReport
-from jax_lossscale.diagnostics.shadow._blame import blame, cure, fault_of
-from jax_lossscale.diagnostics.shadow._layers import told_apart
+from jax_lossscale.diagnostics.asked._question import Question, asked, called
+from jax_lossscale.diagnostics.errors._gradient_errors import errors_by_scale, noted_error_of_loss
+from jax_lossscale.diagnostics.shadow._blame import MANY_ZEROS, blame, cure_of
 from jax_lossscale.diagnostics.shadow._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics.shadow._sites import Ancestry, Graph, Parameter, Site
+from jax_lossscale.diagnostics.shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
 # The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
 _MOSTLY_ROUNDING = 2.0**-6
+_MOST_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationRange:
+    """How the results of one operation lie in the range of the dtype; in a loop, those of the worst iteration.
+
+    Attributes:
+      operation: the name of the primitive, as JAX prints it; of a sum that is computed in float32 and then cast, that
+        of the sum.
+      derivative_of: the operation whose derivative this is, if it belongs to one that is computed in the forward pass;
+        else "".
+      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
+        there are none. Where a line is run more than once, the path of the parameter that entered last is added, such
+        as ``Block, model.blocks[2].kernel``; or if that is the same, a number, such as ``run 2 of 5``.
+      source: file and line, of the innermost function that belongs to no installed library.
+      is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
+      shape: the shape of the result.
+      dtype: its dtype in the function; here it was computed in float32.
+      largest: the largest magnitude; infinite or NaN if it is not finite in float32 either.
+      overflow: the share of numbers that would be infinite in the dtype, or are not finite already.
+      zero: the share of the non-zero numbers that would become zero.
+      subnormal: the share of the non-zero numbers that would become subnormal, and lose digits.
+      log2_above: by how many powers of two the largest exceeds the largest number of the dtype; 0 if it does not.
+      log2_below: by how many powers of two the largest is below the smallest normal number; 0 if it is not.
+      cure: what helps, if anything is wrong; else "".
+      error: how far off the result is, computed as the function does, from float32: the norm of the difference over
+        the norm in float32. 0 where next to nothing is left of a sum, which is rounding in float32, too.
+      error_in: the largest of those of its operands.
+      amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
+      changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient.
+    """
+
+    operation: str
+    derivative_of: str
+    layer: str
+    source: str
+    is_backward: bool
+    shape: tuple[int, ...]
+    dtype: str
+    largest: float
+    overflow: float
+    zero: float
+    subnormal: float
+    log2_above: int
+    log2_below: int
+    cure: str
+    error: float = 0.0
+    error_in: float = 0.0
+    amplification: float = 0.0
+    changes_result: bool = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RangeReport(Report[OperationRange]):
+    """An `OperationRange` for every operation whose result would be narrow, the worst first.
+
+    Those that are wrong and change the result come first. Of these, those of the forward pass, on which the backward
+    pass depends; within each, those that overflow, in the order of the program, since what overflows first is the cause
+    of what follows; then those where an error begins, the largest first, and those of which the most becomes zero.
+    Printed, or shown in a notebook, it says how many products are in half precision, and where the first is that is
+    not. A table of these operations follows, with what helps. Iterating over it gives the operations.
+
+    Attributes:
+      operations: the operations.
+      dtype: the name of the dtype.
+      loss_scale: the loss scale.
+      as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
+      lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
+        a root or a logarithm away from zero; and if anything is no number, the others.
+      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      arguments: what is wrong with the arguments themselves, a sentence each.
+    """
+
+    operations: tuple[OperationRange, ...]
+    dtype: str
+    loss_scale: float
+    as_they_are: tuple[str, ...]
+    lost_constants: tuple[str, ...] = ()
+    facts: ProductFacts = ProductFacts()
+    arguments: tuple[str, ...] = ()
+
+    _text_columns: ClassVar[Sequence[int]] = range(4)
+
+    @property
+    def bad(self) -> tuple[OperationRange, ...]:
+        """The operations that overflow or give NaN, and those that change the result.
+
+        Of the latter, those of which more than half becomes zero, and those where an error begins.
+        """
+        return tuple(operation for operation in self.operations if operation.cure)
+
+    def _entries(self) -> tuple[OperationRange, ...]:
+        return self.operations
+
+    def forward_overflows(self) -> tuple[OperationRange, ...]:
+        """The operations that overflow in the forward pass itself, which they do at every loss scale."""
+        return tuple(
+            operation
+            for operation in self.bad
+            if operation.overflow and not (operation.is_backward or operation.derivative_of)
+        )
+
+    def begin_forward(self) -> tuple[OperationRange, ...]:
+        """The operations of the forward pass with which errors begin that change the result, the worst first."""
+        return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
+
+    def underflows(self) -> tuple[OperationRange, ...]:
+        """The operations of the backward pass whose results are too small, which a larger loss scale makes larger."""
+        finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
+        return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
+
+    def _summary(self) -> str:
+        return "\n".join([str(self.facts), *self.arguments, self._in_range()])
+
+    def _in_range(self) -> str:
+        """Say how many operations leave the range."""
+        if not self:
+            return self.facts.nothing_narrow
+        over = [operation for operation in self.bad if operation.overflow]
+        zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
+        if self.arguments and not over and not zero:
+            return "What is computed from it is not finite in float32 either, so nothing else can be told."
+        rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
+        wide = sum(operation.dtype != self.dtype for operation in rest)
+        counts = [f"{len(rest) - wide}"] * (len(rest) > wide) + [f"{wide} of float32"] * (wide > 0)
+        also = f" In {' and '.join(counts)}, rounding changes the result." if rest else ""
+        operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
+        at = f"at a loss scale of {power_of_two(self.loss_scale)}"
+        if not over and not zero:
+            return f"All {operations} stay in range {at}.{also}"
+        harmless = sum(not operation.changes_result for operation in over)
+        without_harm = f" ({harmless} without changing the result)" if harmless else ""
+        return (
+            f"{len(over)} of {operations} overflow{without_harm} {at}, and more than half becomes zero in {zero}.{also}"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        if not self.bad:
+            return []
+        cures = self._cures()
+        return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
+
+    def _notes(self) -> list[str]:
+        notes = [f"{constant}, in float32, too." for constant in self.lost_constants]
+        if len(self.bad) > _MOST_ROWS:
+            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+        notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+        if self.bad and self.as_they_are:
+            notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
+        return notes
+
+    def _cures(self) -> list[str]:
+        return list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
+
+
+_HEADINGS = ["operation", "layer", "line", "pass", "shape", "largest", "off by"]
+_HEADINGS += ["overflow", "zero", "subnormal", "error in", "error", "cure"]
+
+
+def _cells(operation: OperationRange) -> list[str]:
+    of, log2_off = operation.derivative_of, operation.log2_above - operation.log2_below
+    name = f"{operation.operation} (derivative of {of})" if of else operation.operation
+    direction = "backward" if operation.is_backward else "forward"
+    where = name, operation.layer, operation.source, direction, str(list(operation.shape))
+    shares = operation.overflow, operation.zero, operation.subnormal, operation.error_in, operation.error
+    return [*where, f"{operation.largest:.2g}", f"2^{log2_off}" if log2_off else "", *map(_share, shares)]
+
+
+def _share(share: float) -> str:
+    return percent(share) if 0 < share < 1e3 else f"{share:.0e}" if share else ""
 
 
 def range_report(
@@ -127,7 +296,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         as_they_are=tuple(evaluator.evaluator.as_they_are),
         lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
         facts=question.products,
-        arguments=tuple(map(nonfinite_argument, faults)),
+        arguments=tuple(faults),
     )
 
 
@@ -162,12 +331,15 @@ def _operation_range(
     site: Site, measured: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
 ) -> OperationRange:
     info = jnp.finfo(products.dtype)
-    fault = fault_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
+    cure = cure_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
     log2_above = log2_below = 0
     if measured.overflow:
         log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
     elif 0 < measured.largest < float(info.smallest_normal):
         log2_below = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
+    numbers = measured._asdict()
+    is_nan = numbers.pop("nan") > 0 and not measured.overflow
+    numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,
@@ -176,15 +348,9 @@ def _operation_range(
         is_backward=site.place.is_backward,
         shape=site.aval.shape,
         dtype=site.aval.dtype.name,
-        largest=math.nan if measured.nan and not measured.overflow else measured.largest,
-        overflow=measured.overflow + measured.nan,
-        zero=measured.zero,
-        subnormal=measured.subnormal,
         log2_above=log2_above,
         log2_below=log2_below,
-        cure=cure(fault, site, measured),
-        error=measured.error,
-        error_in=measured.error_in,
-        amplification=measured.amplification,
+        cure=cure,
         changes_result=is_harmful or measured.nan > 0,
+        **numbers,
     )

@@ -312,23 +312,17 @@ def _steps_of_a_search(loss_scale: LossScale) -> float:
 
 def _of_gradients(state: LossScaledState) -> Iterator[Said]:
     """Look at the gradients of a last step that was good."""
-    if not int(state.applied_steps):
-        return
-    if state.largest is None or not state.loss_scale.needs_largest:
+    if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())
-    if math.isnan(largest):
-        yield "not measured", {}
-        return
-    if not largest:
-        yield "all zero", {}
+    if not largest > 0:
+        yield "not measured" if math.isnan(largest) else "all zero", {}
         return
     yield "largest", {"largest": f"{largest:.3g}"}
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if room >= _FAR_BELOW_THE_LIMIT and scale > 2.0**_FAR_TOO_HIGH:
         yield "not scaled", {"largest": f"{largest * scale:.2g}"}
-        return
-    if room >= _MUCH_ROOM:
+    elif room >= _MUCH_ROOM:
         yield "room", {"room": room}
 
 

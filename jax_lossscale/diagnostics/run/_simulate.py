@@ -148,9 +148,7 @@ def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
 
 @partial(jax.jit, static_argnums=3)
 def _replay(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype: jnp.dtype) -> Simulation:
-    def step(
-        loss_scale: LossScale, event: tuple[jax.Array, jax.Array]
-    ) -> tuple[LossScale, tuple[jax.Array, jax.Array]]:
+    def step(loss_scale: LossScale, event: tuple[jax.Array, jax.Array]) -> Any:
         scale = jnp.asarray(loss_scale(), jnp.float32)
         arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
         finite = jnp.isfinite(arrives) & jnp.isfinite(overflows)

@@ -1,4 +1,4 @@
-"""Which operations make a result wrong, where their error begins, and what is wrong with them."""
+"""Which operations make a result wrong, where their error begins, and what helps."""
 
 from __future__ import annotations
 
@@ -54,60 +54,7 @@ def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], boo
     return reached
 
 
-def fault_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:
-    """Name what is wrong with an operation: a key of `FAULTS`, or "".
-
-    Args:
-      site: the operation.
-      measured: what was measured of its result.
-      is_harmful: whether it makes a result wrong, as `blame` says.
-      is_origin: whether that begins with it.
-      is_autocast: whether it is of a function under `autocast`, which makes its casts.
-    """
-    if measured.nan and not measured.overflow:
-        return "nan"
-    pass_ = "backward" if site.place.is_backward else "forward"
-    if measured.overflow:
-        if site.derivative_of:
-            return "derivative"
-        if pass_ == "forward" and is_autocast and site.operation == "convert_element_type":
-            return "cast of autocast"
-        is_mask = pass_ == "forward" and measured.largest >= _MASK and site.operation in _MAY_MASK
-        return "mask" if is_mask else f"{pass_} overflow"
-    if is_harmful and measured.zero > MANY_ZEROS:
-        return f"{pass_} underflow"
-    if not is_origin:
-        return ""
-    if pass_ == "backward" and measured.zero + measured.subnormal > 0:
-        return "backward underflow"
-    if not is_narrow(site.aval):
-        return "cancelling" if site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS) else "wide rounding"
-    return "sum" if measured.amplification < ACCUMULATED or site.operation in _SUMMED_UP else "rounding"
-
-
-# What is wrong with an operation. Some faults have a cure for each operation.
-
-FAULTS = {
-    "nan": "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
-    "zero, and for 0 * inf behind a `jnp.where`.",
-    "derivative": "The derivative of `{operation}` is computed in the forward pass, so no loss scale helps. Compute "
-    "`{operation}` in float32 (as all statistics of a normalization), or keep it away from zero by a larger epsilon.",
-    "backward overflow": "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own.",
-    "cast of autocast": "`autocast` casts it for the product there. Keep that product in float32, with "
-    "`jls.keep_float32`, or let `find_precision` measure what must be.",
-    "mask": "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
-    "must leave room for what it is added to, such as -1e4. Or take the softmax in float32.",
-    "forward overflow": "Compute it in float32.",
-    "backward underflow": "A larger loss scale helps. If other gradients overflow then, give this branch a scale of "
-    "its own: `jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs.",
-    "forward underflow": "A loss scale does not help in the forward pass. Compute it in float32, or make it larger "
-    "before.",
-    "sum": "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32.",
-    "rounding": "It makes the rounding errors of its operands larger. Compute it and its operands in float32.",
-    "cancelling": "Its terms cancel: what is left is about one part in {parts} of them, and their rounding errors are "
-    "that many times larger in it. Compute the terms in float32, too.",
-    "wide rounding": "It makes the rounding errors of its operands larger. Compute them in float32, too.",
-}
+# What helps where nothing else is known of an overflow.
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
     "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
@@ -120,10 +67,59 @@ _FORWARD_OVERFLOWS = {
 }
 
 
-def cure(fault: str, site: Site, measured: Statistics) -> str:
-    """Say what helps."""
-    operation = site.derivative_of or site.operation
-    if fault == "forward overflow" and operation in _FORWARD_OVERFLOWS:
-        return _FORWARD_OVERFLOWS[operation]
-    parts = float(f"{measured.amplification:.0e}")
-    return FAULTS[fault].format(operation=operation, parts=f"{parts:,.0f}") if fault else ""
+def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:
+    """Say what helps against what is wrong with an operation; "" if nothing is.
+
+    Args:
+      site: the operation.
+      measured: what was measured of its result.
+      is_harmful: whether it makes a result wrong, as `blame` says.
+      is_origin: whether that begins with it.
+      is_autocast: whether it is of a function under `autocast`, which makes its casts.
+    """
+    is_backward, operation = site.place.is_backward, site.derivative_of
+    if measured.nan and not measured.overflow:
+        return (
+            "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
+            "zero, and for 0 * inf behind a `jnp.where`."
+        )
+    if measured.overflow and operation:
+        return (
+            f"The derivative of `{operation}` is computed in the forward pass, so no loss scale helps. Compute "
+            f"`{operation}` in float32 (as all statistics of a normalization), or keep it away from zero by a larger "
+            "epsilon."
+        )
+    if measured.overflow and is_backward:
+        return "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own."
+    if measured.overflow and is_autocast and site.operation == "convert_element_type":
+        return (
+            "`autocast` casts it for the product there. Keep that product in float32, with `jls.keep_float32`, or let "
+            "`find_precision` measure what must be."
+        )
+    if measured.overflow and measured.largest >= _MASK and site.operation in _MAY_MASK:
+        return (
+            "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
+            "must leave room for what it is added to, such as -1e4. Or take the softmax in float32."
+        )
+    if measured.overflow:
+        return _FORWARD_OVERFLOWS.get(site.operation, "Compute it in float32.")
+    vanishes = is_harmful and measured.zero > MANY_ZEROS
+    if is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0)):
+        return (
+            "A larger loss scale helps. If other gradients overflow then, give this branch a scale of its own: "
+            "`jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs."
+        )
+    if vanishes:
+        return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
+    if not is_origin:
+        return ""
+    if not is_narrow(site.aval) and site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS):
+        parts = float(f"{measured.amplification:.0e}")
+        return (
+            f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
+            "that many times larger in it. Compute the terms in float32, too."
+        )
+    if is_narrow(site.aval) and (measured.amplification < ACCUMULATED or site.operation in _SUMMED_UP):
+        return "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32."
+    them = "it and its operands in float32" if is_narrow(site.aval) else "them in float32, too"
+    return f"It makes the rounding errors of its operands larger. Compute {them}."

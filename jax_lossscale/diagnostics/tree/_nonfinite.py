@@ -15,8 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics._report import Report, Rows
-from jax_lossscale.diagnostics.tree._bits import layout_of, magnitudes, number_of
-from jax_lossscale.diagnostics.tree._reduced import reduced
+from jax_lossscale.diagnostics.tree._bits import layout_of, magnitudes, number_of, reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +96,10 @@ _HEADINGS = ("leaf", "dtype", "shape", "NaN", "+inf", "-inf", "share", "largest 
 
 
 def _cells(leaf: LeafReport) -> tuple[str, ...]:
-    return (
-        leaf.path,
-        leaf.dtype,
-        str(list(leaf.shape)),
-        str(leaf.nan),
-        str(leaf.posinf),
-        str(leaf.neginf),
-        f"{leaf.share:.2%}",
-        "none" if leaf.largest_finite is None else f"{leaf.largest_finite:.4g}",
-        "" if leaf.first_bad_index is None else str(list(leaf.first_bad_index)),
-    )
+    counts = map(str, (list(leaf.shape), leaf.nan, leaf.posinf, leaf.neginf))
+    largest = "none" if leaf.largest_finite is None else f"{leaf.largest_finite:.4g}"
+    first = "" if leaf.first_bad_index is None else str(list(leaf.first_bad_index))
+    return (leaf.path, leaf.dtype, *counts, f"{leaf.share:.2%}", largest, first)
 
 
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
@@ -155,21 +147,13 @@ def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]
     """Report on each leaf, in their order. Each call is compiled once for all leaves that are alike."""
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
     reports = []
-    for (path, leaf), (largest, nan, posinf, neginf) in zip(named, statistics, strict=True):
-        index = jax.device_get(_first_bad_index(leaf)) if nan or posinf or neginf else None
-        dtype = jnp.result_type(leaf)
-        reports.append(
-            LeafReport(
-                path=path,
-                dtype=str(dtype),
-                shape=jnp.shape(leaf),
-                nan=int(nan),
-                posinf=int(posinf),
-                neginf=int(neginf),
-                largest_finite=number_of(int(largest) - 1, layout_of(dtype)) if largest else None,
-                first_bad_index=None if index is None else tuple(map(int, index)),
-            )
-        )
+    for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):
+        nan, posinf, neginf = map(int, counts)
+        dtype, bad = jnp.result_type(leaf), jax.device_get(_first_bad_index(leaf)) if nan or posinf or neginf else None
+        largest_finite = number_of(int(largest) - 1, layout_of(dtype)) if largest else None
+        first = None if bad is None else tuple(map(int, bad))
+        shape = jnp.shape(leaf)
+        reports.append(LeafReport(path, str(dtype), shape, nan, posinf, neginf, largest_finite, first))
     return reports
 
 

@@ -1,7 +1,8 @@
-"""How many gradients a dtype would lose below its range, and the loss scale that saves them."""
+"""How many numbers lie between two powers of two, how many a dtype would lose, and the loss scale that saves them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,27 +11,126 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics.tree._bits import (
-    DOUBLE,
-    SINGLE,
-    as_float32_bits,
-    bits_of,
-    joined,
-    layout_of,
-    parts,
-)
-from jax_lossscale.diagnostics.tree._reduced import reduced
+from jax_lossscale.diagnostics.tree import _bits as bits
+from jax_lossscale.diagnostics.tree._bits import DOUBLE, SINGLE, Layout
 
-_LARGEST_LOG2_SCALE = 127
+_LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (
     "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
     "compute them once in float32, or with a larger loss scale."
 )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["counts", "zeros", "subnormals", "nonfinite"],
+    meta_fields=["smallest_exponent"],
+)
+@dataclasses.dataclass(frozen=True)
+class ExponentHistogram:
+    """How many numbers lie between one power of two and the next; a pytree.
+
+    Attributes:
+      counts: ``uint32[n]``: ``counts[i]`` numbers have a magnitude from ``2**exponents[i]`` to below twice that.
+      zeros: ``uint32[]``, exact zeros.
+      subnormals: ``uint32[]``, numbers that are subnormal in the dtype of their leaf. To see those of float16 by power
+        of two, cast the tree to float32 first.
+      nonfinite: ``uint32[]``, NaN and infinities.
+      smallest_exponent: the exponent of ``counts[0]``: -126, or -1022 if a leaf has 64 bits.
+    """
+
+    counts: jax.Array
+    zeros: jax.Array
+    subnormals: jax.Array
+    nonfinite: jax.Array
+    smallest_exponent: int
+
+    @property
+    def exponents(self) -> np.ndarray:
+        """``int[n]``: the powers of two that ``counts`` belongs to."""
+        return self.smallest_exponent + np.arange(self.counts.shape[-1])
+
+
+def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
+    """Count the numbers of a tree by power of two.
+
+    Exact, also for subnormal numbers. Works under `jax.jit`, and on arrays that are sharded over a mesh without
+    gathering them.
+
+    Args:
+      tree: any pytree; its floating and complex leaves are counted, of a complex one both parts.
+      per_leaf: whether to count each leaf by itself.
+
+    Returns:
+      An `ExponentHistogram`; with ``per_leaf``, a tree of them in the structure of ``tree``, with ``None`` for every
+      leaf of integers, keys and the like.
+
+    Raises:
+      ValueError: if ``tree`` is no pytree of arrays; if more numbers would be counted together than a ``uint32``
+        holds, 4 294 967 295.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> histogram = jls.diagnostics.exponent_histogram(
+      ...     {"kernel": jnp.array([0.0, 1.0, 1.5, 0.25])}
+      ... )
+      >>> {int(e): int(n) for e, n in zip(histogram.exponents, histogram.counts) if n}
+      {-2: 1, 0: 2}
+      >>> int(histogram.zeros)
+      1
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+    """
+    _tree.check_tree(tree, "exponent_histogram(tree=...)")
+    leaves = _tree.inexact_leaves(tree)
+    check_flag(per_leaf, "exponent_histogram(per_leaf=...)")
+    for group in [[leaf] for leaf in leaves] if per_leaf else [leaves]:
+        size = sum(np.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in group)
+        if size > _LARGEST_COUNT:
+            cure = "Count parts of the leaf." if per_leaf else "Use `per_leaf=True` and add up on the host."
+            raise ValueError(
+                f"`exponent_histogram(tree=...)` holds {size} numbers, more than a uint32 counts, {_LARGEST_COUNT}. "
+                f"{cure}"
+            )
+    if per_leaf:
+        return jax.tree.map(lambda leaf: _histogram_of([leaf]) if _tree.is_inexact(leaf) else None, tree)
+    return _histogram_of(leaves)
+
+
+def _histogram_of(leaves: list[Any]) -> ExponentHistogram:
+    layouts = {bits.layout_of(jnp.result_type(leaf)) for leaf in leaves}
+    layout = DOUBLE if DOUBLE in layouts else SINGLE
+    return _histogram([_table(part, layout) for part in bits.parts(leaves)], layout)
+
+
+@partial(jax.jit, static_argnums=1)
+def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
+    """Count zeros, subnormal numbers, those of each exponent of the layout, and what is not finite: ``uint32``."""
+    numbers, dtype = bits.joined(part), jnp.result_type(part[0])
+    own = bits.layout_of(dtype)
+    smallest_normal = bits.bits_of(float(jnp.finfo(dtype).smallest_normal), own)
+    field = (numbers >> own.mantissa_bits).astype(jnp.int32)
+    row = jnp.where(field == own.largest_field, layout.largest_field, field - own.bias + layout.bias) + 1
+    row = jnp.where(numbers < smallest_normal, jnp.where(numbers == 0, 0, 1), row)
+    # Arrays of explicit sharding want to be told that the table is on every device.
+    is_explicit = bool(jax.typeof(row).sharding.mesh.explicit_axes)
+    everywhere: dict[str, Any] = {"out_sharding": PartitionSpec(None)} if is_explicit else {}
+    return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), **everywhere)
+
+
+@partial(jax.jit, static_argnums=1)
+def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
+    table = jnp.stack([jnp.zeros(layout.largest_field + 2, jnp.uint32), *tables]).sum(axis=0, dtype=jnp.uint32)
+    zeros, subnormals, counts, nonfinite = table[0], table[1], table[2:-1], table[-1]
+    return ExponentHistogram(counts, zeros, subnormals, nonfinite, smallest_exponent=1 - layout.bias)
 
 
 class Underflow(NamedTuple):
@@ -125,7 +225,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
         return jax.tree.map(
             lambda leaf: _underflow([_counted([leaf], dtype)]) if _tree.is_inexact(leaf) else None, grads
         )
-    return _underflow([_counted(part, dtype) for part in parts(_tree.inexact_leaves(grads))])
+    return _underflow([_counted(part, dtype) for part in bits.parts(_tree.inexact_leaves(grads))])
 
 
 def suggest_loss_scale(
@@ -166,7 +266,7 @@ def suggest_loss_scale(
     given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
     if headroom < 1:
         raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1, got {given!r}.")
-    in_parts = list(parts(_tree.inexact_leaves(grads)))
+    in_parts = list(bits.parts(_tree.inexact_leaves(grads)))
     counts = [_counted(part, dtype) for part in in_parts]
     log2_scale = _log2_suggested(counts, float(jnp.finfo(dtype).max) / headroom)
     return _suggestion(counts, log2_scale, [_counted(part, dtype, log2_scale) for part in in_parts])
@@ -185,20 +285,13 @@ class _Counts(NamedTuple):
 @partial(jax.jit, static_argnums=1)
 def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
     """Count what is in some leaves, and what a cast makes of them with a loss scale of ``2**log2_scale``."""
-    numbers, layout = joined(part), layout_of(jnp.result_type(part[0]))
+    numbers, layout = bits.joined(part), bits.layout_of(jnp.result_type(part[0]))
     limits = limits_of(dtype)  # of which the last is a tie, and rounds to the smallest normal number
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
-    # A scale of 2**k moves the limits down by k powers of two.
-    at_scales = [[bits_of(limit * 2.0**-k, layout) for limit in at_scale_1] for k in range(_LARGEST_LOG2_SCALE + 1)]
-    zero, subnormal = jnp.asarray(np.array(at_scales))[log2_scale]
+    zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, layout))[log2_scale] for limit in at_scale_1)
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
-    flags = (
-        is_finite & ~is_zero,
-        is_zero,
-        ~is_zero & (numbers <= zero),
-        (numbers > zero) & (numbers <= subnormal),
-    )
-    return _Counts(*reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
+    flags = (is_finite & ~is_zero, is_zero, ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal))
+    return _Counts(*bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
 
 
 @jax.jit
@@ -225,7 +318,7 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Co
 
 def _total(counts: list[_Counts]) -> _Counts:
     """Add the counts up; the largest comes as the bits of a float32."""
-    largest = [as_float32_bits(one.largest) for one in counts]
+    largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
     return _Counts(jnp.stack([jnp.uint32(0), *largest]).max(), *map(_sum, columns))
 
@@ -245,16 +338,8 @@ def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
     """Give the largest scale that leaves room for all leaves: ``int32[]``, from 0 to 127."""
     if not counts:
         return jnp.int32(0)
+    layouts = [DOUBLE if one.largest.dtype == jnp.uint64 else SINGLE for one in counts]
+    fits = [one.largest <= bits.bits_at_scales(top, layout) for one, layout in zip(counts, layouts, strict=True)]
     # Sorted, since XLA would fuse a minimum with the second reading of each leaf: a program quadratic in their number.
-    room = jnp.sort(jnp.stack([_log2_room(one.largest, top) for one in counts]))[0]
-    return jnp.where(_total(counts).numbers > 0, jnp.clip(room, 0, _LARGEST_LOG2_SCALE), 0)
-
-
-def _log2_room(largest: jax.Array, top: float) -> jax.Array:
-    """Give the largest k for which the number times ``2**k`` is not above the top: ``int32[]``."""
-    layout = DOUBLE if largest.dtype == jnp.uint64 else SINGLE
-    top_bits = bits_of(top, layout)
-    mantissa = layout.integer((1 << layout.mantissa_bits) - 1)
-    field = (largest >> layout.mantissa_bits).astype(jnp.int32)
-    exceeds = ((largest & mantissa) > (top_bits & mantissa)).astype(jnp.int32)
-    return (int(top_bits) >> layout.mantissa_bits) - field - exceeds
+    room = jnp.sort(jnp.stack([each.sum(dtype=jnp.int32) - 1 for each in fits]))[0]
+    return jnp.where(_total(counts).numbers > 0, jnp.maximum(room, 0), 0)

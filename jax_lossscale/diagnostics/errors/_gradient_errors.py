@@ -1,31 +1,31 @@
-"""Gradients at several loss scales, each compared with float32's; and which of the scales is one to start from."""
+"""Gradients at several loss scales, each compared with float32's, leaf by leaf; which scale to start from.
+
+A few numbers are measured on the device, and become a report on the host.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
+from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics.asked._call import Call
-from jax_lossscale.diagnostics.asked._question import Question
-from jax_lossscale.diagnostics.errors._gradient_error import (
-    LeafGradientError,
-    measure,
-    overflown,
-    report_of_all,
-    reports_of_leaves,
-)
+from jax_lossscale.diagnostics.asked._question import Call, Question
+from jax_lossscale.diagnostics.tree._bits import reduced
 
+# Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
+_MOSTLY_ROUNDING = 0.05
 # A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
 NUDGE = 2.0**-22
 # Above these the gradients of all leaves together, and those of one, are wrong. Float16 that works stays below 0.01 as
@@ -39,6 +39,127 @@ _AS_GOOD = 1.5
 # From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
 _LOG2_HEADROOM = 3
 _SAID = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafGradientError:
+    """The errors of the gradients of one leaf.
+
+    Attributes:
+      path: where the leaf is, as `jax.tree_util.keystr` writes it.
+      shape: its shape.
+      norm: the Euclidean norm of the reference.
+      largest: the largest magnitude of the reference; 0 if there is none.
+      smallest: its smallest magnitude that is not zero; 0 if there is none.
+      nonzero: how many of its numbers are not zero.
+      relative_error: for each loss scale, the norm of the difference from the reference over the norm of the reference;
+        infinite where a gradient is not finite.
+      lost: for each loss scale, the share of the reference's non-zero numbers that are zero.
+      nonfinite: for each loss scale, the share of all numbers that are not finite.
+      rounding: the relative change of the reference when the parameters are changed by a few units in the last place of
+        float32. If it is large, the true gradient is nothing but rounding (a bias in front of a batch normalization has
+        such a gradient), and its errors mean nothing.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    norm: float
+    largest: float
+    smallest: float
+    nonzero: int
+    relative_error: tuple[float, ...]
+    lost: tuple[float, ...]
+    nonfinite: tuple[float, ...]
+    rounding: float
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the true gradient is zero, in every number."""
+        return self.norm == 0
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the true gradient is nothing but rounding."""
+        return self.rounding > _MOSTLY_ROUNDING and math.isfinite(self.norm)
+
+
+class Measurement(NamedTuple):
+    """What is measured of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
+
+    largest: Any
+    smallest: Any
+    squares: Any
+    squared_errors: Any
+    nonzero: Any
+    lost: Any
+    nonfinite: Any
+
+
+def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
+    """Measure each leaf, for the host; this is compiled once for all leaves of one shape."""
+    measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
+    return list(jax.device_get(measured))
+
+
+@jax.jit
+def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
+    (unscaled,), (reference,) = _tree.unscale([leaf], scale), _tree.widen([exact])
+    magnitudes = jnp.abs(reference)
+    (largest,) = reduced(largest=[magnitudes])
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    is_nonzero = magnitudes > 0
+    smallest = jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero)
+    squares = (jnp.sum(jnp.square(each / unit)) for each in (magnitudes, jnp.abs(unscaled - reference)))
+    flags = is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)
+    counts = (jnp.sum(flag, dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
+    return Measurement(largest, smallest, *squares, *counts)
+
+
+def overflown(measured: Measurement, exact: Any) -> Measurement:
+    """Give what is measured of a leaf where no gradient is finite."""
+    return measured._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(jnp.size(exact)))
+
+
+def reports_of(
+    exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
+) -> tuple[list[LeafGradientError], LeafGradientError]:
+    """Report on each leaf, and on all as one, from the measurements by scale and leaf.
+
+    In ``rounding`` the reference was nudged.
+    """
+    # Each field is ``[1 + scales, leaves]``; what is only of the reference is alike in all rows.
+    of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
+    sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
+
+    def with_all(of_leaves: Any, of_all: Any) -> Any:
+        return np.concatenate([of_leaves, np.expand_dims(of_all, -1)], axis=-1).T.tolist()
+
+    with np.errstate(all="ignore"):
+        norms, ratios = of.largest[0] * np.sqrt(of.squares[0]), np.sqrt(of.squared_errors / of.squares)
+        relative = np.where(of.squared_errors == 0, 0, np.where(np.isfinite(ratios), ratios, math.inf))
+        parts = np.where((relative > 0) & (norms != 0), relative * norms, 0)
+        norm = math.hypot(*norms)
+        relative_of_all = [math.hypot(*row) / norm if norm else 0.0 for row in parts]
+    columns = zip(
+        [*exact, "all leaves"],
+        [*map(np.shape, exact.values()), (int(sizes.sum()),)],
+        with_all(norms, norm),
+        with_all(of.largest[0], np.max(of.largest[0])),  # which keeps NaN
+        with_all(of.smallest[0], np.min(of.smallest[0])),
+        with_all(nonzero, nonzero.sum()),
+        with_all(relative, relative_of_all),
+        with_all(of.lost / np.maximum(nonzero, 1), of.lost.sum(axis=1) / max(nonzero.sum(), 1)),
+        with_all(of.nonfinite / np.maximum(sizes, 1), of.nonfinite.sum(axis=1) / max(sizes.sum(), 1)),
+        strict=True,
+    )
+    *leaves, total = (
+        LeafGradientError(
+            *(path, shape, norm, largest, smallest if number else 0.0, int(number)),
+            *(tuple(relative[1:]), tuple(lost[1:]), tuple(nonfinite[1:]), relative[0]),
+        )
+        for path, shape, norm, largest, smallest, number, relative, lost, nonfinite in columns
+    )
+    return leaves, total
 
 
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
@@ -168,18 +289,10 @@ def errors_by_scale(
                 raise
             run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
-    reports = reports_of_leaves(exact, measured, rounding)
-    return GradientErrors(
-        dtype=question.dtype,
-        leaves=reports,
-        total=report_of_all(reports),
-        scales=scales,
-        value=float(value),
-        loss_dtype=narrow.jaxpr.out_avals[0].dtype,
-        reference_value=float(reference_value),
-        as_they_are=tuple(evaluator.as_they_are),
-        run_time_errors=run_time_errors,
-    )
+    all_leaves, total = reports_of(exact, measured, rounding)
+    loss_dtype, known = narrow.jaxpr.out_avals[0].dtype, tuple(evaluator.as_they_are)
+    losses = float(value), loss_dtype, float(reference_value)
+    return GradientErrors(question.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
@@ -218,15 +331,11 @@ def nudged(call: Call, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
     """Give the arguments, those that are differentiated changed a little."""
     chosen = [call.args[position] for position in call.positions]
     leaves, structure = jax.tree.flatten(chosen)
-    most = max(map(np.size, _tree.inexact_leaves(chosen)), default=0)
+    most = max(map(np.size, leaves), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
-    leaves = [
-        _nudge(leaf, signs, n, by, keep_dtypes) if _tree.is_inexact(leaf) else leaf for n, leaf in enumerate(leaves)
-    ]
-    moved = list(call.args)
-    for position, argument in zip(call.positions, jax.tree.unflatten(structure, leaves), strict=True):
-        moved[position] = argument
-    return moved
+    moved_leaves = [_nudge(leaf, signs, n, by, keep_dtypes) for n, leaf in enumerate(leaves)]
+    moved = dict(zip(call.positions, jax.tree.unflatten(structure, moved_leaves), strict=True))
+    return [moved.get(position, argument) for position, argument in enumerate(call.args)]
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -240,5 +349,5 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     """Give the value, and the gradients by path."""
     value, grads = result
-    with_paths = [pair for pair in jax.tree_util.tree_leaves_with_path(grads) if _tree.is_inexact(pair[1])]
+    with_paths = jax.tree_util.tree_leaves_with_path(grads)
     return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
