@@ -56,9 +56,12 @@ SHARED = ("jax", "optax", "chex", "flax.serialization", "flax.nnx", "equinox", "
 # The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
 # before them. Of a folder, only what has not come before it is run.
 TESTS = {
-    "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
+    "_tree.py": ["test_tree.py", "hardening/test_bad_input.py", "wrapper/test_told.py"],
     "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
-    "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
+    "_measure": [
+        *("measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"),
+        "hardening/test_bad_input.py",
+    ],
     "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "hardening/test_bad_input.py"],
     "_gradients": [
         *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py", "hardening/test_bad_input.py"),
@@ -74,10 +77,12 @@ TESTS = {
         *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
         *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "autocast"),
         *("frameworks/test_autocast_nnx.py", "frameworks/test_nnx.py", "diagnostics/test_programs_of_others.py"),
+        "hardening/test_bad_input.py",
     ],
     "_autocast": [
         *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
         *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),
+        "hardening/test_bad_input.py",
     ],
 }
 
