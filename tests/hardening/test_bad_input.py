@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 
 import flax.serialization
@@ -278,6 +279,14 @@ def test_a_bad_argument_is_refused_in_these_words(call):
     with pytest.raises(ValueError) as caught:
         eval(call, NAMES)
     assert str(caught.value) == CALLS[call]
+
+
+@pytest.mark.parametrize("length", [199, 200, 201, 1000])
+def test_an_error_shows_200_characters_of_a_value(length):
+    value = "a" * (length - len("''"))
+    shown = repr(value) if length <= 200 else f"{repr(value)[:200]}..."
+    with pytest.raises(ValueError, match=re.escape(f"must be a number, got {shown}.") + "$"):
+        jls.FixedLossScale(value)
 
 
 # They take no arguments.
