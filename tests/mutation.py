@@ -19,6 +19,7 @@ import argparse
 import ast
 import compileall
 import copy
+import gc
 import json
 import os
 import resource
@@ -51,7 +52,8 @@ KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by
 PASSED = (0, 5)  # what pytest says, the second where there was no test
 FIRST = 10  # tests that noticed other mutants of the file, which run before all others
 # What is imported before a mutant is: it takes longer than most tests.
-SHARED = ("jax", "optax", "chex", "flax.serialization", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
+SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
+SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
 
 # The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
 # before them. Of a folder, only what has not come before it is run.
@@ -257,6 +259,7 @@ def run(mutants, jobs, results):
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed
     for module in SHARED:
         __import__(module)
+    gc.freeze()  # a collector need not look at it in each mutant
     places, waiting = [Workplace() for _ in range(jobs)], list(mutants)
     try:
         while waiting or any(place.process for place in places):
