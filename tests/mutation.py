@@ -219,7 +219,7 @@ class Workplace:
         os.chdir(self.root)
         sys.path.insert(0, str(self.root))
         for code, which in (KILLED, "not ci"), (KILLED_IN_CI, "ci"):
-            options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts="]
+            options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts="]
             options += ["-m", f"{which} and not slow and not peers"]
             # Only a test that fails counts here: one that is not found any more fails below, if it has to.
             if first and pytest.main([*options, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
@@ -256,7 +256,7 @@ def run(mutants, jobs, results):
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # but those that are named
     for module in SHARED:
         __import__(module)
     gc.freeze()  # a collector need not look at it in each mutant
