@@ -56,35 +56,31 @@ SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.expe
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
 
 # The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
-# before them. Of a folder, only what has not come before it is run.
+# before them, and what looks at every signature and every refusal. Of a folder, only what has not come before it is run.
+OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 TESTS = {
-    "_tree.py": ["test_tree.py", "hardening/test_bad_input.py", "wrapper/test_told.py"],
-    "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
-    "_measure": [
-        *("measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"),
-        "hardening/test_bad_input.py",
-    ],
-    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "hardening/test_bad_input.py"],
+    "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
+    "_check.py": ["loss_scales", "wrapper/test_told.py"],
+    "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
+    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py"],
     "_gradients": [
-        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py", "hardening/test_bad_input.py"),
-        *("test_public_api.py", "frameworks/test_autocast_nnx.py"),
+        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
+        "frameworks/test_autocast_nnx.py",
     ],
     "_optax": [
         *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
         *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_readers.py", "wrapper/test_data_parallel.py"),
-        *("diagnostics/test_recording.py", "hardening/test_bad_input.py", "wrapper"),
+        *("diagnostics/test_recording.py", "wrapper"),
         *("hardening/test_any_tree.py", "hardening/test_properties.py"),
     ],
     "_program": [
         *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
         *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "autocast"),
         *("frameworks/test_autocast_nnx.py", "frameworks/test_nnx.py", "diagnostics/test_programs_of_others.py"),
-        "hardening/test_bad_input.py",
     ],
     "_autocast": [
         *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
         *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),
-        "hardening/test_bad_input.py",
     ],
 }
 
@@ -316,7 +312,7 @@ def tests_of(file):
     tests = TESTS[room_of(file)]
     folders = [test for test in tests if not test.endswith(".py")]
     own = [f"{folder}/test_{Path(file).stem}.py" for folder in folders]
-    return list(dict.fromkeys([*(test for test in own if (ROOT / "tests" / test).exists()), *tests]))
+    return list(dict.fromkeys([*(test for test in own if (ROOT / "tests" / test).exists()), *OF_ALL, *tests]))
 
 
 def check_that_the_tests_pass(files, jobs):
