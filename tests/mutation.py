@@ -56,7 +56,7 @@ SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.expe
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
 
 # The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
-# before them, and what looks at every signature and every refusal. Of a folder, only what has not come before it is run.
+# before them, and what looks at all signatures and refusals. Of a folder, only what has not come before it is run.
 OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
