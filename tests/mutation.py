@@ -6,17 +6,20 @@
     python tests/mutation.py --save               writes the table to tests/mutation.md, too
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
-selection, a check left out. The tests of its folder (`TESTS`) run on it until one fails. If none does the mutant has
-survived: a test is missing, or the change makes no difference, and `tests/mutation_explained.json` says why. At the end
-there is a table, and below it the survivors without a reason.
+selection, a check left out. The tests of its folder (`TESTS`) run on it until one fails; first those that noticed
+other mutants of the same file, the last one before the others. If none fails the mutant has survived: a test is
+missing, or the change makes no difference, and `tests/mutation_explained.json` says why. At the end there is a table,
+and below it the survivors without a reason.
 
-What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: it serves until that
-line, or a test, is changed (``--afresh`` forgets it).
+What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
+which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it).
 """
 
 import argparse
 import ast
+import compileall
 import copy
+import gc
 import json
 import os
 import resource
@@ -30,6 +33,9 @@ from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from py_compile import PycInvalidationMode
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / ".mutation" / "results.json"
@@ -44,22 +50,27 @@ CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
+FIRST = 10  # tests that noticed other mutants of the file, which run before all others
+# What is imported before a mutant is: it takes longer than most tests.
+SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
+SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
 
 # The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
-# before them. Of a folder, only what has not come before it is run.
+# before them, and what looks at all signatures and refusals. Of a folder, only what has not come before it is run.
+OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
-    "_check.py": ["hardening/test_bad_input.py", "loss_scales", "wrapper/test_told.py"],
+    "_check.py": ["loss_scales", "wrapper/test_told.py"],
     "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
-    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "hardening/test_bad_input.py"],
+    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py"],
     "_gradients": [
-        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py", "hardening/test_bad_input.py"),
-        *("test_public_api.py", "frameworks/test_autocast_nnx.py"),
+        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
+        "frameworks/test_autocast_nnx.py",
     ],
     "_optax": [
         *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
         *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_readers.py", "wrapper/test_data_parallel.py"),
-        *("diagnostics/test_recording.py", "hardening/test_bad_input.py", "wrapper"),
+        *("diagnostics/test_recording.py", "wrapper"),
         *("hardening/test_any_tree.py", "hardening/test_properties.py"),
     ],
     "_program": [
@@ -171,19 +182,24 @@ class Workplace:
         for name in ("jax_lossscale", "tests"):
             shutil.copytree(ROOT / name, self.root / name, ignore=leave_out)
         shutil.copy(ROOT / "pyproject.toml", self.root)
+        # By their contents: a mutant may be as long as another of the same second.
+        compileall.compile_dir(self.root, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         self.process = self.mutant = None
 
-    def begin(self, mutant):
+    def begin(self, mutant, first):
         """Fork: what takes longest to import is there already."""
         self.mutant, self.started = mutant, time.monotonic()
-        (self.root / "jax_lossscale" / mutant["file"]).write_text(mutant["source"])
+        (self.root / "noticed").write_text("")
+        broken = self.root / "jax_lossscale" / mutant["file"]
+        self.whole = broken.read_text()
+        broken.write_text(mutant["source"])
         self.process = os.fork()
         if self.process == 0:
             code = KILLED
             try:
                 os.setpgid(0, 0)  # so that what it starts ends with it
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, resource.RLIM_INFINITY))
-                code = self.run_tests(tests_of(mutant["file"]))
+                code = self.run_tests(tests_of(mutant["file"]), first)
             except BaseException:
                 traceback.print_exc()
             finally:  # never back into the loop of the parent
@@ -191,22 +207,29 @@ class Workplace:
                 sys.stderr.flush()
                 os._exit(code)
 
-    def run_tests(self, tests):
+    def run_tests(self, tests, first):
         with open(self.root / "output", "w") as output:
             sys.stdout.flush()
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
         os.chdir(self.root)
         sys.path.insert(0, str(self.root))
-        import pytest
-
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", "-m"]
         for code, which in (KILLED, "not ci"), (KILLED_IN_CI, "ci"):
+            options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts="]
+            options += ["-m", f"{which} and not slow and not peers"]
+            # Only a test that fails counts here: one that is not found any more fails below, if it has to.
+            if first and pytest.main([*options, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
+                return code
+            options += [f"--deselect={test}" for test in first]
             for number, test in enumerate(tests):
                 done = [f"--ignore=tests/{earlier}" for earlier in tests[:number]]
-                if pytest.main([*options, f"{which} and not slow and not peers", *done, f"tests/{test}"]) not in PASSED:
+                if pytest.main([*options, *done, f"tests/{test}"], plugins=[self]) not in PASSED:
                     return code
         return 0
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            (self.root / "noticed").write_text(report.nodeid)
 
     def outcome(self):
         """``None`` while it runs."""
@@ -216,23 +239,23 @@ class Workplace:
         if process == 0:
             os.killpg(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
-        file = self.mutant["file"]
-        shutil.copy(ROOT / "jax_lossscale" / file, self.root / "jax_lossscale" / file)
+        (self.root / "jax_lossscale" / self.mutant["file"]).write_text(self.whole)
         self.process = None
         if process == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
             return "timed out"
         return {0: "survived", KILLED_IN_CI: "killed in CI"}.get(os.waitstatus_to_exitcode(status), "killed")
 
 
-def run(mutants, jobs):
-    """Yield each mutant with its outcome, as they end."""
+def run(mutants, jobs, results):
+    """Yield each mutant with its outcome, as they end; ``results`` are those of before."""
     # As in conftest.py, which comes too late here: jax reads them when it is imported. All mutants share one cache.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    for module in ("jax", "optax", "chex", "flax.serialization"):  # nothing that pytest has to import itself
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # but those that are named
+    for module in SHARED:
         __import__(module)
-    sys.dont_write_bytecode = True  # a mutant may be as long as another of the same second
+    gc.freeze()  # a collector need not look at it in each mutant
     places, waiting = [Workplace() for _ in range(jobs)], list(mutants)
     try:
         while waiting or any(place.process for place in places):
@@ -240,13 +263,20 @@ def run(mutants, jobs):
                 if place.process and (outcome := place.outcome()):
                     yield place.mutant, outcome, place
                 if not place.process and waiting:
-                    place.begin(waiting.pop(0))
+                    mutant = waiting.pop(0)
+                    place.begin(mutant, noticed_before(mutant["file"], results))
             time.sleep(0.05)
     finally:
         for place in places:
             if place.process:
                 os.killpg(place.process, signal.SIGKILL)
             shutil.rmtree(place.root, ignore_errors=True)
+
+
+def noticed_before(file, results):
+    """Return the tests that noticed other mutants of this file, the last one first."""
+    tests = [test for key, (_, test) in results.items() if test and key.startswith(f"{file} | ")]
+    return list(dict.fromkeys(reversed(tests)))[:FIRST]
 
 
 def all_mutants(files):
@@ -282,13 +312,13 @@ def tests_of(file):
     tests = TESTS[room_of(file)]
     folders = [test for test in tests if not test.endswith(".py")]
     own = [f"{folder}/test_{Path(file).stem}.py" for folder in folders]
-    return list(dict.fromkeys([*(test for test in own if (ROOT / "tests" / test).exists()), *tests]))
+    return list(dict.fromkeys([*(test for test in own if (ROOT / "tests" / test).exists()), *OF_ALL, *tests]))
 
 
 def check_that_the_tests_pass(files, jobs):
     unlike = {room_of(file): file for file in files}.values()
     as_they_are = [{"file": file, "source": (ROOT / "jax_lossscale" / file).read_text()} for file in unlike]
-    for mutant, outcome, place in run(as_they_are, jobs):
+    for mutant, outcome, place in run(as_they_are, jobs, {}):
         if outcome != "survived":
             sys.exit(f"The tests of {mutant['file']} fail without a change:\n{(place.root / 'output').read_text()}")
 
@@ -312,10 +342,10 @@ def main():
     todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in results]
     if todo and not given.report:
         check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
-        for done, (mutant, outcome, _) in enumerate(run(todo, given.jobs), 1):
-            results[mutant["key"]] = outcome
+        for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results), 1):
+            results[mutant["key"]] = outcome, (place.root / "noticed").read_text()
             RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True))
+            RESULTS.write_text(json.dumps(results, indent=1))
             print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
     report(files, results, given.save)
 
@@ -328,7 +358,7 @@ def report(files, results, save):
     for file in files:
         counts = Counter()
         for mutant in all_mutants([file]):
-            outcome = results.get(mutant["key"], "not run")
+            outcome, _ = results.get(mutant["key"], ("not run", ""))
             outcome = "explained" if outcome == "survived" and mutant["key"] in explained else outcome
             counts[outcome] += 1
             if outcome == "survived":

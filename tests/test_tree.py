@@ -502,9 +502,10 @@ def test_leaves_stay_on_their_devices_one_dispatch_a_device(monkeypatch):
             assert {device for leaf in result[name] for device in leaf.devices()} == set(tree[name][0].devices())
         jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old), result, tree)
         assert {leaf.dtype for leaf in _tree.inexact_leaves(result)} == {jnp.dtype("float32")}
-        calls.clear()
-        cast([tree["first"], tree["a"], tree["b"]])
-        assert len(calls) == 1
+        for together, number in ([tree["first"], tree["a"], tree["b"]], 1), ([tree["first"], tree["second"]], 2):
+            calls.clear()
+            cast(together)
+            assert len(calls) == number
 
 
 def test_all_finite_says_in_its_own_words_that_it_asks_one_program():

@@ -9,9 +9,11 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 
 import flax.serialization
+import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
@@ -32,6 +34,7 @@ STATE = TX.init(PARAMS)
 ADAM = jls.loss_scaled(optax.adam(0.1))
 LOSS = jnp.float32(1)
 DYNAMIC = jls.DynamicLossScale()
+COMPILED = jax.jit
 
 
 def square(x):
@@ -54,6 +57,19 @@ jls.AutoLossScale().update("x")
 jls.AutoLossScale().update(jnp.array(False))
     `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). For a verdict, use
     `adjust`.
+jls.AutoLossScale().adjust(1)
+    `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
+    `jnp.any`.
+jls.AutoLossScale().adjust(True, largest="x")
+    `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
+jls.AutoLossScale(log2_headroom=-1)
+    `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
+jls.AutoLossScale(log2_margin=-1)
+    `AutoLossScale(log2_margin=...)` must be at least 0, got -1.
+jls.AutoLossScale(log2_allowance=-1)
+    `AutoLossScale(log2_allowance=...)` must be at least 0, got -1.
+jls.AutoLossScale(max_loss_scale="x")
+    `AutoLossScale(max_loss_scale=...)` must be a number, got 'x'.
 jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1, and fit int32, got 0. To keep the scale fixed,
     use `FixedLossScale`.
@@ -68,6 +84,9 @@ jls.DynamicLossScale().adjust(1)
 jls.DynamicLossScale().adjust({"kernel": PARAMS})
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got PyTreeDef({'kernel': *}). Reduce it with
     `jnp.all` or `jnp.any`.
+jls.DynamicLossScale(current_loss_scale=np.array([1, 0]))
+    `DynamicLossScale(current_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got
+    np.int64(0).
 jls.DynamicLossScale.from_config({"other": 1})
     `DynamicLossScale.from_config(config=...)` must be its arguments, got {'other': 1}:
     DynamicLossScale.__init__() got an unexpected keyword argument 'other'.
@@ -82,11 +101,32 @@ jls.PrecisionPolicy(rules=[3])
 jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
     number, got -1.0.
+jls.PrecisionPolicy(narrow_skips=1)
+    `PrecisionPolicy(narrow_skips=...)` must be True or False, got 1.
 jls.PrecisionRule("wide", layer=3)
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
+jls.accumulate_gradients(3, 8, 2)
+    `accumulate_gradients(fun=...)` must be a function, got 3.
+jls.accumulate_gradients(square, 8, 0)
+    `accumulate_gradients(num_microbatches=...)` must be at least 1, and fit int32, got 0. With 1 the batch
+    stays whole.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
     `accumulate_gradients(argnums=(5,))` names arguments that were not given: the function was called with 2
     positional arguments. Pass the batch, and what is differentiated, by position.
+jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
+    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` have arguments in common. The gradients of a batch
+    that is split cannot be added up: use `value_and_scaled_grad`.
+jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
+    `accumulate_gradients(num_microbatches=2)` must divide the 3 examples of the batch evenly. Drop the last
+    few, or draw as many more.
+jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
+    `accumulate_gradients(num_microbatches=2)` must divide the 0 examples of the batch evenly. Drop the last
+    few, or draw as many more.
+jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
+    `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
+    ([],). Choose the batch among the arguments with `batch_argnums`.
+jls.autocast(3)
+    `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
     `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
 jls.autocast(square, policy="fast")
@@ -119,6 +159,10 @@ diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
+diagnostics.in_precision(3, jnp.float32)
+    `in_precision(fun=...)` must be a function, got 3.
+jls.in_half(square, otherwise=3)
+    `in_half(otherwise=...)` must be a function, got 3.
 jls.keep_float32(3)
     `keep_float32(function=...)` must be a function, got 3.
 jls.loss_scale_for(jnp.int32)
@@ -127,6 +171,8 @@ jls.loss_scaled(3)
     `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
 jls.loss_scaled(optax.sgd(0.1), skip="other")
     `loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got 'other'.
+jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
+    `loss_scaled(record_bad_steps=...)` must be True or False, got 1.
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
     alone.
@@ -135,6 +181,8 @@ TX.update(PARAMS, STATE, PARAMS, before=PARAMS)
     `select_tree(state.consecutive_skips == 0, new, before)`.
 TX.update(PARAMS, STATE, PARAMS, parts_finite=jnp.array(True))
     `update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite.
+TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
+    `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
     `update(skip_if=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, (), PARAMS)
@@ -159,12 +207,17 @@ TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` got None. To compute updates without them, use `update`.
 jls.raise_if_stuck(STATE, patience=0)
     `raise_if_stuck(patience=...)` must be at least 1, and fit int32, got 0. It counts skipped steps in a row.
+COMPILED(jls.raise_if_stuck)(STATE)
+    `raise_if_stuck(opt_state=...)` got values that are traced, of which nothing is known yet. Call it outside
+    `jax.jit`.
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
     `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. Of a function, pass the result.
 jls.scaled_inside(3, 8)
     `scaled_inside(fun=...)` must be a function, got 3.
+jls.scaled_grad(3, 8)
+    `scaled_grad(fun=...)` must be a function, got 3.
 jls.scaled_grad(square, True)
     `scaled_grad(loss_scale=...)` must be ACCEPTED; got True.
 jls.unscale_gradient(PARAMS, "8")
@@ -278,6 +331,14 @@ def test_a_bad_argument_is_refused_in_these_words(call):
     with pytest.raises(ValueError) as caught:
         eval(call, NAMES)
     assert str(caught.value) == CALLS[call]
+
+
+@pytest.mark.parametrize("length", [199, 200, 201, 1000])
+def test_an_error_shows_200_characters_of_a_value(length):
+    value = "a" * (length - len("''"))
+    shown = repr(value) if length <= 200 else f"{repr(value)[:200]}..."
+    with pytest.raises(ValueError, match=re.escape(f"must be a number, got {shown}.") + "$"):
+        jls.FixedLossScale(value)
 
 
 # They take no arguments.

@@ -28,7 +28,7 @@ LARGEST_FLOAT32 = np.finfo(np.float32).max
 
 
 def oracle(tree, scale=1.0):
-    """What NumPy says, in double precision; a subnormal float32 is 0 to XLA on a CPU."""
+    """What NumPy says, in double precision; see `number` for what is subnormal in float32."""
     largest_so_far = 0.0
     for leaf in jax.tree.leaves(tree):
         for part in leaf.real, leaf.imag if np.iscomplexobj(leaf) else leaf:
@@ -39,8 +39,12 @@ def oracle(tree, scale=1.0):
             if not (wide <= limit).all():  # a NaN is not
                 return False, None
             largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
-    as_float32 = np.float32(min(largest_so_far, LARGEST_FLOAT32))
-    return True, 0.0 if as_float32 < np.finfo(np.float32).tiny else float(as_float32)
+    return True, number(np.float32(min(largest_so_far, LARGEST_FLOAT32)))
+
+
+def number(magnitude):
+    """As a Python float; 0 where it is subnormal, since XLA makes 0 of some subnormals."""
+    return 0.0 if magnitude < np.finfo(np.float32).tiny else float(magnitude)
 
 
 def answer_of(found):
@@ -51,7 +55,7 @@ def answer_of(found):
 
 def as_numbers(finite, magnitude):
     """Plain values, with None for NaN, which is not equal to itself."""
-    return bool(finite), None if np.isnan(magnitude) else float(magnitude)
+    return bool(finite), None if np.isnan(magnitude) else number(magnitude)
 
 
 compiled = jax.jit(finite_and_largest)
