@@ -38,10 +38,6 @@ _COLUMNS = columns(
     "step | median {:.2f} ms | minimum {:.2f} ms | over bare {:.2f} | spread | temporaries {:.0f} MB | "
     "of parameters {:.0%}"
 )
-_OTHERS_COLUMNS = columns(
-    "optimizer | bare {:.2f} ms | ours {:.2f} ms | over bare {:.2f} | spread | temporaries of bare {:.0f} MB | "
-    "of ours {:.0f} MB"
-)
 
 
 @dataclass(frozen=True)
@@ -67,34 +63,40 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
     cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
-    tables = [_measure(case, quick, progress.part(n, len(cases), case.what)) for n, case in enumerate(cases)]
-    return [*tables, _others(quick, progress, sizes[0]), _elsewhere(platform)]
+    tables = [_measure(case, quick, progress.part(n, len(cases) + 1, case.what)) for n, case in enumerate(cases)]
+    others = _others(quick, progress.part(len(cases), len(cases) + 1, "others"), sizes[0] // 4)
+    return [*tables, others, _elsewhere(platform)]
 
 
 def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
-    shapes = trees.transformer(case.size)
-    grads = trees.fill(shapes, case.dtype, seed=1)
-    params_bytes = 4 * trees.size(grads)
-
     contenders = (BARE, OURS, *_SKIPS, *OTHER_KINDS, *(() if case.is_large else (OURS_IN_TWO_CALLS, *PEERS)))
-    steps, temporaries = _compiled(contenders, shapes, grads, progress)
-    timings = interleave(steps, 7 if quick else 25, progress)
-    rows = [
-        (*timings.row(name, BARE.name), temporaries[name] / 1e6, temporaries[name] / params_bytes) for name in steps
-    ]
-    marks = _marks(case, timings, temporaries[OURS.name] / params_bytes)
+    steps, timings, rows = _timed(contenders, case.size, case.dtype, 7 if quick else 25, progress)
+    marks = _marks(case, timings, next(row[-1] for row in rows if row[0] == OURS.name))
     if case.platform == "gpu":
         name = f"GPU: host waits for the device in a step, {case.what}"
         marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True))
-    title = f"Adam, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
+    title = f"Adam, {case.size / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
     notes = [_against_fastest_peer(timings)] if not case.is_large else []
     return Table(title, _COLUMNS, rows, marks, notes, quick=quick)
 
 
-def _compiled(
-    contenders: Sequence[Contender], shapes: Any, grads: Any, progress: Progress
-) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
-    """Steps, and the bytes of their temporaries."""
+def _others(quick: bool, progress: Progress, size: int) -> Table:
+    """Other optimizers, each beside itself."""
+    rows = []
+    for n, (name, optimizer) in enumerate(_OTHERS.items()):
+        pair = (Bare("bare", optimizer), Ours(optimizer=optimizer))
+        _, _, of_pair = _timed(pair, size, "float32", 5 if quick else 15, progress.part(n, len(_OTHERS), name))
+        rows += [(f"{name}: {step}", *cells) for step, *cells in of_pair]
+    title = f"Other optimizers, {size / 1e6:.1f} M float32 parameters in 57 leaves, float32 gradients"
+    return Table(title, _COLUMNS, rows, quick=quick)
+
+
+def _timed(
+    contenders: Sequence[Contender], size: int, dtype: str, rounds: int, progress: Progress
+) -> tuple[dict[str, Callable[[], Any]], Timings, list[tuple[Any, ...]]]:
+    """Steps by name, their times, and rows of a table, over the first of the contenders."""
+    shapes = trees.transformer(size)
+    grads = trees.fill(shapes, dtype, seed=1)
     steps: dict[str, Callable[[], Any]] = {}
     temporaries: dict[str, int] = {}
     for contender in contenders:
@@ -103,24 +105,15 @@ def _compiled(
         compiled = jax.jit(contender.apply, donate_argnums=0).lower(state, grads).compile()
         temporaries[contender.name] = compiled.memory_analysis().temp_size_in_bytes
         steps[contender.name] = Repeated(compiled, state, grads)
-    return steps, temporaries
-
-
-def _others(quick: bool, progress: Progress, size: int) -> Table:
-    """Other optimizers, each beside itself: they are read and written differently, and compute more."""
-    shapes = trees.transformer(size)
-    grads = trees.fill(shapes, jnp.float32, seed=1)
-    rows = []
-    for n, (name, optimizer) in enumerate(_OTHERS.items()):
-        part = progress.part(n, len(_OTHERS), name)
-        bare, ours = pair = Bare("bare", optimizer), Ours(optimizer=optimizer)
-        steps, temporaries = _compiled(pair, shapes, grads, part)
-        timings = interleave(steps, 3 if quick else 15, part)
-        ratio = timings.ratio(ours.name, bare.name)
-        medians = (1e3 * timings.median(each.name) for each in pair)
-        rows.append((name, *medians, ratio.median, ratio.spread, *(count / 1e6 for count in temporaries.values())))
-    title = f"Other optimizers, {trees.size(grads) / 1e6:.1f} M float32 parameters in 57 leaves, float32 gradients"
-    return Table(title, _OTHERS_COLUMNS, rows, quick=quick)
+    timings = interleave(steps, rounds, progress)
+    return (
+        steps,
+        timings,
+        [
+            (*timings.row(name, contenders[0].name), count / 1e6, count / (4 * trees.size(grads)))
+            for name, count in temporaries.items()
+        ],
+    )
 
 
 def _marks(case: _Case, timings: Timings, temporaries: float) -> list[Mark]:
