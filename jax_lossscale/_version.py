@@ -1,3 +1,3 @@
 """The version, written once: the package, its metadata and its wheel read it here."""
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
