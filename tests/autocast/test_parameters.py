@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from reading import product_dtypes
 
 import jax_lossscale as jls
 
+MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 WIDE = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter="['kept']")])
 MOVED = {  # a parameter of the shape of W, and what a product takes of it
@@ -24,6 +27,14 @@ MOVED = {  # a parameter of the shape of W, and what a product takes of it
     "copied": (W, lambda w: jnp.array(w, copy=True)),
     "transposed in jit": (W, jax.jit(jnp.transpose)),
     "one of a scan": (jnp.ones((2, 8, 8)), None),
+    "sharded": (W, lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(MESH, P()))),
+    "split": (W, lambda w: jnp.concatenate(jnp.split(w, 2)[::-1])),
+    "flipped": (W, lambda w: w[::-1, ::-1]),
+    "taken": (W, lambda w: jnp.take(w, jnp.arange(8)[::-1], axis=0, mode="clip")),
+    "held": (W, lambda w: jax.lax.optimization_barrier((jnp.ones(3), w))[1]),
+    "padded": (W, lambda w: jnp.pad(w[:, :4], ((0, 0), (0, 4)))),
+    "stacked": (W, lambda w: jnp.stack([w, w])[1]),
+    "chosen": (W, lambda w: jnp.where(jnp.eye(8, dtype=bool), w, 0.0)),
 }
 
 
@@ -41,3 +52,15 @@ def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
     of_gradient = product_dtypes(jax.grad(jls.autocast(loss, policy=WIDE)), params, X)
     assert of_gradient.count("float32") > 1  # the product for its derivative, too
     assert set(product_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
+
+
+@pytest.mark.parametrize("name", [name for name in MOVED if name not in ("one of a scan", "sharded")])
+def test_so_it_is_inside_shard_map(name):
+    parameter, moved = MOVED[name]
+
+    def loss(params, x):
+        return x @ moved(params["kept"]) @ params["other"]
+
+    over_rows = jax.shard_map(loss, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
+    params = {"kept": parameter, "other": W}
+    assert product_dtypes(jls.autocast(over_rows, policy=WIDE), params, X) == ["float32", "float16"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from reading import distance, equations, product_dtypes
 from small_programs import W, X
@@ -215,43 +215,7 @@ def test_a_rule_that_matches_moves_only_decides_nothing_and_warns():
         following("wide", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
 
 
-MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-
-
 # How the second parameter comes to its product.
-ON_THE_WAY = {
-    "straight": lambda w, v: v,
-    "transposed": lambda w, v: v.T,
-    "sharded": lambda w, v: jax.lax.with_sharding_constraint(v, NamedSharding(MESH, P())),
-    "split": lambda w, v: jnp.concatenate(jnp.split(v, 2)[::-1]),
-    "flipped": lambda w, v: v[::-1, ::-1],
-    "taken": lambda w, v: jnp.take(v, w[0].astype(jnp.int32), axis=0, mode="clip"),
-    "held": lambda w, v: jax.lax.optimization_barrier((w, v))[1],
-    "padded": lambda w, v: jnp.pad(v[:, :4], ((0, 0), (0, 4))),
-    "stacked": lambda w, v: jnp.stack([v, v])[1],
-    "sliced": lambda w, v: jax.lax.dynamic_slice(jnp.concatenate([v, v]), (jnp.int32(3), 0), (8, 8)),
-    "cast": lambda w, v: v.astype(jnp.float16).astype(jnp.float32),
-    "broadcast": lambda w, v: jnp.broadcast_to(v[:1], (8, 8)),
-    "chosen": lambda w, v: jnp.where(w.astype(bool), v, 0.0),
-}
-
-
-@pytest.mark.parametrize("function", ON_THE_WAY.values(), ids=ON_THE_WAY)
-def test_a_rule_speaks_of_a_parameter_however_it_was_moved(function):
-    def twice(params, x):
-        return x @ params["a"] @ function(params["a"], params["v"])
-
-    narrow = following("wide", parameter="['v']")
-    assert product_dtypes(narrow(twice), {"a": W, "v": W}, X) == [NARROW, WIDE]
-
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
-    def over_rows(params, x):
-        return twice(params, x)
-
-    if function is not ON_THE_WAY["sharded"]:  # which has no meaning inside
-        assert product_dtypes(narrow(over_rows), {"a": W, "v": W}, X) == [NARROW, WIDE]
-
-
 def convolved(w, x):
     image, kernel = jnp.tile(x[:, :, None], (1, 1, 2)), w.reshape(4, 2, 8)
     return jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
