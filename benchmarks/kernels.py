@@ -132,9 +132,10 @@ def _bytes_moved(inside: Computation) -> float:
 def _bytes_written(inside: Computation, result: Instruction) -> float:
     if update := _update_in_place(inside, result):
         return _updating(inside, update[0]).bytes
-    # A library's workspace is no result.
+    # A library's workspace is no result, nor is what was taken.
     is_call = result.opcode == "custom-call"
-    return sum(a.bytes for a in result.arrays if not (is_call and a.dtype in ("s8", "u8") and len(a.dimensions) == 1))
+    arrays = result.arrays[len(result.operands) :] if result.opcode == "all-gather-start" else result.arrays
+    return sum(a.bytes for a in arrays if not (is_call and a.dtype in ("s8", "u8") and len(a.dimensions) == 1))
 
 
 def _update_in_place(inside: Computation, result: Instruction) -> list[Instruction]:

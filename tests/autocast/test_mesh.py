@@ -212,6 +212,32 @@ def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_o
             np.testing.assert_array_equal(compiled(w, x), np.full((16, 1), expected))
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_function_in_half_is_computed_where_its_arguments_lie(axis_type):
+    """Attention with two heads for each of the keys, mapped over batches of examples, which lie on the devices."""
+
+    def attend(q, k, v):
+        seen = jax.nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
+        return jnp.einsum("bghqk,bkgd->bqghd", seen, v)
+
+    attention = jax.vmap(jls.in_half(attend))
+    q, k, v = (
+        jax.random.normal(jax.random.key(n), (2, 8, 4, *heads, 4)) for n, heads in enumerate(((3, 2), (3,), (3,)))
+    )
+    mesh = mesh_of(axis_type)
+    with set_mesh(mesh):
+        q, k, v = (jax.device_put(each, NamedSharding(mesh, P(None, "data"))) for each in (q, k, v))
+
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(attention(q, k, v)))
+
+        narrow = jls.autocast(loss)
+        assert set(product_dtypes(narrow, q, k, v)) == {"float16"}
+        compiled = jax.jit(jax.grad(narrow, argnums=(0, 1, 2))).lower(q, k, v).compile()
+        assert not collectives(compiled)
+        assert distance(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), compiled(q, k, v)) < 4e-3
+
+
 def test_a_constraint_inside_stays():
     mesh = mesh_of()
 
