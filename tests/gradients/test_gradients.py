@@ -1,6 +1,7 @@
 """`value_and_scaled_grad` is `jax.value_and_grad` with the gradients times the scale, and the true value."""
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -209,6 +210,14 @@ def test_what_holds_no_loss_scale_is_refused_by_name(function, loss_scale, messa
 def test_a_batch_of_loss_scales_is_refused_by_name():
     with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)` holds scales of shape \(3,\)"):
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
+
+
+@pytest.mark.parametrize("fun", [loss, lambda x, y: (loss(x, y), 2, 3)], ids=["a loss alone", "three results"])
+def test_a_result_without_auxiliary_data_is_refused_in_the_words_of_jax(fun):
+    with pytest.raises(TypeError) as of_jax:
+        jax.value_and_grad(fun, has_aux=True)(X, Y)
+    with pytest.raises(TypeError, match=re.escape(str(of_jax.value))):
+        jls.value_and_scaled_grad(fun, 8, has_aux=True)(X, Y)
 
 
 @pytest.mark.parametrize("name", ["vector", "pytree", "has_aux", "complex argument", "float16 gradients", "argnums=1"])
