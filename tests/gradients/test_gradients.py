@@ -348,6 +348,15 @@ def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(ji
         assert "max_loss_scale=32768.0" in str(warning.message)
 
 
+@pytest.mark.parametrize("first", [lambda x: 0.0, jnp.sum, lambda x: jnp.sum(x).astype(jnp.float16)], ids=range(3))
+def test_a_loss_that_is_narrow_later_is_warned_of_then(first):
+    """Whatever it was before: a Python number, float32, or narrow, but wide enough for the scale."""
+    losses = [first, lambda x: jnp.sum(x).astype(jnp.float8_e4m3fn)]
+    gradient = jls.scaled_grad(lambda x: losses.pop(0)(x), 2.0**15)
+    assert not warnings_of(lambda: gradient(X))
+    assert len(warnings_of(lambda: gradient(X))) == 1
+
+
 # A scale that moves must be an argument of the program.
 
 
