@@ -12,7 +12,8 @@ missing, or the change makes no difference, and `tests/mutation_explained.json` 
 and below it the survivors without a reason.
 
 What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
-which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it).
+which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor without a
+reason is run again each time.
 """
 
 import argparse
@@ -339,7 +340,9 @@ def main():
     if not files:
         parser.error(f"tests are named for {', '.join(TESTS)}")
     results = read(RESULTS)
-    todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in results]
+    explained = read(EXPLAINED)
+    known = {key for key, (outcome, _) in results.items() if outcome != "survived" or key in explained}
+    todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in known]
     if todo and not given.report:
         check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
         for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results), 1):
