@@ -12,7 +12,8 @@ missing, or the change makes no difference, and `tests/mutation_explained.json` 
 and below it the survivors without a reason.
 
 What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
-which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it).
+which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor without a
+reason is run again each time.
 """
 
 import argparse
@@ -44,7 +45,8 @@ SAVED = ROOT / "tests" / "mutation.md"
 HEAD = """# What tests notice of a broken core
 
 Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
-tests on each, and writes this page. "Explained" are those that make no difference: `mutation_explained.json` says why.
+tests on each, and writes this page. "In CI" are those that only tests noticed which the README's command leaves out;
+"explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet.
 """
 CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
@@ -339,7 +341,9 @@ def main():
     if not files:
         parser.error(f"tests are named for {', '.join(TESTS)}")
     results = read(RESULTS)
-    todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in results]
+    explained = read(EXPLAINED)
+    known = {key for key, (outcome, _) in results.items() if outcome != "survived" or key in explained}
+    todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in known]
     if todo and not given.report:
         check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
         for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results), 1):
@@ -355,6 +359,7 @@ def report(files, results, save):
     explained, unexplained = read(EXPLAINED), []
     outcomes = ("killed", "killed in CI", "timed out", "explained", "survived", "not run")
     rows = [("file", *outcomes), ("---", *["--:"] * len(outcomes))]
+    total = Counter()
     for file in files:
         counts = Counter()
         for mutant in all_mutants([file]):
@@ -364,6 +369,8 @@ def report(files, results, save):
             if outcome == "survived":
                 unexplained.append(f"{file}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
         rows.append((file, *(str(counts[outcome]) for outcome in outcomes)))
+        total += counts
+    rows.append(("all", *(str(total[outcome]) for outcome in outcomes)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     print(table, *(unexplained or ["No survivor without a reason."]), sep="\n")
     if save:

@@ -506,14 +506,3 @@ def test_leaves_stay_on_their_devices_one_dispatch_a_device(monkeypatch):
             calls.clear()
             cast(together)
             assert len(calls) == number
-
-
-def test_all_finite_says_in_its_own_words_that_it_asks_one_program():
-    with pytest.raises(ValueError, match=r"^`all_finite\(tree=...\)` has leaves on 3 devices or meshes"):
-        jls.all_finite(across_devices())
-    one_mesh = {name: part for name, part in across_devices().items() if name not in ("first", "second")}
-    assert jls.all_finite(one_mesh)
-    four = np.array(jax.devices()[:4])  # two meshes of the same devices are one to a program
-    meshes = jax.sharding.Mesh(four, "x"), jax.sharding.Mesh(four.reshape(2, 2), ("x", "y"))
-    split = [jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")) for mesh in meshes]
-    assert jls.all_finite([jax.device_put(np.ones(4, np.float32), sharding) for sharding in split])

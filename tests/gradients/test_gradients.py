@@ -1,6 +1,7 @@
 """`value_and_scaled_grad` is `jax.value_and_grad` with the gradients times the scale, and the true value."""
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -211,6 +212,14 @@ def test_a_batch_of_loss_scales_is_refused_by_name():
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
 
 
+@pytest.mark.parametrize("fun", [loss, lambda x, y: (loss(x, y), 2, 3)], ids=["a loss alone", "three results"])
+def test_a_result_without_auxiliary_data_is_refused_in_the_words_of_jax(fun):
+    with pytest.raises(TypeError) as of_jax:
+        jax.value_and_grad(fun, has_aux=True)(X, Y)
+    with pytest.raises(TypeError, match=re.escape(str(of_jax.value))):
+        jls.value_and_scaled_grad(fun, 8, has_aux=True)(X, Y)
+
+
 @pytest.mark.parametrize("name", ["vector", "pytree", "has_aux", "complex argument", "float16 gradients", "argnums=1"])
 def test_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"):
@@ -337,6 +346,15 @@ def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(ji
         assert issubclass(warning.category, UserWarning)
         assert "float32" in str(warning.message)
         assert "max_loss_scale=32768.0" in str(warning.message)
+
+
+@pytest.mark.parametrize("first", [lambda x: 0.0, jnp.sum, lambda x: jnp.sum(x).astype(jnp.float16)], ids=range(3))
+def test_a_loss_that_is_narrow_later_is_warned_of_then(first):
+    """Whatever it was before: a Python number, float32, or narrow, but wide enough for the scale."""
+    losses = [first, lambda x: jnp.sum(x).astype(jnp.float8_e4m3fn)]
+    gradient = jls.scaled_grad(lambda x: losses.pop(0)(x), 2.0**15)
+    assert not warnings_of(lambda: gradient(X))
+    assert len(warnings_of(lambda: gradient(X))) == 1
 
 
 # A scale that moves must be an argument of the program.

@@ -118,3 +118,15 @@ def test_named_vmap(axis_name, expected):
     values = jnp.array([1.0, jnp.inf, 2.0])
     verdicts = jax.vmap(lambda x: jls.all_finite(x, axis_name=axis_name), axis_name="runs")(values)
     assert verdicts.tolist() == expected
+
+
+def test_leaves_on_several_devices_are_refused_in_its_own_words():
+    """One program cannot read them; two meshes of the same devices are one to a program."""
+    for number in 2, 3:
+        places = jax.devices()[:number] * 2
+        with pytest.raises(ValueError, match=rf"^`all_finite\(tree=...\)` has leaves on {number} devices or meshes"):
+            jls.all_finite([jax.device_put(np.ones(4, np.float32), place) for place in places])
+    four = np.array(jax.devices()[:4])
+    meshes = jax.sharding.Mesh(four, "x"), jax.sharding.Mesh(four.reshape(2, 2), ("x", "y"))
+    split = [NamedSharding(mesh, P("x")) for mesh in meshes]
+    assert jls.all_finite([jax.device_put(np.ones(4, np.float32), sharding) for sharding in split])
