@@ -19,6 +19,6 @@ BENCHMARKS = {
 # These run only where they are named.
 ON_REQUEST = {
     "cudnn": "cuDNN's attention by `jls.in_half`, compiled for eight H100s (group `bench-cuda`)",
-    "collectives": "what a training step on eight devices gathers and reduces, by layout and dtype (half an hour)",
+    "collectives": "what a training step on eight devices gathers and reduces, by layout and dtype (15 minutes)",
     "accuracy": "ten small trainings in nine arms: does float16 give float32's result? (most of an hour)",
 }

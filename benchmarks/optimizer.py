@@ -64,7 +64,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
     cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
     tables = [_measure(case, quick, progress.part(n, len(cases) + 1, case.what)) for n, case in enumerate(cases)]
-    others = _others(quick, progress.part(len(cases), len(cases) + 1, "others"), sizes[0] // 4)
+    others = _others(quick, progress.part(len(cases), len(cases) + 1, "others"), sizes[0])
     return [*tables, others, _elsewhere(platform)]
 
 
@@ -85,7 +85,7 @@ def _others(quick: bool, progress: Progress, size: int) -> Table:
     rows = []
     for n, (name, optimizer) in enumerate(_OTHERS.items()):
         pair = (Bare("bare", optimizer), Ours(optimizer=optimizer))
-        _, _, of_pair = _timed(pair, size, "float32", 5 if quick else 15, progress.part(n, len(_OTHERS), name))
+        _, _, of_pair = _timed(pair, size, "float32", 3 if quick else 9, progress.part(n, len(_OTHERS), name))
         rows += [(f"{name}: {step}", *cells) for step, *cells in of_pair]
     title = f"Other optimizers, {size / 1e6:.1f} M float32 parameters in 57 leaves, float32 gradients"
     return Table(title, _COLUMNS, rows, quick=quick)

@@ -130,9 +130,8 @@ def is_typing(node):
     of_type = (
         isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp)) and "[" in ast.unparse(node)
     )
-    return is_alias or (
-        of_type and ast.unparse(node.targets[0])[0].isupper() and not ast.unparse(node.targets[0]).isupper()
-    )
+    name = ast.unparse(node.targets[0]).lstrip("_") if of_type else ""
+    return is_alias or (name[:1].isupper() and not name.isupper())
 
 
 def broken_nodes(node):
