@@ -147,6 +147,16 @@ def test_a_float32_sum_whose_terms_cancel_is_not_told_to_be_added_up_in_float32(
     assert "of float32, rounding changes the result." in repr(report)
 
 
+def test_a_float32_sum_of_terms_that_are_wrong_already_is_not_said_to_cancel():
+    def chaotic(weights, x):
+        x, _ = jax.lax.scan(lambda x, _: (x + jnp.sin(x @ weights), None), x, None, length=40)
+        return jnp.mean(x**2)
+
+    report = range_report(jls.autocast(chaotic), draw(16, 16, seed=1, scale=3.0), draw(4, 16, seed=2), loss_scale=1.0)
+    assert "add" in {operation.operation for operation in report.bad}
+    assert "one part in 1 of them" not in repr(report)
+
+
 # One advice, and a table of what changes.
 
 

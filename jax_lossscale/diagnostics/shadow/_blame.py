@@ -113,8 +113,8 @@ def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bo
         return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
     if not is_origin:
         return ""
-    if not is_narrow(site.aval) and site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS):
-        parts = float(f"{measured.amplification:.0e}")
+    parts = float(f"{measured.amplification:.0e}")
+    if not is_narrow(site.aval) and site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS) and parts > 1:
         return (
             f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
             "that many times larger in it. Compute the terms in float32, too."
