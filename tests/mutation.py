@@ -63,7 +63,10 @@ OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
     "_check.py": ["loss_scales", "wrapper/test_told.py"],
-    "_measure": ["measure", "diagnostics/test_nonfinite.py", "wrapper/test_measuring.py", "wrapper/test_devices.py"],
+    "_measure": [
+        *("measure", "diagnostics/test_nonfinite.py", "diagnostics/test_recording.py", "wrapper/test_measuring.py"),
+        "wrapper/test_devices.py",
+    ],
     "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py"],
     "_gradients": [
         *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
+from jax_lossscale._measure import agree
 
 pytestmark = pytest.mark.as_for_users
 
@@ -118,6 +119,18 @@ def test_named_vmap(axis_name, expected):
     values = jnp.array([1.0, jnp.inf, 2.0])
     verdicts = jax.vmap(lambda x: jls.all_finite(x, axis_name=axis_name), axis_name="runs")(values)
     assert verdicts.tolist() == expected
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("largest", [None, [0.5, 8.0, 2.0], [0.5, np.nan, 2.0], [np.nan, 8.0, 2.0], [0.0, 0.0, 0.0]])
+def test_devices_agree_on_flags_and_the_largest_at_once(number, largest):
+    """What one device denies is false on all; a NaN on one is NaN on all."""
+    flags = np.array([[True, True, False], [True, True, True], [True, False, True]])[:, :number]
+    agreed, found = jax.vmap(lambda flags, largest: agree(flags, largest, "devices"), axis_name="devices")(
+        list(flags.T), None if largest is None else jnp.array(largest)
+    )
+    np.testing.assert_array_equal(agreed, np.tile(flags.all(axis=0)[:, None], 3))
+    assert found is None if largest is None else np.array_equal(found, np.tile(np.max(largest), 3), equal_nan=True)
 
 
 def test_leaves_on_several_devices_are_refused_in_its_own_words():
