@@ -374,7 +374,7 @@ def report(files, results, save):
         total += counts
     rows.append(("all", *(str(total[outcome]) for outcome in outcomes)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    print(table, *(unexplained or ["No survivor without a reason."]), sep="\n")
+    print(table, *(unexplained or ["Of those that were run, no survivor is without a reason."]), sep="\n")
     if save:
         versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax", "optax"))
         SAVED.write_text(f"{HEAD}\n{date.today()}, {versions}.\n\n{table}")
