@@ -33,9 +33,11 @@ ASKED = {
 
 
 SLOW = {
-    "range_report": ("bert", "gaussian_process", "mamba", "nnx_classifier", "s5", "vit"),
+    "range_report": ("bert", "gaussian_process", "gnn", "mamba", "nnx_classifier", "s5", "sinkhorn", "vit"),
     "compare_gradients": ("mamba", "nnx_classifier", "s5", "sinkhorn", "vit"),
-    "find_precision": ("nnx_classifier", "vit"),
+    "find_precision": ("bert", "nnx_classifier", "vit"),
+    "autocast_report": ("vit",),
+    "in_precision": ("vit",),
 }
 
 
