@@ -12,6 +12,8 @@ import jax_lossscale as jls
 KEY = random.key(0)
 W = random.normal(KEY, (4, 16, 16)) / 8  # of four blocks
 X = random.normal(KEY, (32, 16))
+pytestmark = pytest.mark.ci
+
 NARROW, WIDE = "float16", "float32"
 POLICY = jls.PrecisionPolicy(narrow_skips=True)
 

@@ -54,6 +54,7 @@ def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
     assert set(product_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in MOVED if name not in ("one of a scan", "sharded")])
 def test_so_it_is_inside_shard_map(name):
     parameter, moved = MOVED[name]
