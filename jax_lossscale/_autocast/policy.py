@@ -116,8 +116,8 @@ class PrecisionPolicy:
         and changes nothing: policies that differ in nothing else are equal.
       narrow_skips: whether the float32 sums that go from one block of a network to the next (skip connections) are
         stored in half precision. They take half the memory then, at the accuracy of code that casts by hand. What a
-        scan carries is such a sum if each iteration adds something to it, and computes something of it besides; so are
-        the parameters that an optimizer in the function updates.
+        scan carries is such a sum if each iteration adds something to it, and computes something of it besides. So are
+        parameters of an inner loop, to which updates are added.
       errors: how far value and gradients were from float32 without the rules, and are with them; likewise.
 
     Raises:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import random
 from reading import distance, equations
@@ -78,6 +79,15 @@ def another(carry, w):
     return y + jnp.tanh(x @ w), jnp.tanh(y)
 
 
+def learned(inner, w):
+    """An inner loop learns a weight, as in meta-learning."""
+    return inner - 0.1 * jax.grad(lambda inner: jnp.mean((jnp.tanh(X @ inner) - X @ w) ** 2))(inner)
+
+
+def learned_by_optax(inner, w):
+    return optax.apply_updates(inner, learned(inner, w) - inner)
+
+
 def dropped(x, w):
     return jax.lax.cond(w[0, 0] > 0, block, lambda x, w: x, x, w)
 
@@ -102,6 +112,8 @@ CASES = {
     "a cell": (cell, (X, X), [WIDE, WIDE]),
     "a sum of what is not carried": (beside_a_sum, (X, X), [WIDE, WIDE]),
     "what is moved only": (rolled, (X, X), [WIDE, WIDE]),
+    "a weight of an inner loop": (learned, W[0], [WIDE]),
+    "a weight to which updates are added": (learned_by_optax, W[0], [NARROW]),
     "another one's sum": (another, (X, X), [WIDE, WIDE]),
     "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [WIDE]),
 }

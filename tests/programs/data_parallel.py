@@ -167,9 +167,14 @@ def main():
         np.savez(f"{sys.argv[5]}.{name}.npz", **train(make_step, jax.devices(), bad_shard))
 
 
-if __name__ == "__main__":
+def run(main):
+    """Run a process of several: an ordinary end would wait for the other processes, and they for this one."""
     try:
         main()
     except BaseException:
         traceback.print_exc()
-        os._exit(1)  # an ordinary end would wait for the other processes, and they for this one
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    run(main)

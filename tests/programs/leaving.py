@@ -9,7 +9,6 @@
 import os
 import signal
 import sys
-import traceback
 
 import data_parallel
 import jax
@@ -52,8 +51,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # an ordinary end would wait for the other processes, and they for this one
+    data_parallel.run(main)
