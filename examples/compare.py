@@ -21,6 +21,7 @@ MEASURES = {
     "linen_classifier": ["test loss", "test accuracy"],
     "linen_ppo": ["points of an episode"],
     "nnx_transformer": ["test loss"],
+    "nnx_lora": ["test loss", "test loss of the base"],
     "equinox_vit": ["test loss", "test accuracy"],
     "equinox_mamba": ["test accuracy"],
     "equinox_gan": ["distance of drawn and true digits"],

@@ -38,12 +38,12 @@ def load_text() -> np.ndarray:
 class Block(nnx.Module):
     """Attention and a network of two layers, each with a norm before it."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.expand = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.contract = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, width, decode=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.expand = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.contract = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """``[batch, length, width]`` to the same."""
@@ -54,12 +54,12 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Logits of the next character."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.characters = nnx.Embed(CHARACTERS, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.readout = nnx.Linear(WIDTH, CHARACTERS, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, width: int = WIDTH, layers: int = LAYERS) -> None:
+        self.characters = nnx.Embed(CHARACTERS, width, rngs=rngs)
+        self.positions = nnx.Embed(CONTEXT, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.readout = nnx.Linear(width, CHARACTERS, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
         """``int32[batch, length]`` to ``[batch, length, characters]``."""

@@ -26,7 +26,7 @@ def test_what_is_predicted_for_an_h100():
         for model, loss, time, _, temporaries, *_ in rows(RESULTS / "autocast.md", "### Training steps for an H100")
     }
     told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    assert len(told) == 11
+    assert [model for model, *_ in told] == [model for model, loss in predicted if loss == "autocast"]
     for model, *cells in told:
         ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "by hand"))
         ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]

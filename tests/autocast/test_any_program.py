@@ -94,9 +94,9 @@ def shortest(program, *how):
     return next((shortest(each, *how) for each in shorter(program) if fails(each, *how)), program)
 
 
-def check_some(structure, number):
-    """So many programs around a structure in each mode."""
-    for mode in MODES:
+def check_some(structure, number, modes=MODES):
+    """So many programs around a structure in each of the modes."""
+    for mode in modes:
         structures = [name for name in STRUCTURES if mode not in ("jvp", "linearize") or name not in WITHOUT_TANGENTS]
         if structure not in structures:
             continue
@@ -125,7 +125,8 @@ ignored = pytest.mark.filterwarnings("ignore:.*no operation matches")
 @ignored
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_result_is_that_of_float32_to_the_bit(structure):
-    check_some(structure, 1)
+    """Each structure in every third mode, and each mode around every third structure; all with all once a week."""
+    check_some(structure, 1, list(MODES)[list(STRUCTURES).index(structure) % 3 :: 3])
 
 
 @ignored
