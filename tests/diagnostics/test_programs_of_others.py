@@ -32,20 +32,15 @@ ASKED = {
 }
 
 
-SLOW = {
-    "range_report": ("bert", "gaussian_process", "gnn", "mamba", "nnx_classifier", "s5", "sinkhorn", "vit"),
-    "compare_gradients": ("mamba", "nnx_classifier", "s5", "sinkhorn", "vit"),
-    "find_precision": ("bert", "nnx_classifier", "vit"),
-    "autocast_report": ("vit",),
-    "in_precision": ("vit",),
-}
+# Each question of these takes seconds; the others are asked every time.
+LARGE = ("bert", "vit", "mamba", "s5")
 
 
 @pytest.mark.filterwarnings("ignore:.*products stay narrow")
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW.get(asked, ()) else ())
+        pytest.param(name, asked, marks=pytest.mark.slow if name in LARGE else ())
         for name in PROGRAMS
         for asked in ASKED
     ],
