@@ -121,6 +121,25 @@ def test_before_the_first_step_nothing_was_measured():
         assert np.isnan(jls.metrics(TX.init(PARAMS))["largest"])
 
 
+@pytest.mark.parametrize(("loss_scale", "stops"), [("dynamic", False), ("auto", True)])
+def test_jax_debug_nans_stops_at_a_skipped_step_only_for_the_largest_that_was_not_measured(loss_scale, stops):
+    tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
+    state = tx.init(PARAMS)
+
+    @jax.jit
+    def train_step(params, state, x):
+        loss, grads = jls.value_and_scaled_grad(lambda params: jnp.mean((params["kernel"] * x) ** 2), state)(params)
+        return tx.update_and_apply(grads, state, params, value=loss)
+
+    with jax.debug_nans(True), jax.debug_infs(True):
+        train_step(PARAMS, state, 1.0)
+        if stops:
+            with pytest.raises(FloatingPointError):
+                train_step(PARAMS, state, INF)
+        else:
+            assert train_step(PARAMS, state, INF)[1].skipped_steps == 1
+
+
 def test_of_gradients_that_are_known_not_to_be_finite_none_is_the_largest():
     before = TX.init(PARAMS)
     for grads in (scaled(before), scaled(before, NAN)):
