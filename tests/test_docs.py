@@ -6,7 +6,6 @@ these packages are installed.
 """
 
 import ast
-import os
 import re
 import warnings
 from pathlib import Path
@@ -17,7 +16,6 @@ import jax_lossscale as jls
 
 pytestmark = pytest.mark.ci
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PAGE_NEEDS = re.compile(r"\A<!-- this page needs: ([^\n]+) -->\n")

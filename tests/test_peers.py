@@ -2,7 +2,8 @@
 
 `peers` has a module a library with a function a question, each of which returns what came of it in the table's words.
 What needs a package that is not installed here is skipped, and says so. To run all of it:
-``pip install torch==2.13.0 keras==3.15.1 tensorflow-cpu==2.21.0``, and ``python -m pytest -m peers``.
+``pip install torch==2.15.0 keras==3.15.1 tensorflow-cpu==2.21.0``, and
+``python -m pytest -m peers tests/test_peers.py``.
 """
 
 import importlib
@@ -18,14 +19,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "differences.md").read_text()
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 LIBRARIES = {  # head of the column: the module of `peers`; the package and its version
     "jax_lossscale": ("ours", "jax_lossscale", ""),
     "jmp 0.0.4": ("jmp_", "jmp", "0.0.4"),
     "flax 0.12 `DynamicScale`": ("flax_", "flax", "0.12"),
-    "torch 2.13 `GradScaler`": ("torch_", "torch", "2.13"),
+    "torch 2.15 `GradScaler`": ("torch_", "torch", "2.15"),
     "Keras 3.15 `LossScaleOptimizer`, on jax": ("keras_", "keras", "3.15"),
 }
 TABLE = {  # what is asked: the function that asks it; the answers, in the order of the columns
@@ -111,7 +111,7 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
 }
 RECORDS = {  # of `golden`: the package and its version
     "tf1_dynamic_loss_scale": ("tensorflow", "2.21"),
-    "torch_grad_scaler": ("torch", "2.13"),
+    "torch_grad_scaler": ("torch", "2.15"),
     "keras3_loss_scale_optimizer": ("keras", "3.15"),
 }
 

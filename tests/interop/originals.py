@@ -4,14 +4,11 @@ A peer is made with a configuration, stepped with a flag, and asked for its scal
 """
 
 import importlib
-import os
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
-
-os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
 
 
 def needs(package):
