@@ -18,11 +18,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.transform import planners_seen
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
-from jax_lossscale._limits import limits_of
-from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
-from jax_lossscale._program.parameters import Leaf, Taken
-from jax_lossscale._program.place import Place
-from jax_lossscale.diagnostics._report import end_of
+from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale.diagnostics.asked._facts import LostConstant, ProductFacts, lost_constants, products_of
 from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, reports_of_named
 
@@ -87,18 +83,14 @@ class Call(NamedTuple):
             for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
         ]
 
-    def faults(self, dtype: jnp.dtype, casts: Callable[[LeafReport], bool] = lambda leaf: False) -> ArgumentFaults:
-        """Look for NaN, infinities and numbers that the dtype does not hold in the arguments; ``casts``: of which."""
+    def faults(self) -> ArgumentFaults:
+        """Look for NaN and infinities in the arguments, and for how large they are."""
         named = [pair for leaves in self.named_leaves() for pair in leaves if _has_values(pair[1])]
-        reports, largest = reports_of_named(named), limits_of(dtype).largest
+        reports = reports_of_named(named)
         return ArgumentFaults(
             nan=[_nonfinite(leaf) for leaf in reports if leaf.nan],
             infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
-            too_large=[
-                f"`{leaf.path}` reaches {leaf.largest_finite:.2g}, and {end_of(dtype.name)}."
-                for leaf in reports
-                if (leaf.largest_finite or 0.0) > largest and casts(leaf)
-            ],
+            largest={leaf.path: float(np.float32(leaf.largest_finite or 0.0)) for leaf in reports},
         )
 
 
@@ -170,11 +162,11 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
 
 
 class ArgumentFaults(NamedTuple):
-    """What is wrong with the leaves of arguments, a sentence each: NaN, infinities alone, and what a cast loses."""
+    """What is known of the leaves of arguments: a sentence each of NaN, and of infinities alone; how large each is."""
 
     nan: list[str]
     infinite: list[str]  # which may be meant, as in a mask
-    too_large: list[str]
+    largest: dict[str, float]  # by name, the largest finite magnitude, in float32
 
 
 def _has_values(leaf: Any) -> bool:
@@ -191,19 +183,6 @@ def _nonfinite(leaf: LeafReport) -> str:
     return f"`{leaf.path}` holds {number} {what}{where}."
 
 
-class _Casts(Taken):
-    """Knows of each value which input it is; ``cast`` holds the names of those that are cast to 16 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cast: set[str] = set()
-
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Leaf | None]) -> Sequence[Leaf | None]:
-        if eqn.primitive.name == "convert_element_type" and is_narrow(eqn.outvars[0].aval) and operands[0]:
-            self.cast.add(operands[0].path)
-        return super().operation(eqn, place, operands)
-
-
 class Question(NamedTuple):
     """What is asked about.
 
@@ -214,7 +193,7 @@ class Question(NamedTuple):
       inputs: the names of the inputs of the program.
       parameters: the names of the inputs that are differentiated, in the order of the gradients.
       products: how many products it has, and how many are narrow.
-      faults: what is wrong with the arguments; too large are those that are cast.
+      faults: what is wrong with the arguments.
       lost: the constants of which zero or infinity was left, in float32, too.
     """
 
@@ -239,12 +218,6 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
     named = call.named_leaves()
     names = ["the loss scale", *(name for leaves in named for name, _ in leaves)]
     inputs = [names[position] for position in program.positions]
-
-    def casts(leaf: LeafReport) -> bool:
-        flow = _Casts()
-        flow.outputs(program.jaxpr, [Leaf(0, name) for name in inputs])
-        return leaf.path in flow.cast
-
     return Question(
         call=call,
         dtype=dtype,
@@ -252,6 +225,6 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
         inputs=inputs,
         parameters=[name for n in call.positions for name, _ in named[n]],
         products=products_of(program, dtype, inputs, planners),
-        faults=call.faults(dtype, casts),
+        faults=call.faults(),
         lost=lost_constants(program),
     )
