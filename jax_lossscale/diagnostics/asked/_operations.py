@@ -165,6 +165,8 @@ def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
         return "in `otherwise` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)
+    if not step.place.is_backward:
+        return "outside of `autocast`"
     return f"made by differentiating what is computed in {step.eqn.outvars[0].aval.dtype.name}"
 
 

@@ -33,6 +33,7 @@ class Call(NamedTuple):
       args: its arguments, with these `Leaves`.
       kwargs: its keyword arguments.
       argnums: which arguments are differentiated.
+      positions: their positions, as far as there are such.
       has_aux: whether there is an auxiliary result.
       names: the names that the function has for its arguments; where it has none, such as "args[0]".
     """
@@ -42,13 +43,9 @@ class Call(NamedTuple):
     args: list[Any]
     kwargs: Mapping[str, Any]
     argnums: int | tuple[int, ...]
+    positions: list[int]
     has_aux: bool
     names: list[str]
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions of the arguments that are differentiated, as far as there are such."""
-        return _positions(self.argnums, self.args)
 
     def with_args(self, args: Sequence[Any]) -> Call:
         """Give the call with other arguments, of the same structure."""
@@ -61,14 +58,11 @@ class Call(NamedTuple):
         """Trace the function and its gradients, without a scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
-    def scaled(self, fun: Callable[..., Any] | None = None) -> tuple[Traced, list[Planner]]:
-        """Trace value and scaled gradients, of the function or of another in its place; the scale is the first input.
-
-        Give the planners of `autocast` in it, too.
-        """
+    def scaled(self) -> tuple[Traced, list[Planner]]:
+        """Trace value and scaled gradients; the scale is the first input. Give the planners of `autocast`, too."""
 
         def gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
-            return value_and_scaled_grad(fun or self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+            return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
 
         with planners_seen() as planners:
             traced = Traced(gradients, (jnp.float32(1), *self.args), self.kwargs)
@@ -90,7 +84,7 @@ class Call(NamedTuple):
         return ArgumentFaults(
             nan=[_nonfinite(leaf) for leaf in reports if leaf.nan],
             infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
-            largest={leaf.path: float(np.float32(leaf.largest_finite or 0.0)) for leaf in reports},
+            largest={leaf.path: leaf.largest_finite or 0.0 for leaf in reports},
         )
 
 
@@ -106,8 +100,10 @@ def called(
     check_function(fun, f"{caller}(fun=...)")
     argnums = as_argnums(argnums, f"{caller}(argnums=...)")
     check_flag(has_aux, f"{caller}(has_aux=...)")
+    counted = (n + len(args) if n < 0 else n for n in ((argnums,) if isinstance(argnums, int) else argnums))
+    positions = [position for position in counted if 0 <= position < len(args)]
     chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()
-    for position in _positions(argnums, args):
+    for position in positions:
         chosen[position], rebuild[position] = _selected(args[position])
 
     def of_leaves(*args: Any, **kwargs: Any) -> Any:
@@ -119,13 +115,7 @@ def called(
     except (TypeError, ValueError):  # it has no signature
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
-    return Call(caller, of_leaves, chosen, kwargs, argnums, bool(has_aux), names)
-
-
-def _positions(argnums: int | tuple[int, ...], args: Sequence[Any]) -> list[int]:
-    positions = (argnums,) if isinstance(argnums, int) else argnums
-    counted = (position + len(args) if position < 0 else position for position in positions)
-    return [position for position in counted if 0 <= position < len(args)]
+    return Call(caller, of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -166,7 +156,7 @@ class ArgumentFaults(NamedTuple):
 
     nan: list[str]
     infinite: list[str]  # which may be meant, as in a mask
-    largest: dict[str, float]  # by name, the largest finite magnitude, in float32
+    largest: dict[str, float]  # by name, the largest finite magnitude
 
 
 def _has_values(leaf: Any) -> bool:

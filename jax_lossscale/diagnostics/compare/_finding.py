@@ -147,11 +147,11 @@ class Finder:
             wrong = f"The gradients are {off(errors.total.relative_error[at])} at the best loss scale."
         division = f"The forward pass leaves the range of {self._dtype}, perhaps by dividing by a constant that is zero"
         begins = self._begins(places, not self._has_diverged) or f"{division} there."
-        cast = {place.largest for place in report.forward_overflows() if place.operation == "convert_element_type"}
+        cast = [place.largest for place in report.forward_overflows() if place.operation == "convert_element_type"]
         too_large = [
             f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
             for path, largest in self._question.faults.largest.items()
-            if largest in cast
+            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
         ]
         said = [f"{wrong} No loss scale changes that.", begins, *too_large]
         return Finding("forward overflow", said, at, suffering)

@@ -437,7 +437,7 @@ class Search:
         self.spent = 0
         self._known: dict[bytes, _Trial] = {}
         met: _Met = {}
-        self._traced, _ = self._call.scaled(_probed(self._call.fun, dtype, names_parameters, met))
+        self._traced, _ = self._call._replace(fun=_probed(self._call.fun, dtype, names_parameters, met)).scaled()
         self.sites, self.numbers = tuple(met), np.array([len(equations) for equations in met.values()], int)
 
         def measured(strengths: Any, scale: Any, inputs: Any) -> Any:
@@ -523,7 +523,7 @@ class Search:
     def verified(self, policy: PrecisionPolicy) -> tuple[float, float, str]:
         """Give the error of the function itself, under `autocast` with a policy, as a trial has it."""
         self.spent += 1
-        traced, _ = self._call.scaled(autocast(self._call.fun, self._dtype, policy=policy))
+        traced, _ = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
 

@@ -42,7 +42,6 @@ _WHY = CAUSES | {
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
 _COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
-_LINE = "`range_report(loss_fn, params, batch)` names the line."
 _FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 _LOSS = (
@@ -56,8 +55,8 @@ _CURES = {
     _LOSS_OR_CONDITION: f"If it was the loss: {_LOSS}",
 }
 _BATCH = (
-    "for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
-    f"`nonfinite_report(batch)`, and {_LINE}"
+    "for NaN, for the norm of a zero vector, and for a mask that leaves nothing: `nonfinite_report(batch)`, and "
+    "`range_report(loss_fn, params, batch)` names the line."
 )
 _HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
 
