@@ -50,6 +50,13 @@ EXPLAINED = {
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
     "often": (SHORT, True, TENTH, "bad step ago | often | rarer"),
     "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer"),
+    "often, under the default": (
+        "auto",
+        False,
+        [NAN_GRADS, *[GOOD] * 19] * 20,
+        "often | not the scale | largest | room",
+    ),
+    "often, under a fixed scale": (8.0, False, every_fifth(CONDITION), "often | loss or skip_if"),
     "often on condition": ("dynamic", True, every_fifth(CONDITION), "bad step ago | often | skip_if"),
     "a loss": ("dynamic", True, every_fifth(NAN_LOSS), "bad step ago | one loss | often | loss"),
     "often, a NaN at the floor": (

@@ -411,12 +411,11 @@ class _Exact(NamedTuple):
             error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
             found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
         found.append(("the whole gradient", total.relative_error[0]))
-        judged = [
-            (math.inf if math.isnan(error) else error, tolerance, name)
+        return [
+            (error / tolerance, error, name)
             for (name, error), tolerance in zip(found, self.tolerances, strict=True)
             if tolerance
         ]
-        return [(error / tolerance, error, name) for error, tolerance, name in judged]
 
 
 class Search:
