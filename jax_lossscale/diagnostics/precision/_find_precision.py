@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast
@@ -277,15 +277,8 @@ def _transpose(cotangent: Any, number: Any, value: Any, *, kind: str, **at: int)
     return [_probe_primitive.bind(cotangent, value, kind="cotangent", **at), None]
 
 
-def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    size = next(each.shape[axis] for each, axis in zip(operands, axes, strict=True) if axis is not None)
-    in_front = (batching.bdim_at_front(each, axis, size) for each, axis in zip(operands, axes, strict=True))
-    return _probe_primitive.bind(*in_front, **params), 0
-
-
 ad.primitive_jvps[_probe_primitive] = _differentiate
 ad.primitive_transposes[_probe_primitive] = _transpose
-batching.primitive_batchers[_probe_primitive] = _batch
 
 
 def _probe_float(value: Any, site: int, role: int) -> Any:
