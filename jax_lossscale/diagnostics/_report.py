@@ -17,10 +17,8 @@ Rows = Sequence[Sequence[str]]
 class Report(Sequence[Entry]):
     """A sequence of entries that prints as a summary, a table, and notes below it."""
 
+    _entries: ClassVar[str]  # the attribute that holds them
     _text_columns: ClassVar[Sequence[int]] = (0, 1)  # set to the left; numbers, to the right
-
-    def _entries(self) -> tuple[Entry, ...]:
-        raise NotImplementedError
 
     def _summary(self) -> str:
         raise NotImplementedError
@@ -37,10 +35,10 @@ class Report(Sequence[Entry]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Entry, ...]: ...
     def __getitem__(self, index: Any) -> Any:
-        return self._entries()[index]
+        return getattr(self, self._entries)[index]
 
     def __len__(self) -> int:
-        return len(self._entries())
+        return len(getattr(self, self._entries))
 
     def __repr__(self) -> str:
         rows = self._rows()

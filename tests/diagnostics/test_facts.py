@@ -117,3 +117,13 @@ def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_
         "Matrix products and convolutions: 1 of 2 in float16, 67% of their work. The first that is not: "
         f"tests/diagnostics/test_facts.py:{line}; made by differentiating what is computed in float32."
     )
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_a_product_outside_of_what_autocast_computes_is_told_to_be_there(precision):
+    def partly(weights, x):
+        logits = jnp.matmul(x, weights, precision=precision)  # outside
+        return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
+
+    facts = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).facts)
+    assert facts.endswith(f"The first that is not: {line(partly, 'outside')}; outside of `autocast`.")

@@ -18,7 +18,7 @@ from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import is_product, moved_operands
-from jax_lossscale.diagnostics._report import at, listed, percent
+from jax_lossscale.diagnostics._report import at, percent
 from jax_lossscale.diagnostics.asked._operations import OperationPrecision, live, operations
 
 
@@ -53,27 +53,15 @@ class ProductFacts(NamedTuple):
     @property
     def nothing_narrow(self) -> str:
         """What to say where nothing is computed in the dtype."""
-        return nothing_narrow(self)
-
-
-def nothing_narrow(counted: ProductFacts, met: Sequence[str] = ()) -> str:
-    """Say that nothing, or no product, is computed in the dtype; ``met``: the narrow dtypes that there are."""
-    dtype, products = counted.dtype, f"{counted.products} matrix products and convolutions"
-    if met and dtype not in met:
-        return f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
-    if counted.is_autocast and not counted.products:
-        return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {dtype}."
-    if counted.is_autocast:
-        return f"`autocast` leaves all {products} as they are: {counted.first_wide}."
-    if not met:
+        if self.is_autocast and not self.products:
+            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
+        if self.is_autocast:
+            left = f"all {self.products} matrix products and convolutions"
+            return f"`autocast` leaves {left} as they are: {self.first_wide}."
         return (
-            f"`fun` computes nothing in {dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in `fun`, "
-            "with `jls.cast_floating`."
+            f"`fun` computes nothing in {self.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
+            "`fun`, with `jls.cast_floating`."
         )
-    return (
-        f"None of the {products} is computed in {dtype}, so nothing is gained: {counted.first_wide}. "
-        f"`jls.autocast(fun)` computes them in {dtype}."
-    )
 
 
 def products_of(

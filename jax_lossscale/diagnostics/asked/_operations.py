@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
@@ -20,7 +19,6 @@ from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
 from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
 
-_What: TypeAlias = tuple[str, str, str, bool, str, str]  # the first six attributes of an `OperationPrecision`
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
 
@@ -86,7 +84,7 @@ def operations(
     reasons: dict[int, dict[str, None]] = {}
     for path, reason in exceptions:
         reasons.setdefault(id(path[-1].source_info.traceback), {})[reason] = None
-    counts: dict[tuple[_What, str, bool], tuple[int, float, int]] = {}  # number, work, position
+    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # of each kind, the positions and the work
     for position, step in enumerate(_steps(program)):
         eqn, name = step.eqn, _name(step.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
@@ -97,12 +95,11 @@ def operations(
         where = name, step.place.layer, step.place.source, step.place.is_backward
         is_exception = work > 0 and {widest, result} != {dtype}
         reason = _reason(step, reasons.get(id(eqn.source_info.traceback), {})) if is_exception else ""
-        kind = (*where, widest.name, result.name), reason, work > 0
-        number, total, first = counts.get(kind, (0, 0.0, position))
-        counts[kind] = number + 1, total + step.times * work, first
+        kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, is_product=work > 0, position=0)
+        found.setdefault(kind, []).append((position, step.times * work))
     return [
-        OperationPrecision(*what, number, work, reason, is_product, at)
-        for (what, reason, is_product), (number, work, at) in counts.items()
+        dataclasses.replace(kind, number=len(steps), work=sum(work for _, work in steps), position=steps[0][0])
+        for kind, steps in found.items()
     ]
 
 
@@ -168,9 +165,8 @@ def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
         return "in `otherwise` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)
-    precision = step.eqn.params.get("precision")
-    if isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision:
-        return "marked exact by its author"
+    if not step.place.is_backward:
+        return "outside of `autocast`"
     return f"made by differentiating what is computed in {step.eqn.outvars[0].aval.dtype.name}"
 
 

@@ -18,11 +18,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.transform import planners_seen
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
-from jax_lossscale._limits import limits_of
-from jax_lossscale._program.jaxpr import Traced, is_narrow, narrow_dtypes
-from jax_lossscale._program.parameters import Leaf, Taken
-from jax_lossscale._program.place import Place
-from jax_lossscale.diagnostics._report import end_of
+from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
 from jax_lossscale.diagnostics.asked._facts import LostConstant, ProductFacts, lost_constants, products_of
 from jax_lossscale.diagnostics.tree._nonfinite import LeafReport, reports_of_named
 
@@ -37,6 +33,7 @@ class Call(NamedTuple):
       args: its arguments, with these `Leaves`.
       kwargs: its keyword arguments.
       argnums: which arguments are differentiated.
+      positions: their positions, as far as there are such.
       has_aux: whether there is an auxiliary result.
       names: the names that the function has for its arguments; where it has none, such as "args[0]".
     """
@@ -46,13 +43,9 @@ class Call(NamedTuple):
     args: list[Any]
     kwargs: Mapping[str, Any]
     argnums: int | tuple[int, ...]
+    positions: list[int]
     has_aux: bool
     names: list[str]
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions of the arguments that are differentiated, as far as there are such."""
-        return _positions(self.argnums, self.args)
 
     def with_args(self, args: Sequence[Any]) -> Call:
         """Give the call with other arguments, of the same structure."""
@@ -65,14 +58,11 @@ class Call(NamedTuple):
         """Trace the function and its gradients, without a scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
-    def scaled(self, fun: Callable[..., Any] | None = None) -> tuple[Traced, list[Planner]]:
-        """Trace value and scaled gradients, of the function or of another in its place; the scale is the first input.
-
-        Give the planners of `autocast` in it, too.
-        """
+    def scaled(self) -> tuple[Traced, list[Planner]]:
+        """Trace value and scaled gradients; the scale is the first input. Give the planners of `autocast`, too."""
 
         def gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
-            return value_and_scaled_grad(fun or self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+            return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
 
         with planners_seen() as planners:
             traced = Traced(gradients, (jnp.float32(1), *self.args), self.kwargs)
@@ -87,18 +77,14 @@ class Call(NamedTuple):
             for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
         ]
 
-    def faults(self, dtype: jnp.dtype, casts: Callable[[LeafReport], bool] = lambda leaf: False) -> ArgumentFaults:
-        """Look for NaN, infinities and numbers that the dtype does not hold in the arguments; ``casts``: of which."""
+    def faults(self) -> ArgumentFaults:
+        """Look for NaN and infinities in the arguments, and for how large they are."""
         named = [pair for leaves in self.named_leaves() for pair in leaves if _has_values(pair[1])]
-        reports, largest = reports_of_named(named), limits_of(dtype).largest
+        reports = reports_of_named(named)
         return ArgumentFaults(
             nan=[_nonfinite(leaf) for leaf in reports if leaf.nan],
             infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
-            too_large=[
-                f"`{leaf.path}` reaches {leaf.largest_finite:.2g}, and {end_of(dtype.name)}."
-                for leaf in reports
-                if (leaf.largest_finite or 0.0) > largest and casts(leaf)
-            ],
+            largest={leaf.path: leaf.largest_finite or 0.0 for leaf in reports},
         )
 
 
@@ -114,8 +100,10 @@ def called(
     check_function(fun, f"{caller}(fun=...)")
     argnums = as_argnums(argnums, f"{caller}(argnums=...)")
     check_flag(has_aux, f"{caller}(has_aux=...)")
+    counted = (n + len(args) if n < 0 else n for n in ((argnums,) if isinstance(argnums, int) else argnums))
+    positions = [position for position in counted if 0 <= position < len(args)]
     chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()
-    for position in _positions(argnums, args):
+    for position in positions:
         chosen[position], rebuild[position] = _selected(args[position])
 
     def of_leaves(*args: Any, **kwargs: Any) -> Any:
@@ -127,13 +115,7 @@ def called(
     except (TypeError, ValueError):  # it has no signature
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
-    return Call(caller, of_leaves, chosen, kwargs, argnums, bool(has_aux), names)
-
-
-def _positions(argnums: int | tuple[int, ...], args: Sequence[Any]) -> list[int]:
-    positions = (argnums,) if isinstance(argnums, int) else argnums
-    counted = (position + len(args) if position < 0 else position for position in positions)
-    return [position for position in counted if 0 <= position < len(args)]
+    return Call(caller, of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -170,11 +152,11 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
 
 
 class ArgumentFaults(NamedTuple):
-    """What is wrong with the leaves of arguments, a sentence each: NaN, infinities alone, and what a cast loses."""
+    """What is known of the leaves of arguments: a sentence each of NaN, and of infinities alone; how large each is."""
 
     nan: list[str]
     infinite: list[str]  # which may be meant, as in a mask
-    too_large: list[str]
+    largest: dict[str, float]  # by name, the largest finite magnitude
 
 
 def _has_values(leaf: Any) -> bool:
@@ -191,19 +173,6 @@ def _nonfinite(leaf: LeafReport) -> str:
     return f"`{leaf.path}` holds {number} {what}{where}."
 
 
-class _Casts(Taken):
-    """Knows of each value which input it is; ``cast`` holds the names of those that are cast to 16 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cast: set[str] = set()
-
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Leaf | None]) -> Sequence[Leaf | None]:
-        if eqn.primitive.name == "convert_element_type" and is_narrow(eqn.outvars[0].aval) and operands[0]:
-            self.cast.add(operands[0].path)
-        return super().operation(eqn, place, operands)
-
-
 class Question(NamedTuple):
     """What is asked about.
 
@@ -214,7 +183,7 @@ class Question(NamedTuple):
       inputs: the names of the inputs of the program.
       parameters: the names of the inputs that are differentiated, in the order of the gradients.
       products: how many products it has, and how many are narrow.
-      faults: what is wrong with the arguments; too large are those that are cast.
+      faults: what is wrong with the arguments.
       lost: the constants of which zero or infinity was left, in float32, too.
     """
 
@@ -239,12 +208,6 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
     named = call.named_leaves()
     names = ["the loss scale", *(name for leaves in named for name, _ in leaves)]
     inputs = [names[position] for position in program.positions]
-
-    def casts(leaf: LeafReport) -> bool:
-        flow = _Casts()
-        flow.outputs(program.jaxpr, [Leaf(0, name) for name in inputs])
-        return leaf.path in flow.cast
-
     return Question(
         call=call,
         dtype=dtype,
@@ -252,6 +215,6 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
         inputs=inputs,
         parameters=[name for n in call.positions for name, _ in named[n]],
         products=products_of(program, dtype, inputs, planners),
-        faults=call.faults(dtype, casts),
+        faults=call.faults(),
         lost=lost_constants(program),
     )

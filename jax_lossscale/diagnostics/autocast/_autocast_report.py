@@ -53,6 +53,7 @@ class AutocastReport(Report[OperationPrecision]):
     arguments: tuple[str, ...] = ()
     not_in_half: tuple[str, ...] = ()
 
+    _entries: ClassVar[str] = "operations"
     _text_columns: ClassVar[Sequence[int]] = (0, 1, 2, 3, 4, 7)
 
     @property
@@ -64,9 +65,6 @@ class AutocastReport(Report[OperationPrecision]):
     def narrow_share(self) -> float:
         """The share of the products' work that is done in the dtype; 1 if there is none."""
         return self.facts.narrow_work
-
-    def _entries(self) -> tuple[OperationPrecision, ...]:
-        return self.operations
 
     @property
     def facts(self) -> ProductFacts:
@@ -173,7 +171,7 @@ def autocast_report(
         bytes_after=_bytes_kept(under_autocast),
         casts=casts(program),
         not_followed=tuple(opaque(program)),
-        arguments=tuple(call.faults(dtype).nan),
+        arguments=tuple(call.faults().nan),
         not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,8 +68,7 @@ class GradientComparison(Report[LeafGradientError]):
     working_scales: tuple[float, ...] = ()
     run_time_errors: tuple[tuple[float, str], ...] = ()
 
-    def _entries(self) -> tuple[LeafGradientError, ...]:
-        return self.leaves
+    _entries: ClassVar[str] = "leaves"
 
     def _summary(self) -> str:
         lines = [str(self.facts), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]

@@ -11,7 +11,6 @@ import numpy as np
 
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
-from jax_lossscale.diagnostics.asked._facts import nothing_narrow
 from jax_lossscale.diagnostics.asked._question import Question
 from jax_lossscale.diagnostics.errors._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
 from jax_lossscale.diagnostics.ranges._range_report import OperationRange, RangeReport
@@ -28,7 +27,7 @@ class Finding(NamedTuple):
 
     Attributes:
       cause: the cause.
-      verdict: what to say.
+      said: what to say, sentence by sentence; "" where there is nothing.
       at: the position of the scale that shows it best.
       leaves: the leaves that are wrong there; of a function that trains, those that are wrong without a loss scale.
       will_train: whether a scale gives right gradients.
@@ -36,11 +35,16 @@ class Finding(NamedTuple):
     """
 
     cause: str
-    verdict: str
+    said: Sequence[str]
     at: int = 0
     leaves: Sequence[LeafGradientError] = ()
     will_train: bool = False
     loss_scale: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """All that is said."""
+        return " ".join(filter(None, self.said))
 
 
 Ranges: TypeAlias = Callable[[float], RangeReport]  # each is a compilation, so it is asked only if need be
@@ -61,15 +65,35 @@ class Finder:
         self._has_diverged = abs(errors.reference_value) > limits_of(question.dtype).largest
 
     def found(self) -> Finding:
-        """Give the cause."""
-        question, errors, counted = self._question, self._errors, self._question.products
-        is_narrow = question.dtype in question.narrow_dtypes
-        why = nothing_narrow(counted, [narrow.name for narrow in question.narrow_dtypes])
+        """Give the cause; add what may be said of any: that it diverged, what is zero, which constants were lost."""
+        finding, reference = self._cause(), self._errors.reference_value
+        if finding.cause == "nothing narrow":
+            return finding
+        told, is_in_vain = list(finding.said), finding.cause in ("reference not finite", "no gradients")
+        if "overflow" in finding.cause and self._has_diverged:
+            told.insert(
+                len(told) if finding.will_train else 0,
+                f"The loss is {reference:.2g} in float32, too. If training made it so large, it diverges in float32 as "
+                f"well: look at the learning rate and at the sign of the loss, not at {self._dtype}.",
+            )
+        if not is_in_vain:
+            told.append(of_zeros(self._errors.leaves))
+        for constant in [constant for constant in self._question.lost if constant.is_epsilon or is_in_vain][:1]:
+            lost = f"{constant}, also in the float32 reference. Compute it in float32."
+            told.insert(0 if is_in_vain else len(told), lost)
+        return finding._replace(said=told)
+
+    def _cause(self) -> Finding:
+        question, errors, counted, dtype = self._question, self._errors, self._question.products, self._dtype
+        met = [narrow.name for narrow in question.narrow_dtypes]
+        is_narrow, why = dtype in met, counted.nothing_narrow
+        if met and not is_narrow:
+            why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
         bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
         not_finite = f"In float32 {f'the gradients of {_paths(bad)} are' if bad else 'the loss is'} not finite either."
         is_finite = not bad and math.isfinite(errors.reference_value)
         if not is_narrow and not counted.is_autocast:
-            return Finding("nothing narrow", why if is_finite else f"{why} {not_finite}")
+            return Finding("nothing narrow", [why, "" if is_finite else not_finite])
         if not is_finite:
             return self._reference_not_finite(bad, not_finite)
         if len(errors.run_time_errors) == len(errors.scales):
@@ -77,18 +101,18 @@ class Finder:
             said = (
                 f"At every loss scale compared the program raises an error, which it does not in float32: {raised} If "
                 "a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than "
-                f"the rounding of {self._dtype}."
+                f"the rounding of {dtype}."
             )
-            return self._of("run-time error", [said])
+            return Finding("run-time error", [said])
         if not math.isfinite(errors.value):
             return self._forward_overflow(0, [])
         if not errors.total.norm:
-            said = f"All gradients are zero in float32, too, so there is nothing that {self._dtype} could lose."
+            said = f"All gradients are zero in float32, too, so there is nothing that {dtype} could lose."
             unused = (
                 "Look for a `jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the "
                 "loss does not use."
             )
-            return self._of("no gradients", [said, "" if question.lost else unused])
+            return Finding("no gradients", [said, "" if question.lost else unused])
         if not errors.finite():
             return self._overflow_at_every_scale()
         if errors.best() not in errors.working():
@@ -96,34 +120,11 @@ class Finder:
         if is_narrow and (counted.narrow_products or not counted.products):
             return self._trains()
         if not counted.is_autocast:  # a function that casts by hand is one that was meant to be narrow
-            return Finding("nothing narrow", why)
-        gained = f"{why} So the gradients are those of float32, and nothing is gained."
-        return Finding("nothing narrow", gained, will_train=True, loss_scale=1.0)
-
-    def _of(
-        self,
-        cause: str,
-        said: Sequence[str],
-        at: int = 0,
-        leaves: Sequence[LeafGradientError] = (),
-        will_train: bool = False,
-        loss_scale: float | None = None,
-    ) -> Finding:
-        """Make a finding; add what may be said of any: that it diverged, what is zero, which constants were lost."""
-        question, reference, told = self._question, self._errors.reference_value, list(said)
-        is_in_vain = cause in ("reference not finite", "no gradients")
-        if "overflow" in cause and self._has_diverged:
-            told.insert(
-                len(told) if will_train else 0,
-                f"The loss is {reference:.2g} in float32, too. If training made it so large, it diverges in float32 as "
-                f"well: look at the learning rate and at the sign of the loss, not at {self._dtype}.",
-            )
-        if not is_in_vain:
-            told.append(of_zeros(self._errors.leaves))
-        for constant in [constant for constant in question.lost if constant.is_epsilon or is_in_vain][:1]:
-            lost = f"{constant}, also in the float32 reference. Compute it in float32."
-            told.insert(0 if is_in_vain else len(told), lost)
-        return Finding(cause, " ".join(filter(None, told)), at, leaves, will_train, loss_scale)
+            none = f"None of the {counted.products} matrix products and convolutions is computed in {dtype}, so nothing"
+            cure = f"`jls.autocast(fun)` computes them in {dtype}."
+            return Finding("nothing narrow", [f"{none} is gained: {counted.first_wide}.", cure])
+        gained = "So the gradients are those of float32, and nothing is gained."
+        return Finding("nothing narrow", [why, gained], will_train=True, loss_scale=1.0)
 
     def _reference_not_finite(self, bad: Sequence[LeafGradientError], said: str) -> Finding:
         question, faults = self._question, self._question.faults
@@ -136,7 +137,7 @@ class Finder:
         told = [said, self._begins(made), "" if made or is_explained else index, *faults.infinite]
         if faults.nan:
             told = [*faults.nan, *faults.infinite, f"So i{said[1:]}"]
-        return self._of("reference not finite", told, leaves=bad)
+        return Finding("reference not finite", told, leaves=bad)
 
     def _forward_overflow(self, at: int, suffering: Sequence[LeafGradientError]) -> Finding:
         errors, report = self._errors, self._ranges(self._errors.scales[at])
@@ -146,8 +147,14 @@ class Finder:
             wrong = f"The gradients are {off(errors.total.relative_error[at])} at the best loss scale."
         division = f"The forward pass leaves the range of {self._dtype}, perhaps by dividing by a constant that is zero"
         begins = self._begins(places, not self._has_diverged) or f"{division} there."
-        said = [f"{wrong} No loss scale changes that.", begins, *self._question.faults.too_large]
-        return self._of("forward overflow", said, at, suffering)
+        cast = [place.largest for place in report.forward_overflows() if place.operation == "convert_element_type"]
+        too_large = [
+            f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
+            for path, largest in self._question.faults.largest.items()
+            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
+        ]
+        said = [f"{wrong} No loss scale changes that.", begins, *too_large]
+        return Finding("forward overflow", said, at, suffering)
 
     def _overflow_at_every_scale(self) -> Finding:
         report = self._ranges(self._errors.scales[0])
@@ -158,7 +165,7 @@ class Finder:
         before = [operation for operation in report.begin_forward() if not operation.overflow]
         places = derivatives or before or [operation for operation in report.bad if operation.overflow]
         said = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
-        return self._of("backward overflow", [said, self._begins(places, not self._has_diverged)], leaves=bad)
+        return Finding("backward overflow", [said, self._begins(places, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
         """Tell apart what makes gradients wrong that are finite at some scales."""
@@ -176,7 +183,7 @@ class Finder:
                 "made in the forward pass.",
                 self._begins(report.begin_forward()) or "`range_report` shows how far off each operation is.",
             ]
-            return self._of("forward rounding", said, at, suffering)
+            return Finding("forward rounding", said, at, suffering)
         leaves = starving or suffering or list(errors.leaves)
         share = sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / max(sum(leaf.nonzero for leaf in leaves), 1)
         lost = f"{percent(share)} of those of {_paths(leaves)} are zero"
@@ -192,7 +199,7 @@ class Finder:
                 f"through `jls.unscale_gradient(..., {factor})`, and its result, cast to float32, through "
                 f"`jls.scale_gradient(..., {factor})`. Or compute it in float32.",
             ]
-            return self._of("starving branch", said, at, leaves, loss_scale=start)
+            return Finding("starving branch", said, at, leaves, loss_scale=start)
         if errors.finite()[-1] + 1 == len(errors.scales):
             advice = "Compare larger scales: `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
@@ -202,7 +209,7 @@ class Finder:
             advice = "At a larger scale other gradients overflow. Give the part with the small gradients a scale of "
             advice += "its own, with `jls.scale_gradient` and `jls.unscale_gradient`, or compute it in float32."
         even = f"The gradients underflow: even at {power_of_two(errors.scales[at])}, {lost}, and all gradients together"
-        return self._of("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
+        return Finding("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
 
     def _trains(self) -> Finding:
         errors, counted, dtype = self._errors, self._question.products, self._question.dtype
@@ -244,7 +251,7 @@ class Finder:
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)
             said.append(f"The gradients of {_paths(worse)} stay {off(most)}.")
-        return self._of(cause, said, at, starving, will_train=True, loss_scale=start)
+        return Finding(cause, said, at, starving, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
         errors = self._errors

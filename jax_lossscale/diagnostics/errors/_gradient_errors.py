@@ -168,9 +168,11 @@ def noted_error_of_loss(dtype: jnp.dtype) -> float:
 
 
 def relative_error(value: Any, exact: Any) -> float:
-    """Tell how far one number is from another, relative to that; NaN if one is not finite."""
+    """Tell how far one number is from another, relative to that; infinite if one is not finite."""
     error = abs(float(value) - float(exact))
-    return error / abs(float(exact)) if error and float(exact) else math.inf if error else 0.0
+    if error == 0:
+        return 0.0
+    return error / abs(float(exact)) if float(exact) and math.isfinite(error) else math.inf
 
 
 class GradientErrors(NamedTuple):
@@ -188,13 +190,13 @@ class GradientErrors(NamedTuple):
 
     @property
     def error_of_loss(self) -> float:
-        """How far the loss is from that of the reference, relative to it; NaN if it is not finite."""
+        """How far the loss is from that of the reference, relative to it; infinite if it is not finite."""
         return relative_error(self.value, self.reference_value)
 
     @property
     def is_loss_wrong(self) -> bool:
         """Whether the loss, too, is far from that of the reference."""
-        return not self.error_of_loss <= LARGE_ERROR
+        return self.error_of_loss > LARGE_ERROR
 
     @property
     def is_loss_noted(self) -> bool:

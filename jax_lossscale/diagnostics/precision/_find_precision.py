@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast
@@ -61,19 +61,6 @@ _MOST_SENSITIVE = 10.0
 _SMALL_SHARE = 0.01
 _TINY_SHARE = 0.001
 _SMALL_LEAF = 10.0
-# Why a product is widened: the reasons of rules.
-REASONS = {
-    "overflow": "{what} reaches {largest:.2g}",
-    "underflow": "{what} is at most {largest:.2g}, much of it too small for {dtype}",
-    "small gradients": "its gradients are at most {largest:.2g}, too small for {dtype}, at a loss scale of {scale}, "
-    "above which others overflow; to have it narrow, give its part a scale of its own: "
-    "`jls.scale_gradient(result, 2.0**{log2})`, `jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`",
-    "large gradients": "its gradients reach {largest:.2g} at a loss scale of {scale}, at which others are too small "
-    "for {dtype}; to have it narrow, give the small ones a scale of their own, with `jls.scale_gradient` and "
-    "`jls.unscale_gradient`",
-    "error": "narrow, {where} is {off}",
-    "unknown": "what is made of it is sensitive to rounding",
-}
 
 
 def find_precision(
@@ -162,7 +149,7 @@ def find_precision(
     # Under `autocast` the parameters of nnx modules have other paths than here.
     search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
     if not search.is_exact_finite():
-        faults = call.faults(dtype)
+        faults = call.faults()
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` tells where it begins."
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
@@ -290,15 +277,8 @@ def _transpose(cotangent: Any, number: Any, value: Any, *, kind: str, **at: int)
     return [_probe_primitive.bind(cotangent, value, kind="cotangent", **at), None]
 
 
-def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    size = next(each.shape[axis] for each, axis in zip(operands, axes, strict=True) if axis is not None)
-    in_front = (batching.bdim_at_front(each, axis, size) for each, axis in zip(operands, axes, strict=True))
-    return _probe_primitive.bind(*in_front, **params), 0
-
-
 ad.primitive_jvps[_probe_primitive] = _differentiate
 ad.primitive_transposes[_probe_primitive] = _transpose
-batching.primitive_batchers[_probe_primitive] = _batch
 
 
 def _probe_float(value: Any, site: int, role: int) -> Any:
@@ -424,12 +404,11 @@ class _Exact(NamedTuple):
             error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
             found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
         found.append(("the whole gradient", total.relative_error[0]))
-        judged = [
-            (math.inf if math.isnan(error) else error, tolerance, name)
+        return [
+            (error / tolerance, error, name)
             for (name, error), tolerance in zip(found, self.tolerances, strict=True)
             if tolerance
         ]
-        return [(error / tolerance, error, name) for error, tolerance, name in judged]
 
 
 class Search:
@@ -450,7 +429,7 @@ class Search:
         self.spent = 0
         self._known: dict[bytes, _Trial] = {}
         met: _Met = {}
-        self._traced, _ = self._call.scaled(_probed(self._call.fun, dtype, names_parameters, met))
+        self._traced, _ = self._call._replace(fun=_probed(self._call.fun, dtype, names_parameters, met)).scaled()
         self.sites, self.numbers = tuple(met), np.array([len(equations) for equations in met.values()], int)
 
         def measured(strengths: Any, scale: Any, inputs: Any) -> Any:
@@ -536,7 +515,7 @@ class Search:
     def verified(self, policy: PrecisionPolicy) -> tuple[float, float, str]:
         """Give the error of the function itself, under `autocast` with a policy, as a trial has it."""
         self.spent += 1
-        traced, _ = self._call.scaled(autocast(self._call.fun, self._dtype, policy=policy))
+        traced, _ = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
 
@@ -634,31 +613,43 @@ class Search:
             scale = self._best_scale(levels)
             if scale not in measured and self.spent < _MOST_GRADIENTS:
                 measured[scale] = self._measured_at(scale)
-            kind, numbers = self._out_of_range(measured[scale], site, levels) if scale in measured else ("", {})
-            if not kind and self.spent < _MOST_GRADIENTS:
-                kind, without = "error", self._trial(levels)
-                numbers = {"where": without.where, "off": off(without.error)}
-            named = {"dtype": self._dtype.name, "scale": power_of_two(scale)}
-            reasons[site] = REASONS[kind or "unknown"].format(**named, **numbers)
+            reason = self._out_of_range(measured[scale], site, levels, scale) if scale in measured else ""
+            if not reason and self.spent < _MOST_GRADIENTS:
+                without = self._trial(levels)
+                reason = f"narrow, {without.where} is {off(without.error)}"
+            reasons[site] = reason or "what is made of it is sensitive to rounding"
         return reasons
 
-    def _out_of_range(self, measured: _Measured, site: int, levels: np.ndarray) -> tuple[str, dict[str, Any]]:
-        """Find what leaves the range of a dtype if a product is narrow, at the best loss scale that there is then."""
+    def _out_of_range(self, measured: _Measured, site: int, levels: np.ndarray, scale: float) -> str:
+        """Say what leaves the range of the dtype if a product is narrow, at the best loss scale that there is then."""
         too_large, too_small = np.asarray(measured.largest >= self._overflow), self._too_small(measured)
-        for kind, is_out in (("overflow", too_large), ("underflow", too_small)):
-            for role, what in ((_LEFT, "an operand"), (_RIGHT, "an operand"), (_RESULT, "its result")):
-                if is_out[site, role]:
-                    return kind, {"what": what, "largest": measured.largest[site, role]}
+        of_values = ((_LEFT, "an operand"), (_RIGHT, "an operand"), (_RESULT, "its result"))
+        for role, what in of_values:
+            if too_large[site, role]:
+                return f"{what} reaches {measured.largest[site, role]:.2g}"
+        for role, what in of_values:
+            if too_small[site, role]:
+                largest = measured.largest[site, role]
+                return f"{what} is at most {largest:.2g}, much of it too small for {self._dtype.name}"
         gradients, is_narrow = measured.largest[:, _COTANGENTS], levels < _WIDE
         is_lost, top = too_small[:, _COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
         if is_lost[site] and log2 >= 1:
-            role = measured.error[site, _COTANGENTS].argmax()
-            return "small gradients", {"largest": gradients[site, role], "log2": log2}
+            largest = gradients[site, measured.error[site, _COTANGENTS].argmax()]
+            return (
+                f"its gradients are at most {largest:.2g}, too small for {self._dtype.name}, at a loss scale of "
+                f"{power_of_two(scale)}, above which others overflow; to have it narrow, give its part a scale of its "
+                f"own: `jls.scale_gradient(result, 2.0**{log2})`, `jls.unscale_gradient(parameters_and_inputs, "
+                f"2.0**{log2})`"
+            )
         # Else there are small ones, too, where the same names stand, or where others are narrow.
         if is_lost[site] or ((is_lost & is_narrow).any() and top == gradients[is_narrow].max()):
-            return "large gradients", {"largest": top}
-        return "", {}
+            return (
+                f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which others are too "
+                f"small for {self._dtype.name}; to have it narrow, give the small ones a scale of their own, with "
+                "`jls.scale_gradient` and `jls.unscale_gradient`"
+            )
+        return ""
 
 
 def _levels(is_out: np.ndarray, cotangents: slice) -> np.ndarray:

@@ -110,6 +110,7 @@ class RangeReport(Report[OperationRange]):
     facts: ProductFacts = ProductFacts()
     arguments: tuple[str, ...] = ()
 
+    _entries: ClassVar[str] = "operations"
     _text_columns: ClassVar[Sequence[int]] = range(4)
 
     @property
@@ -119,9 +120,6 @@ class RangeReport(Report[OperationRange]):
         Of the latter, those of which more than half becomes zero, and those where an error begins.
         """
         return tuple(operation for operation in self.operations if operation.cure)
-
-    def _entries(self) -> tuple[OperationRange, ...]:
-        return self.operations
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """The operations that overflow in the forward pass itself, which they do at every loss scale."""

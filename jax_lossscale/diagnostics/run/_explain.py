@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import chex
 import jax
@@ -36,86 +36,29 @@ _FAR_BELOW_THE_LIMIT = 8
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-Said: TypeAlias = "tuple[str, dict[str, Any]]"  # a key of `RUN`, and its numbers
-
-
-# The state of a run, as `explain` tells it.
-
-# Where nothing was recorded, what they may have been.
+# What was bad, as a clause; where nothing was recorded, what it may have been.
 _WHY = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients",
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
 _COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
-_LINE = "`range_report(loss_fn, params, batch)` names the line."
 _FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
 _SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
 _LOSS = (
     f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
     "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
 )
-_BATCH = (
-    "If it comes again, look in that batch for NaN, for the norm of a zero vector, and for a mask that leaves nothing: "
-    f"`nonfinite_report(batch)`, and {_LINE}"
-)
-RUN = {
-    "scale": "The loss scale is {scale} ({kind}).",
-    "no scale": "There is no loss scale, and the gradients are not checked ({kind}).",
-    "steps": "Of {total}, {applied} were applied and {skipped} skipped.",
-    # The last step.
-    "skipped": "The last step was skipped: {why}.",
-    "skipped in a row": "The last {number} steps were skipped, the last one because {why}.",
-    "applied": "In the last step {why}, and the step was applied.",
-    "applied, finite": "In the last step {why}. It was applied, and the parameters are finite all the same.",
-    "applied, lost": "In the last step {why}, and the step was applied.\n"
-    f"The parameters are lost. Restart from a checkpoint. {_SKIPPING}",
-    # What to do about it.
+# What to do about the causes that are not in the gradients.
+_CURES = {
     "loss": _LOSS,
     "skip_if": "That is a condition of your own; the scale stays.",
-    "loss or skip_if": f"If it was the loss: {_LOSS}",
-    "not recorded": "Where it was, only `record_bad_steps=True` keeps.",
-    "an overflow": "That is how the scale finds what the gradients tolerate: there is nothing to do.",
-    "perhaps an overflow": "If that came of an overflow, it goes away when the scale falls, and there is nothing "
-    "to do.",
-    "no lower": "The scale cannot go lower.",
-    "gradients stay": "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`.",
-    "a NaN stays": f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins.",
-    "an infinity stays": "The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for "
-    f"{_FROZEN}.\nOr allow a lower scale with `min_loss_scale`. {_COMPARE} where they overflow.",
-    "a high floor": "Allow a lower one with `min_loss_scale`.",
-    "a fixed scale": 'Take a smaller one, or "dynamic", which finds one.',
-    # The steps before.
-    "bad step ago": "The last bad step was {ago} ago: {why}.",
-    "one loss": f"Losses have been finite since, and no loss scale changes them: so it was that batch, and "
-    f"not the scale.\n{_BATCH}",
-    "scale is back": "The scale is again as high as on that step ({now} now, {then} then), and steps are finite: so it "
-    f"was that batch, and not the scale.\n{_BATCH}",
-    "scale was lower": "The scale has been lower since, and no step was bad, as after an overflow.",
-    "at the floor": "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients "
-    "below {zero} are zero there.",
-    "have it kept": "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps.",
-    "often": "{share} of all steps were skipped.",
-    "not the scale": "They come at scales at which other steps are finite, so the scale is not the cause.\n"
-    f"{_BATCH.replace('If it comes again, look in that batch', 'Look in those batches')}",
-    "rarer": "If these are overflows, a longer `increment_period` makes them rarer.",
-    # The gradients.
-    "largest": "The largest gradient of the last step was {largest}.",
-    "room": "The scale is 2^{room} below what that would allow in float16.",
-    "not scaled": "The scale times the largest gradient is {largest}, far below float16's limit, though the scale is "
-    "so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` or "
-    "`jls.value_and_scaled_grad` should.",
-    "not measured": "The largest gradient of the last step could not be measured. If `update` was told "
-    "`grads_finite=True`, that was wrong: the gradients were not finite, and the step was applied.",
-    "all zero": f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32.\n"
-    "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`.",
-    # The parameters.
-    "parameters": "The parameters themselves are not finite, first in {where}, and so no loss can be. Most likely a "
-    f"step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}",
-    "parameters, skipping": "The parameters themselves are not finite, first in {where}, and so no loss can be. "
-    f"Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}.",
-    "large": "A parameter is as large as {largest}, in {where}. It leaves float16's range where it is cast or "
-    "multiplied.\nIf training brought it there, restart from a checkpoint. Take a smaller learning rate.",
+    _LOSS_OR_CONDITION: f"If it was the loss: {_LOSS}",
 }
+_BATCH = (
+    "for NaN, for the norm of a zero vector, and for a mask that leaves nothing: `nonfinite_report(batch)`, and "
+    "`range_report(loss_fn, params, batch)` names the line."
+)
+_HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
@@ -160,39 +103,57 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    said = "\n".join(RUN[key].format(**numbers) for key, numbers in said_of(state, params))
-    return "\n".join(dict.fromkeys(said.splitlines()))
+    told = "\n".join(_told(state, params))
+    return "\n".join(dict.fromkeys(told.splitlines()))
 
 
-def said_of(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Said]:
-    """Find what there is to tell of a state, in the order in which it is told."""
+def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
+    """Say what there is to tell of a state."""
     loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
     scale, kind = float(loss_scale()), type(loss_scale).__name__
     power = f"{power_of_two(scale)} = " if math.log2(scale).is_integer() else ""
-    yield "scale" if loss_scale.checks_gradients else "no scale", {"scale": f"{power}{scale:.10g}", "kind": kind}
+    if loss_scale.checks_gradients:
+        yield f"The loss scale is {power}{scale:.10g} ({kind})."
+    else:
+        yield f"There is no loss scale, and the gradients are not checked ({kind})."
     applied, skipped = int(state.applied_steps), int(state.skipped_steps)
-    yield "steps", {"total": _steps(applied + skipped), "applied": applied, "skipped": skipped}
+    yield f"Of {_steps(applied + skipped)}, {applied} were applied and {skipped} skipped."
 
     cause, are_finite = _cause_of_last_step(state), _are_finite(params)
-    why = {"why": _why(cause, state, params), "number": skips}
-    if skips:
-        yield "skipped" if skips == 1 else "skipped in a row", why
-        if are_finite is not False:  # else no other cause is to be looked for
-            yield from _cures(cause, state)
+    why = _why(cause, state, params)
+    if skips == 1:
+        yield f"The last step was skipped: {why}."
+    elif skips:
+        yield f"The last {skips} steps were skipped, the last one because {why}."
+    elif cause and are_finite:
+        yield f"In the last step {why}. It was applied, and the parameters are finite all the same."
     elif cause:
-        yield {True: "applied, finite", False: "applied", None: "applied, lost"}[are_finite], why
+        yield f"In the last step {why}, and the step was applied."
+        if are_finite is None:
+            yield f"The parameters are lost. Restart from a checkpoint. {_SKIPPING}"
     else:
         yield from _before(state, params)
-        if are_finite is not False:
-            yield from _of_gradients(state)
+    if skips and are_finite is not False:  # else no other cause is to be looked for
+        yield from _cures(cause, state)
+    elif not cause and are_finite is not False:
+        yield from _of_gradients(state)
 
     if are_finite is False:
         where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
-        yield "parameters, skipping" if loss_scale.skip_nonfinite else "parameters", {"where": where}
+        lost = f"The parameters themselves are not finite, first in {where}, and so no loss can be."
+        if loss_scale.skip_nonfinite:
+            yield f"{lost} Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}."
+        else:
+            yield f"{lost} Most likely a step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}"
     elif are_finite and skips and cause != "skip_if":
         largest = max(nonfinite_report(params), key=lambda leaf: leaf.largest_finite or 0.0)
         if (largest.largest_finite or 0.0) ** 2 > limits_of(jnp.float16).largest:
-            yield "large", {"largest": f"{largest.largest_finite:.2g}", "where": largest.path or "the only leaf"}
+            where = largest.path or "the only leaf"
+            yield (
+                f"A parameter is as large as {largest.largest_finite:.2g}, in {where}. It leaves float16's range where "
+                "it is cast or multiplied."
+            )
+            yield "If training brought it there, restart from a checkpoint. Take a smaller learning rate."
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
@@ -238,31 +199,36 @@ def _parts(inner_state: Any) -> list[Any]:
     return [part for each in inner_state for part in _parts(each)]
 
 
-def _cures(cause: str, state: LossScaledState) -> Iterator[Said]:
+def _cures(cause: str, state: LossScaledState) -> Iterator[str]:
     """Say what to do about a step that was skipped."""
     if cause not in _OF_GRADIENTS:
-        yield cause, {}
+        yield _CURES[cause]
         return
     loss_scale = state.loss_scale
     if cause == "gradients":
-        yield "not recorded", {}
+        yield "Where it was, only `record_bad_steps=True` keeps."
     is_at_floor = is_at_its_floor(loss_scale)
     if is_at_floor:
-        yield "no lower", {}
-    if not is_at_floor and (cause == "infinity" or state.consecutive_skips < _MANY_SKIPS_IN_A_ROW):
-        yield "an overflow" if cause == "infinity" else "perhaps an overflow", {}
+        yield "The scale cannot go lower."
+    if not is_at_floor and cause == "infinity":
+        yield "That is how the scale finds what the gradients tolerate: there is nothing to do."
+    elif not is_at_floor and state.consecutive_skips < _MANY_SKIPS_IN_A_ROW:
+        yield "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
     elif cause == "gradients":
-        yield "gradients stay", {}
-        yield _LOSS_OR_CONDITION, {}
+        yield "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
+        yield _CURES[_LOSS_OR_CONDITION]
     elif cause == "nan":
-        yield "a NaN stays", {}
+        yield f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins."
     elif isinstance(loss_scale, FixedLossScale):
-        yield "a fixed scale", {}
+        yield 'Take a smaller one, or "dynamic", which finds one.'
+    elif loss_scale() <= 1:
+        yield f"The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for {_FROZEN}."
+        yield f"Or allow a lower scale with `min_loss_scale`. {_COMPARE} where they overflow."
     else:
-        yield "an infinity stays" if loss_scale() <= 1 else "a high floor", {}
+        yield "Allow a lower one with `min_loss_scale`."
 
 
-def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[Said]:
+def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
     """Look at the steps before the last, which was good."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
@@ -271,37 +237,45 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[S
     was_the_batch = False
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
-        yield "bad step ago", {"ago": _steps(steps - 1 - int(record.step)), "why": _why(cause, state, params)}
+        ago = _steps(steps - 1 - int(record.step))
+        yield f"The last bad step was {ago} ago: {_why(cause, state, params)}."
         was_the_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(loss_scale() >= record.loss_scale > 0)
+        again = f"so it was that batch, and not the scale.\nIf it comes again, look in that batch {_BATCH}"
         if cause == "loss":
-            yield "one loss", {}
+            yield f"Losses have been finite since, and no loss scale changes them: {again}"
         elif moves and was_the_batch:
-            scales = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
-            yield "scale is back", {"now": scales[0], "then": scales[1]}
+            now, then = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
+            yield f"The scale is again as high as on that step ({now} now, {then} then), and steps are finite: {again}"
         elif moves and cause in _OF_GRADIENTS and loss_scale() < record.loss_scale:
-            yield "scale was lower", {}
+            yield "The scale has been lower since, and no step was bad, as after an overflow."
     if moves and is_at_its_floor(loss_scale) and skipped:
-        yield "at the floor", {"zero": f"{limits_of(jnp.float16).zero / float(loss_scale()):.1g}"}
+        zero = limits_of(jnp.float16).zero / float(loss_scale())
+        yield (
+            "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients below "
+            f"{zero:.1g} are zero there."
+        )
         if record is None:
-            yield "have it kept", {}
+            yield _HAVE_IT_KEPT
     if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_SHARE_OF_SKIPS * steps:
-        yield "often", {"share": f"{skipped / steps:.0%}"}
-        yield from _cures_of_many(cause, loss_scale) if not was_the_batch else ()
+        yield f"{skipped / steps:.0%} of all steps were skipped."
+        if not was_the_batch:
+            yield from _cures_of_many(cause, loss_scale)
 
 
-def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[Said]:
+def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
     """Say what to do about many skipped steps, of which the last that is known had this cause."""
     if cause and cause not in _OF_GRADIENTS:
-        yield cause, {}
+        yield _CURES[cause]
     elif not loss_scale.skip_nonfinite:
-        yield _LOSS_OR_CONDITION, {}
+        yield _CURES[_LOSS_OR_CONDITION]
     elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance > LOG2_MOVE - 1:
-        yield "not the scale", {}
+        yield "They come at scales at which other steps are finite, so the scale is not the cause."
+        yield f"Look in those batches {_BATCH}"
     else:
         if not cause:
-            yield "have it kept", {}
+            yield _HAVE_IT_KEPT
         if hasattr(loss_scale, "increment_period"):
-            yield "rarer", {}
+            yield "If these are overflows, a longer `increment_period` makes them rarer."
 
 
 def _steps_of_a_search(loss_scale: LossScale) -> float:
@@ -310,20 +284,31 @@ def _steps_of_a_search(loss_scale: LossScale) -> float:
     return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
-def _of_gradients(state: LossScaledState) -> Iterator[Said]:
+def _of_gradients(state: LossScaledState) -> Iterator[str]:
     """Look at the gradients of a last step that was good."""
     if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())
-    if not largest > 0:
-        yield "not measured" if math.isnan(largest) else "all zero", {}
+    if math.isnan(largest):
+        yield (
+            "The largest gradient of the last step could not be measured. If `update` was told `grads_finite=True`, "
+            "that was wrong: the gradients were not finite, and the step was applied."
+        )
         return
-    yield "largest", {"largest": f"{largest:.3g}"}
+    if largest == 0:
+        yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32."
+        yield "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`."
+        return
+    yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if room >= _FAR_BELOW_THE_LIMIT and scale > 2.0**_FAR_TOO_HIGH:
-        yield "not scaled", {"largest": f"{largest * scale:.2g}"}
+        yield (
+            f"The scale times the largest gradient is {largest * scale:.2g}, far below float16's limit, though the "
+            "scale is so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` "
+            "or `jls.value_and_scaled_grad` should."
+        )
     elif room >= _MUCH_ROOM:
-        yield "room", {"room": room}
+        yield f"The scale is 2^{room} below what that would allow in float16."
 
 
 def _steps(number: int) -> str:

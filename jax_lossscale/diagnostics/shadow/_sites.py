@@ -161,15 +161,11 @@ class Graph(Flow[Ancestry]):
 
 def is_measured(eqn: Any, variable: Any) -> bool:
     """Tell whether this result of an equation is a float that is made there."""
-    aval = variable.aval
-    if is_reference(variable) or eqn.primitive.name in _MOVES:
-        return False
-    if not hasattr(aval, "dtype") or not jnp.issubdtype(aval.dtype, jnp.floating):
-        return False
-    if eqn.primitive.name != "convert_element_type":
-        return True
-    before = eqn.invars[0].aval.dtype
-    return is_narrow(aval) and before != aval.dtype
+    aval, name = variable.aval, eqn.primitive.name
+    is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
+    if name == "convert_element_type":
+        return is_float and is_narrow(aval) and aval.dtype != eqn.invars[0].aval.dtype
+    return is_float and name not in _MOVES
 
 
 def _operation(name: str, operands: Sequence[Ancestry]) -> str:

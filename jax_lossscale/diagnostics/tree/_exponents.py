@@ -320,7 +320,8 @@ def _total(counts: list[_Counts]) -> _Counts:
     """Add the counts up; the largest comes as the bits of a float32."""
     largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
-    return _Counts(jnp.stack([jnp.uint32(0), *largest]).max(), *map(_sum, columns))
+    # Sorted, since XLA would fuse a maximum with the second reading of each leaf: a program quadratic in their number.
+    return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
 
 
 def _sum(counts: Sequence[jax.Array]) -> jax.Array:
@@ -336,10 +337,6 @@ def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnums=1)
 def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
     """Give the largest scale that leaves room for all leaves: ``int32[]``, from 0 to 127."""
-    if not counts:
-        return jnp.int32(0)
-    layouts = [DOUBLE if one.largest.dtype == jnp.uint64 else SINGLE for one in counts]
-    fits = [one.largest <= bits.bits_at_scales(top, layout) for one, layout in zip(counts, layouts, strict=True)]
-    # Sorted, since XLA would fuse a minimum with the second reading of each leaf: a program quadratic in their number.
-    room = jnp.sort(jnp.stack([each.sum(dtype=jnp.int32) - 1 for each in fits]))[0]
-    return jnp.where(_total(counts).numbers > 0, jnp.maximum(room, 0), 0)
+    total = _total(counts)
+    room = (total.largest <= bits.bits_at_scales(top, SINGLE)).sum(dtype=jnp.int32) - 1
+    return jnp.where(total.numbers > 0, jnp.maximum(room, 0), 0)

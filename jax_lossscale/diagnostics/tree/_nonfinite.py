@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from typing import ClassVar
 
 import chex
 import jax
@@ -69,13 +70,12 @@ class NonfiniteReport(Report[LeafReport]):
 
     leaves: tuple[LeafReport, ...]
 
+    _entries: ClassVar[str] = "leaves"
+
     @property
     def bad(self) -> tuple[LeafReport, ...]:
         """The leaves that are not finite."""
         return tuple(leaf for leaf in self.leaves if leaf.nonfinite)
-
-    def _entries(self) -> tuple[LeafReport, ...]:
-        return self.leaves
 
     def _summary(self) -> str:
         if self.bad:
