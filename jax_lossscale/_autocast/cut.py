@@ -21,21 +21,8 @@ from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.jaxpr import bind_here, size_of
-from jax_lossscale._program.primitives import PLACEMENTS
+from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
-# They are written by themselves, not within what they go into.
-_WRITTEN = frozenset(
-    {
-        *("concatenate", "dynamic_update_slice", "gather", "reduce_window_max", "reduce_window_min"),
-        *("reduce_window_sum", "scatter", "scatter-add", "scatter_add", "stack", "tile"),
-    }
-)
-_REDUCING = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-# Linear, by nothing that is not in their parameters.
-_ASK_NOTHING = PLACEMENTS | {
-    *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "name", "neg", "pad"),
-    *("reduce_sum", "reshape", "rev", "slice", "squeeze", "stop_gradient", "sub", "transpose"),
-}
 _MOST = 2**29  # Prices in all: the solver counts in 32 bits.
 
 
@@ -105,9 +92,9 @@ class Cut:
             for value in map(Value, step.outputs if n not in of_products else ()):
                 if value in by_result:
                     add(value, math.inf)
-                elif step.eqn.primitive.name in _REDUCING:  # Statistics of norms: sixteen times smaller, and kept.
+                elif step.eqn.primitive.name in REDUCTIONS:  # Statistics of norms: sixteen times smaller, and kept.
                     add(value, sum(map(size, {*taken[n]})), taken[n])
-                elif step.eqn.primitive.name in _WRITTEN:
+                elif step.eqn.primitive.name in WRITTEN:
                     add(value, 2 * size(value), taken[n])
                 else:
                     add(value, price_again(value), taken[n])
@@ -198,7 +185,7 @@ class OperandsAskedFor:
         self._known: dict[Any, frozenset[int]] = {}
 
     def __call__(self, eqn: Any) -> frozenset[int]:
-        if eqn.primitive.name in _ASK_NOTHING:
+        if eqn.primitive.name in PLACEMENTS:
             return frozenset()
         literals = tuple(str(atom) if isinstance(atom, Literal) else "" for atom in eqn.invars)
         key = eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()), literals

@@ -14,9 +14,7 @@ from jax_lossscale._autocast.stretches import Stretch
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import size_of
-from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES, moved_operands
-
-_POOLS = ("reduce_window_max", "reduce_window_min")
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, POOLS, REDUCTIONS, REPEATING_MOVES, moved_operands
 
 
 def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
@@ -65,7 +63,7 @@ def _pools_into_products(program: Program, decisions: Sequence[Decision]) -> set
         is_taken = decision.kind in FOLLOWING and not into_any.isdisjoint(step.outputs)
         if is_taken or _takes_half(decision):
             into_any |= _float32_operands(program, step)
-        if is_taken and step.eqn.primitive.name in _POOLS:
+        if is_taken and step.eqn.primitive.name in POOLS:
             pools.update(step.outputs)
     return pools
 
@@ -81,9 +79,8 @@ def _takes_half(decision: Decision) -> bool:
 
 def _moves_plainly(step: Step, decision: Decision) -> bool:
     """Whether a step moves each number to one place, or chooses among two arrays: what it takes may be cast for it."""
-    name = step.eqn.primitive.name
-    is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
-    return decision.kind in FOLLOWING and is_plain
+    makes_or_takes_several = REPEATING_MOVES | MOVES_EACH_BY_ITSELF | REDUCTIONS | POOLS
+    return decision.kind in FOLLOWING and step.eqn.primitive.name not in makes_or_takes_several
 
 
 def added_up_in_float32(
