@@ -14,11 +14,13 @@ from jax.extend.core import ClosedJaxpr
 from jax_lossscale._program.jaxpr import bind_here
 from jax_lossscale._program.primitives import IN_HALF
 
-# They compute their jaxpr, and no more. `jax.jit` is "pjit" before jax 0.8.
-CALLS = ("jit", "pjit", "closed_call", "core_call")
-REMAT = ("remat", "remat2", "checkpoint")
+# They compute their jaxpr, and no more.
+CALLS = ("jit", "closed_call")
+REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
+# They may be bound with other jaxprs, by `with_jaxprs`.
+REBOUND = frozenset({*CALLS, REMAT, *LOOPS, "cond"})
 
 
 class Body(NamedTuple):
@@ -58,7 +60,7 @@ def inside(eqn: Any) -> Inside:
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a call, a loop, a conditional or a `jax.checkpoint` with these jaxprs for its own."""
+    """Return the outputs of an equation of `REBOUND` with these jaxprs for its own."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -134,8 +136,7 @@ def _linear_solve(eqn: Any) -> Inside:
 
 
 _RULES: dict[str, Callable[[Any], Inside]] = {
-    **dict.fromkeys((*CALLS, *REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
-    **dict.fromkeys(("custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr"), _called("fun_jaxpr")),
+    **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
     "custom_vmap_call": _called("call"),
     "linear_call": _called("callee"),
     IN_HALF: _in_half,

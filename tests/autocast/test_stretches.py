@@ -469,6 +469,18 @@ def test_what_costs_is_computed_once(function, name):
     assert narrow == plain > 0
 
 
+def test_what_a_rule_makes_wide_moves_between_devices_once():
+    def loss(w, x):
+        return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="device_put")])
+    plain, wide = (
+        [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count("device_put")
+        for each in (loss, jls.autocast(loss, policy=policy))
+    )
+    assert wide == plain
+
+
 def test_effects_keep_their_order(capfd):
     @jax.jit
     @jls.autocast
