@@ -30,7 +30,6 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       rule: what decides about each step.
-      matched: the rules of the policy that spoke of an operation.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
     """
@@ -40,7 +39,6 @@ class Planner:
         self.policy = policy
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         self.rule = Rule(dtype, policy)
-        self.matched = self.rule.matched
         self._feeding = Feeding()
         self._operands_asked_for = OperandsAskedFor()
 

@@ -131,7 +131,7 @@ def autocast(
         if seen is not None:
             seen.append(planner)
         result = computed_by(planner, fun, args, kwargs)
-        unmatched = [rule for rule in policy.rules if rule not in planner.matched]
+        unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch
-from jax_lossscale._program.inline import Name, Program, Step, inlined, names
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.inline import Name, Program, Step, names
 from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import size_of
+from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, POOLS, REDUCTIONS, REPEATING_MOVES, moved_operands
 
 
@@ -130,45 +132,38 @@ def carried_streams(eqn: Any) -> set[int]:
     found = set()
     for result, operand in carried:
         if result in sizes and sizes[result] == max(sizes.values()) > 1:
-            sums, is_taken = _sums_with(body.closed, operand)
-            found |= {operand} if sums.get(result) and is_taken else set()
+            flow = _Additions()
+            is_sum = flow.outputs(body.closed, [False if n == operand else None for n in body.operands])[result]
+            found |= {operand} if is_sum and flow.is_taken else set()
     return found
 
 
-def _sums_with(closed: ClosedJaxpr, argument: int) -> tuple[dict[int, bool], bool]:
-    """Return which results are an argument, with whether something is added; and whether it is taken besides.
+class _Additions(Flow[bool | None]):
+    """Knows of each value whether it is one argument, moved or not, and then whether something was added to it.
 
-    An argument is the same where it is moved, and in jaxprs that an equation holds.
+    Attributes:
+      is_taken: whether anything else takes the argument.
     """
-    program = inlined(closed)
-    sums = {program.inputs[argument]: False}
+
+    follows = Flow.follows | {"shard_map"}
     is_taken = False
-    for step in program.steps:
-        before = {n: sums[atom] for n, atom in enumerate(step.inputs) if not isinstance(atom, Literal) and atom in sums}
-        if before:
-            results, is_taken_inside = _sums_of_step(step, before)
-            sums |= {step.outputs[n]: is_sum or any(before.values()) for n, is_sum in results.items()}
-            is_taken |= is_taken_inside or not results
-    outputs = [(n, atom) for n, atom in enumerate(program.outputs) if not isinstance(atom, Literal)]
-    return {n: sums[name] for n, name in outputs if name in sums}, is_taken
 
+    def constant(self, value: Any) -> None:
+        return None
 
-def _sums_of_step(step: Step, operands: Collection[int]) -> tuple[dict[int, bool], bool]:
-    """Return the same of one step: which results are one of these operands, and whether one is taken besides."""
-    if step.eqn.primitive.name == "add":
-        return {0: True}, False
-    moved = moved_operands(step.eqn, casts=True)
-    if moved is not None:
-        return {result: False for result, of in enumerate(moved) if not {*operands}.isdisjoint(of)}, False
-    inner = [
-        (body.results, *_sums_with(body.closed, body.operands.index(operand)))
-        for body in inside(step.eqn).bodies
-        for operand in operands
-        if operand in body.operands
-    ]
-    results = [{becomes[n]: is_sum for n, is_sum in sums.items()} for becomes, sums, _ in inner]
-    in_all = set.intersection(*map(set, results)) if results else set()
-    return {n: any(of[n] for of in results) for n in in_all}, any(is_taken for *_, is_taken in inner)
+    def joined(self, values: Sequence[bool | None]) -> bool | None:
+        return None if None in values else any(values)
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[bool | None]) -> Sequence[bool | None]:
+        if any(is_sum is not None for is_sum in operands):
+            if eqn.primitive.name == "add":
+                return [True]
+            moved = moved_operands(eqn, casts=True)
+            if moved is not None:
+                known = [{operands[n] for n in of_result} - {None} for of_result in moved]
+                return [any(each) if each else None for each in known]
+            self.is_taken = True
+        return [None] * len(eqn.outvars)
 
 
 def adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:
