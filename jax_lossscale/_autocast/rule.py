@@ -12,13 +12,13 @@ from jax.extend.core import Literal
 
 from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.plan import Decision, Kind
-from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
+from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program.custom_rules import RULES
 from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import REBOUND, REMAT, inside
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of
 from jax_lossscale._program.parameters import Path, path_of
-from jax_lossscale._program.place import place_within
+from jax_lossscale._program.place import is_in_scope, place_within
 from jax_lossscale._program.primitives import (
     ALL_MOVES,
     CHOICES,
@@ -176,7 +176,7 @@ def _said_by(rule: PrecisionRule) -> str:
 
 
 def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
-    return any(is_kept_float32(holder.source_info.name_stack) for holder in (*around, eqn))
+    return any(is_in_scope(KEEP_FLOAT32, str(holder.source_info.name_stack)) for holder in (*around, eqn))
 
 
 def is_float32(aval: Any) -> bool:
