@@ -112,10 +112,7 @@ class Cut(NamedTuple):
         differentiated = self._differentiated(stretch, steps)
         found: set[Value] = set()
         for (step, decision), values in zip(steps, taken, strict=True):
-            goes_through = not differentiated.isdisjoint(step.outputs) and not differentiated.isdisjoint(
-                names(step.inputs)
-            )
-            if decision.kind not in (Kind.PRODUCT, Kind.BY_RESULT) and goes_through:
+            if decision.kind not in (Kind.PRODUCT, Kind.BY_RESULT) and not differentiated.isdisjoint(step.outputs):
                 asked_for = {
                     step.inputs[n] for n in self.operands_asked_for(step.eqn) if not isinstance(step.inputs[n], Literal)
                 }

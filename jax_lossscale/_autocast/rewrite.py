@@ -83,10 +83,14 @@ class Rewriting:
             with in_context(step.eqn, step.within):
                 for name in stretch.wide.intersection(names(step.inputs)):
                     values[name] = as_dtype(values[name], _FLOAT32)
-                are_narrow = self._taken_narrow(plan, stretch, position)
+                decision = plan.decisions[position]
+                if decision.kind is Kind.CALL:
+                    are_narrow: Sequence[bool] = plan.inner[position].operands
+                else:
+                    are_narrow = taken_narrow(step, decision, plan.narrow, stretch.wide)
                 operands = self._operands(stretch, step, are_narrow, values)
-                if plan.decisions[position].kind is Kind.BY_RESULT:
-                    result, rounded = plan.decisions[position].by_result.of(operands[0], self.dtype)
+                if decision.kind is Kind.BY_RESULT:
+                    result, rounded = decision.by_result.of(operands[0], self.dtype)
                     values[Value(step.outputs[0], is_rounding=True)] = rounded
                     outputs = [rounded if step.outputs[0] in plan.narrow else result]
                 else:
@@ -102,13 +106,6 @@ class Rewriting:
             value = self._stored(plan, name, value)
         value = _marked(stretch, Value(name), value)
         return as_dtype(value, _FLOAT32) if is_wide else value
-
-    def _taken_narrow(self, plan: Plan, stretch: Stretch, position: int) -> Sequence[bool]:
-        """Return, of each operand of a step, whether the step takes it narrow."""
-        decision = plan.decisions[position]
-        if decision.kind is Kind.CALL:
-            return plan.inner[position].operands
-        return taken_narrow(plan.program.steps[position], decision, plan.narrow, stretch.wide)
 
     def _operands(
         self, stretch: Stretch, step: Step, are_narrow: Sequence[bool], values: Mapping[Name | Value, Any]

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
-from jax.extend.core import Literal
-
 from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch
@@ -166,16 +164,7 @@ class _Additions(Flow[bool | None]):
         return [None] * len(eqn.outvars)
 
 
-def adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:
-    """Whether a step adds something smaller, such as a bias, to a narrow value, such as a product's result."""
-    if step.eqn.primitive.name != "add" or decision.kind is not Kind.OTHER or decision.is_narrow:
-        return False
-    *sizes, whole = (size_of(variable.aval) for variable in (*step.eqn.invars, *step.eqn.outvars))
-    return any(
-        not isinstance(product, Literal)
-        and not isinstance(bias, Literal)
-        and product in narrow
-        and bias not in narrow
-        and (size < whole or bias in spread)
-        for product, bias, size in zip(step.inputs, reversed(step.inputs), reversed(sizes), strict=True)
-    )
+def adds_a_bias(step: Step, narrow: Set[Name], spread: Set[Name]) -> bool:
+    """Whether a step adds what was spread, such as a bias, to a narrow value, such as a product's result."""
+    operands = {*names(step.inputs)}
+    return step.eqn.primitive.name == "add" and bool(operands & narrow) and bool(operands & spread - narrow)

@@ -109,7 +109,7 @@ ARITHMETIC = _names(
     "select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like zeta"
 ) | {ROUNDED_COTANGENT}
-KNOWN = PRODUCTS | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
+KNOWN = PRODUCTS | {IN_HALF} | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
 
 
 def moved_operands(eqn: Any, *, casts: bool = False) -> Sequence[Sequence[int]] | None:
