@@ -82,9 +82,7 @@ class Cut(NamedTuple):
             add(value, price_again(value), [Value(value.name)])
         for n, (step, _) in enumerate(steps):
             for value in map(Value, step.outputs if n not in of_products else ()):
-                if value in by_result:
-                    add(value, math.inf)
-                elif step.eqn.primitive.name in REDUCTIONS:  # Statistics of norms: sixteen times smaller, and kept.
+                if step.eqn.primitive.name in REDUCTIONS:  # Statistics of norms: sixteen times smaller, and kept.
                     add(value, sum(map(size, {*taken[n]})), taken[n])
                 elif step.eqn.primitive.name in WRITTEN:
                     add(value, 2 * size(value), taken[n])
@@ -113,27 +111,20 @@ class Cut(NamedTuple):
         found: set[Value] = set()
         for (step, decision), values in zip(steps, taken, strict=True):
             if decision.kind not in (Kind.PRODUCT, Kind.BY_RESULT) and not differentiated.isdisjoint(step.outputs):
-                asked_for = {
-                    step.inputs[n] for n in self.operands_asked_for(step.eqn) if not isinstance(step.inputs[n], Literal)
-                }
+                asked_for = names([step.inputs[n] for n in self.operands_asked_for(step.eqn)])
                 found.update(value for value in values if value.name in asked_for)
         return found
 
     def _differentiated(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> set[Name]:
-        """Return the values through which a derivative goes from an input to an output."""
+        """Return the values through which the derivative of an output goes."""
 
         def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
             return {n for n in names(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
 
-        passing = [step for step, _ in steps if step.eqn.primitive.name != "stop_gradient"]
-        reached = floats(stretch.inputs)
-        for step in passing:
-            if not reached.isdisjoint(names(step.inputs)):
-                reached |= floats(step.outputs)
-        passed = reached & {*stretch.outputs}
-        for step in reversed(passing):
-            if not passed.isdisjoint(step.outputs):
-                passed |= reached & floats(step.inputs)
+        passed = floats(stretch.outputs)
+        for step, _ in reversed(steps):
+            if step.eqn.primitive.name != "stop_gradient" and not passed.isdisjoint(step.outputs):
+                passed |= floats(step.inputs)
         return passed
 
 

@@ -188,7 +188,7 @@ class Planner:
         for stretch in order:
             steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
             wide = added_up_in_float32(steps, narrow, into_products)
-            biased = {n for n in stretch.steps if adds_a_bias(program.steps[n], narrow - wide, spread)}
+            biased = {n for n in stretch.steps if adds_a_bias(program, program.steps[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
             computes = any(decision.kind not in (Kind.PRODUCT, Kind.MOVE) for _, decision in steps)
             if at.recompute and computes and not steps[0][1].is_alone:

@@ -164,7 +164,11 @@ class _Additions(Flow[bool | None]):
         return [None] * len(eqn.outvars)
 
 
-def adds_a_bias(step: Step, narrow: Set[Name], spread: Set[Name]) -> bool:
-    """Whether a step adds what was spread, such as a bias, to a narrow value, such as a product's result."""
-    operands = {*names(step.inputs)}
-    return step.eqn.primitive.name == "add" and bool(operands & narrow) and bool(operands & spread - narrow)
+def adds_a_bias(program: Program, step: Step, narrow: Set[Name], spread: Set[Name]) -> bool:
+    """Whether a step adds something smaller, such as a bias, to a narrow value, such as the result of a product."""
+    if step.eqn.primitive.name != "add" or narrow.isdisjoint(names(step.inputs)):
+        return False
+    whole = size_of(program.types[step.outputs[0]])
+    return any(
+        name in spread or size_of(program.types[name]) < whole for name in names(step.inputs) if name not in narrow
+    )
