@@ -116,15 +116,20 @@ class Cut(NamedTuple):
         return found
 
     def _differentiated(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> set[Name]:
-        """Return the values through which the derivative of an output goes."""
+        """Return the values through which a derivative goes from an input to an output."""
 
         def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
             return {n for n in names(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
 
-        passed = floats(stretch.outputs)
-        for step, _ in reversed(steps):
-            if step.eqn.primitive.name != "stop_gradient" and not passed.isdisjoint(step.outputs):
-                passed |= floats(step.inputs)
+        passing = [step for step, _ in steps if step.eqn.primitive.name != "stop_gradient"]
+        reached = floats(stretch.inputs)
+        for step in passing:
+            if not reached.isdisjoint(names(step.inputs)):
+                reached |= floats(step.outputs)
+        passed = reached & {*stretch.outputs}
+        for step in reversed(passing):
+            if not passed.isdisjoint(step.outputs):
+                passed |= reached & floats(step.inputs)
         return passed
 
 
