@@ -473,7 +473,7 @@ def test_a_table_of_positions_is_computed_once():
     """No derivative goes through it, so none asks for what it is made of."""
 
     def loss(w, x):
-        angles = jnp.outer(jnp.arange(5000.0), 1e4 ** -jnp.linspace(0.0, 1.0, 8))[::500]
+        angles = jnp.outer(jnp.arange(5000.0), 1e4 ** -jnp.linspace(0.0, 1.0, len(w)))[::500]
         return jnp.mean((jnp.sin(angles) @ w) ** 2) + jnp.mean((x @ w) ** 2)
 
     eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss), (0, 1)))(W, X))
