@@ -73,8 +73,13 @@ def by_result(
     the sum of a skip connection, if a product takes its rounded result.
     """
     maker = {name: step for step in program.steps for name in step.outputs}
-    products = [step for step, decision in zip(program.steps, decisions, strict=True) if decision.is_narrow_product]
-    rounded = {n for step in products for n in names(step.inputs) if is_float32(program.types[n])} - narrow
+    rounded = {
+        name
+        for step, decision in zip(program.steps, decisions, strict=True)
+        if decision.kind is Kind.PRODUCT and decision.is_narrow
+        for name in names(step.inputs)
+        if is_float32(program.types[name]) and name not in narrow
+    }
     for position, (step, decision) in enumerate(zip(program.steps, decisions, strict=True)):
         if decision.kind is Kind.CHOICE and rounded.issuperset(step.outputs) and _is_relu(step.eqn):
             yield position, step, _RELU

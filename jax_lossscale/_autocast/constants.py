@@ -43,7 +43,6 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
 }
-_BETWEEN_MINUS_1_AND_1 = ("cos", "sin")
 
 
 class Constants:
@@ -135,7 +134,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
-    elif name in _BETWEEN_MINUS_1_AND_1:
+    elif name in ("cos", "sin"):
         numbers = [-1, 1]
     elif name == "reduce_sum":
         terms = _product(eqn.invars[0].aval.shape[axis] for axis in params["axes"])

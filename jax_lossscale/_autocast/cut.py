@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,15 @@ from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.jaxpr import bind_here, size_of
-from jax_lossscale._program.primitives import PLACEMENTS
+from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
-# They are written by themselves, not within what they go into.
-_WRITTEN = frozenset(
-    {
-        *("concatenate", "dynamic_update_slice", "gather", "reduce_window_max", "reduce_window_min"),
-        *("reduce_window_sum", "scatter", "scatter-add", "scatter_add", "stack", "tile"),
-    }
-)
-_REDUCING = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-# Linear, by nothing that is not in their parameters.
-_ASK_NOTHING = PLACEMENTS | {
-    *("add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "name", "neg", "pad"),
-    *("reduce_sum", "reshape", "rev", "slice", "squeeze", "stop_gradient", "sub", "transpose"),
-}
 _MOST = 2**29  # Prices in all: the solver counts in 32 bits.
 
 
-class Cut:
+class Cut(NamedTuple):
     """The minimum cut of stretches of one program.
 
-    Args:
+    Attributes:
       types: of each of its values, the type in the source.
       narrow: the names of those that are narrow outside of stretches.
       dtype: the half precision.
@@ -50,24 +37,16 @@ class Cut:
       operands_asked_for: of an equation, the positions of the operands that its derivative asks for.
     """
 
-    def __init__(
-        self,
-        types: Mapping[Name, Any],
-        narrow: Collection[Name],
-        dtype: jnp.dtype,
-        price_kept: float,
-        operands_asked_for: Callable[[Any], Collection[int]],
-    ) -> None:
-        self._types = types
-        self._narrow = narrow
-        self._itemsize = dtype.itemsize
-        self._price_kept = price_kept
-        self._operands_asked_for = operands_asked_for
+    types: Mapping[Name, Any]
+    narrow: Collection[Name]
+    dtype: jnp.dtype
+    price_kept: float
+    operands_asked_for: Callable[[Any], Collection[int]]
 
     def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
         """Return what of the values made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
         made = [name for step, _ in steps for name in step.outputs]
-        if any(_is_complex(self._types[name]) for name in (*stretch.inputs, *made)):
+        if any(_is_complex(self.types[name]) for name in (*stretch.inputs, *made)):
             return None  # `jax.checkpoint` cannot keep complex numbers.
         taken = [self._taken(stretch, step, decision) for step, decision in steps]
         of_products = {n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT}
@@ -75,16 +54,16 @@ class Cut:
         inputs = {Value(name) for name in stretch.inputs}
         # They mark what they keep, where it is made: their result, or what it is rounded to for a product.
         of_result = {name for step, decision in steps if decision.kind is Kind.BY_RESULT for name in step.outputs}
-        by_result = {Value(name, is_rounding=name not in self._narrow) for name in of_result}
+        by_result = {Value(name, is_rounding=name not in self.narrow) for name in of_result}
         moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
         moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
         edges: list[tuple[Any, Any, float]] = []
 
         def size(value: Value) -> int:
-            aval = self._types[value.name]
-            is_narrow = value.is_rounding or (value.name in self._narrow and value.name not in moved_wide)
-            return size_of(aval) * (self._itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
+            aval = self.types[value.name]
+            is_narrow = value.is_rounding or (value.name in self.narrow and value.name not in moved_wide)
+            return size_of(aval) * (self.dtype.itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
         def price_again(value: Value) -> float:
             # A residual sum is written again for what reads it; other arithmetic is fused.
@@ -92,7 +71,7 @@ class Cut:
 
         def add(value: Value, price_again: float, made_of: Sequence[Value] = ()) -> None:
             # What is kept is read. It is written at the price of a byte kept; but for it, only if not in memory anyway.
-            keep = 1.0 if value in inputs else self._price_kept + (value not in in_memory)
+            keep = 1.0 if value in inputs else self.price_kept + (value not in in_memory)
             edges.append(("source", (value, "needed"), price_again))
             edges.append(((value, "needed"), (value, "had"), size(value) * keep + 1))
             edges.extend(((operand, "had"), (value, "needed"), math.inf) for operand in {*made_of})
@@ -103,11 +82,9 @@ class Cut:
             add(value, price_again(value), [Value(value.name)])
         for n, (step, _) in enumerate(steps):
             for value in map(Value, step.outputs if n not in of_products else ()):
-                if value in by_result:
-                    add(value, math.inf)
-                elif step.eqn.primitive.name in _REDUCING:  # Statistics of norms: sixteen times smaller, and kept.
+                if step.eqn.primitive.name in REDUCTIONS:  # Statistics of norms: sixteen times smaller, and kept.
                     add(value, sum(map(size, {*taken[n]})), taken[n])
-                elif step.eqn.primitive.name in _WRITTEN:
+                elif step.eqn.primitive.name in WRITTEN:
                     add(value, 2 * size(value), taken[n])
                 else:
                     add(value, price_again(value), taken[n])
@@ -119,9 +96,9 @@ class Cut:
 
     def _taken(self, stretch: Stretch, step: Step, decision: Decision) -> list[Value]:
         """Return the values that a step takes: a float32 value that it takes narrow is taken as it is rounded."""
-        are_narrow = taken_narrow(step, decision, self._narrow, stretch.wide)
+        are_narrow = taken_narrow(step, decision, self.narrow, stretch.wide)
         return [
-            Value(atom, is_narrow and atom not in self._narrow and is_float32(self._types[atom]))
+            Value(atom, is_narrow and atom not in self.narrow and is_float32(self.types[atom]))
             for atom, is_narrow in zip(step.inputs, are_narrow, strict=True)
             if not isinstance(atom, Literal)
         ]
@@ -133,15 +110,8 @@ class Cut:
         differentiated = self._differentiated(stretch, steps)
         found: set[Value] = set()
         for (step, decision), values in zip(steps, taken, strict=True):
-            goes_through = not differentiated.isdisjoint(step.outputs) and not differentiated.isdisjoint(
-                names(step.inputs)
-            )
-            if decision.kind not in (Kind.PRODUCT, Kind.BY_RESULT) and goes_through:
-                asked_for = {
-                    step.inputs[n]
-                    for n in self._operands_asked_for(step.eqn)
-                    if not isinstance(step.inputs[n], Literal)
-                }
+            if decision.kind not in (Kind.PRODUCT, Kind.BY_RESULT) and not differentiated.isdisjoint(step.outputs):
+                asked_for = names([step.inputs[n] for n in self.operands_asked_for(step.eqn)])
                 found.update(value for value in values if value.name in asked_for)
         return found
 
@@ -149,7 +119,7 @@ class Cut:
         """Return the values through which a derivative goes from an input to an output."""
 
         def floats(atoms: Sequence[Name | Literal]) -> set[Name]:
-            return {n for n in names(atoms) if jnp.issubdtype(getattr(self._types[n], "dtype", bool), jnp.inexact)}
+            return {n for n in names(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
 
         passing = [step for step, _ in steps if step.eqn.primitive.name != "stop_gradient"]
         reached = floats(stretch.inputs)
@@ -198,7 +168,7 @@ class OperandsAskedFor:
         self._known: dict[Any, frozenset[int]] = {}
 
     def __call__(self, eqn: Any) -> frozenset[int]:
-        if eqn.primitive.name in _ASK_NOTHING:
+        if eqn.primitive.name in PLACEMENTS:
             return frozenset()
         literals = tuple(str(atom) if isinstance(atom, Literal) else "" for atom in eqn.invars)
         key = eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()), literals

@@ -8,7 +8,6 @@ comes before `autocast` finds both in it.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,10 +18,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._check import check_function
 from jax_lossscale._program.jaxpr import Traced, as_dtype
+from jax_lossscale._program.place import is_in_scope
 from jax_lossscale._program.primitives import IN_HALF
 
 _SCOPE = "in_half_otherwise"
-_IN_SCOPE = re.compile(rf"\b{_SCOPE}\b")
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -126,9 +125,9 @@ def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
     return [(aval.dtype, variable.aval.dtype) == (dtype, _FLOAT32) for aval, variable in types]
 
 
-def is_otherwise(stack: Any) -> bool:
+def is_otherwise(stack: str) -> bool:
     """Whether a name stack says that the derivative of ``otherwise`` is computed."""
-    return bool(_IN_SCOPE.search(str(stack)))
+    return is_in_scope(_SCOPE, stack)
 
 
 def _or_error(make: Callable[..., Any], *args: Any) -> Any:

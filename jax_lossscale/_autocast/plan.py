@@ -43,11 +43,6 @@ class Decision(NamedTuple):
     reason: str = ""
     by_result: Any = None
 
-    @property
-    def is_narrow_product(self) -> bool:
-        """Whether it is a product of operands in half precision."""
-        return self.kind is Kind.PRODUCT and self.is_narrow
-
 
 FOLLOWING = (Kind.MOVE, Kind.CHOICE)
 

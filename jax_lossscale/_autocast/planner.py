@@ -20,13 +20,7 @@ from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, carried_streams, going_into_products, streams
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import LOOPS, inside
-from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.primitives import (
-    COMPUTED_ONCE,
-    MOVES_BETWEEN_DEVICES,
-    MOVES_EACH_BY_ITSELF,
-    PRODUCTS,
-)
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF
 
 
 class Planner:
@@ -36,7 +30,6 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       rule: what decides about each step.
-      matched: the rules of the policy that spoke of an operation.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
     """
@@ -46,7 +39,6 @@ class Planner:
         self.policy = policy
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         self.rule = Rule(dtype, policy)
-        self.matched = self.rule.matched
         self._feeding = Feeding()
         self._operands_asked_for = OperandsAskedFor()
 
@@ -89,12 +81,14 @@ class Planner:
         inner: dict[int, Inner] = {}
         for position, step in enumerate(program.steps):
             if decisions[position].kind is Kind.CALL:
-                rewritten = self._inner(step, at, feeding, constants, narrow, given)
-                if rewritten is None:
-                    decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn))
-                    results: Sequence[bool] = [False] * len(step.outputs)
+                found = self._inner(step, at, feeding, constants, narrow, given)
+                # What a backward pass of its own computes is known only when it is traced.
+                if step.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in found.plans):
+                    inner[position] = found
+                    results: Sequence[bool] = found.results
                 else:
-                    inner[position], results = rewritten, rewritten.results
+                    decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn, found.plans))
+                    results = [False] * len(step.outputs)
             else:
                 results = self._results(step, decisions[position], narrow, constants)
             narrow |= {
@@ -138,8 +132,8 @@ class Planner:
         constants: Constants,
         narrow: Set[Name],
         given: Collection[Name],
-    ) -> Inner | None:
-        """Return what becomes of the jaxprs in a step; ``None`` if they are computed as they are."""
+    ) -> Inner:
+        """Return what becomes of the jaxprs in a step."""
         eqn, name = step.eqn, step.eqn.primitive.name
         bodies, carried, sliced, _ = inside(eqn)
         takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
@@ -170,9 +164,6 @@ class Planner:
             )
             for body, outputs in zip(bodies, goes_on, strict=True)
         )
-        # What a backward pass of its own computes is known only when it is traced.
-        if name != "custom_vjp_call" and not any(plan.is_rewritten for plan in plans):
-            return None
         # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
         first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
         results = [
@@ -197,7 +188,7 @@ class Planner:
         for stretch in order:
             steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
             wide = added_up_in_float32(steps, narrow, into_products)
-            biased = {n for n in stretch.steps if adds_a_bias(program.steps[n], decisions[n], narrow - wide, spread)}
+            biased = {n for n in stretch.steps if adds_a_bias(program, program.steps[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
             computes = any(decision.kind not in (Kind.PRODUCT, Kind.MOVE) for _, decision in steps)
             if at.recompute and computes and not steps[0][1].is_alone:
@@ -221,14 +212,8 @@ def _gives_narrow(plan: Plan, position: int) -> bool:
     return not isinstance(atom, Literal) and atom in plan.narrow
 
 
-def _is_arithmetic(eqn: Any) -> bool:
+def _is_arithmetic(eqn: Any, plans: Sequence[Plan]) -> bool:
     """Whether a function with derivatives of its own computes nothing that should be computed once."""
-    if eqn.primitive.name != "custom_jvp_call":
-        return False
-    ((closed, *_),) = inside(eqn).bodies
-    return all(
-        not has_effects(step.eqn)
-        and step.eqn.primitive.name not in COMPUTED_ONCE | PRODUCTS | MOVES_BETWEEN_DEVICES
-        and (not any(map(jaxprs_of, step.eqn.params.values())) or _is_arithmetic(step.eqn))
-        for step in inlined(closed).steps
-    )
+    decisions = [decision for plan in plans for decision in plan.decisions]
+    is_costly = any(decision.is_alone or decision.kind is Kind.PRODUCT for decision in decisions)
+    return eqn.primitive.name == "custom_jvp_call" and not is_costly

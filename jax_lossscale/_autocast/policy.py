@@ -7,7 +7,6 @@ import dataclasses
 import fnmatch
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar, overload
 
@@ -24,8 +23,7 @@ from jax_lossscale._check import (
 from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_SCOPE = "keep_float32"
-_IN_SCOPE = re.compile(rf"\b{_SCOPE}\b")
+KEEP_FLOAT32 = "keep_float32"
 _PRECISIONS = ("narrow", "wide", "wide_result")
 
 
@@ -260,17 +258,12 @@ def keep_float32(function: Any = None) -> Any:
       0.75
     """
     if function is None:
-        return jax.named_scope(_SCOPE)
+        return jax.named_scope(KEEP_FLOAT32)
     check_function(function, "keep_float32(function=...)")
 
     @functools.wraps(function)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(_SCOPE):
+        with jax.named_scope(KEEP_FLOAT32):
             return function(*args, **kwargs)
 
     return in_float32
-
-
-def is_kept_float32(stack: Any) -> bool:
-    """Whether a name stack holds the scope of `keep_float32`."""
-    return bool(_IN_SCOPE.search(str(stack)))

@@ -43,11 +43,17 @@ class Rewriting:
         self.measured = measured
         self.dtype = planner.dtype if measured is None else _FLOAT32
 
-    def declared(self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results of the jaxpr that was planned, in the dtypes that it has for them."""
-        return self._declared(self.outputs(plan, inputs), closed.out_avals, [False] * len(closed.out_avals))
+    def declared(
+        self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any], are_narrow: Sequence[bool] = ()
+    ) -> list[Any]:
+        """Return the results of the jaxpr that was planned, in the dtypes that it has for them, or narrow."""
+        are_narrow = are_narrow or [False] * len(closed.out_avals)
+        return [
+            as_dtype(value, self.dtype if is_narrow else _FLOAT32) if is_float32(aval) else value
+            for value, aval, is_narrow in zip(self._outputs(plan, inputs), closed.out_avals, are_narrow, strict=True)
+        ]
 
-    def outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
+    def _outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a program, in the dtypes in which the plan stores them."""
         program = plan.program
         values: dict[Name, Any] = {
@@ -77,10 +83,14 @@ class Rewriting:
             with in_context(step.eqn, step.within):
                 for name in stretch.wide.intersection(names(step.inputs)):
                     values[name] = as_dtype(values[name], _FLOAT32)
-                are_narrow = self._taken_narrow(plan, stretch, position)
+                decision = plan.decisions[position]
+                if decision.kind is Kind.CALL:
+                    are_narrow: Sequence[bool] = plan.inner[position].operands
+                else:
+                    are_narrow = taken_narrow(step, decision, plan.narrow, stretch.wide)
                 operands = self._operands(stretch, step, are_narrow, values)
-                if plan.decisions[position].kind is Kind.BY_RESULT:
-                    result, rounded = plan.decisions[position].by_result.of(operands[0], self.dtype)
+                if decision.kind is Kind.BY_RESULT:
+                    result, rounded = decision.by_result.of(operands[0], self.dtype)
                     values[Value(step.outputs[0], is_rounding=True)] = rounded
                     outputs = [rounded if step.outputs[0] in plan.narrow else result]
                 else:
@@ -96,13 +106,6 @@ class Rewriting:
             value = self._stored(plan, name, value)
         value = _marked(stretch, Value(name), value)
         return as_dtype(value, _FLOAT32) if is_wide else value
-
-    def _taken_narrow(self, plan: Plan, stretch: Stretch, position: int) -> Sequence[bool]:
-        """Return, of each operand of a step, whether the step takes it narrow."""
-        decision = plan.decisions[position]
-        if decision.kind is Kind.CALL:
-            return plan.inner[position].operands
-        return taken_narrow(plan.program.steps[position], decision, plan.narrow, stretch.wide)
 
     def _operands(
         self, stretch: Stretch, step: Step, are_narrow: Sequence[bool], values: Mapping[Name | Value, Any]
@@ -128,7 +131,7 @@ class Rewriting:
         if decision.kind is Kind.CALL:
             return self._call(step, plan.inner[position], operands)
         if decision.kind in FOLLOWING and name == "custom_jvp_call" and all(are_narrow):
-            return custom_rules.custom_jvp_call(functools.partial(self._following, plan.at), eqn, operands)
+            return custom_rules.custom_jvp_call(functools.partial(self._planned_now, plan.at, True), eqn, operands)
         if decision.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if decision.kind is Kind.IN_HALF and decision.is_narrow and self.measured is None:
@@ -148,11 +151,11 @@ class Rewriting:
             return [wide_product(step.eqn.primitive, operands, params)]
         return bind_here(step.eqn, operands, params)
 
-    def _following(self, at: At, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results of a jaxpr of choices, or of their derivatives, all narrow."""
-        arrives = [getattr(value, "dtype", None) == self.dtype for value in inputs]
-        outputs = self.outputs(self.planner.plan(closed, arrives, at), inputs)
-        return self._declared(outputs, closed.out_avals, [True] * len(outputs))
+    def _planned_now(self, at: At, are_narrow: bool, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results of a jaxpr that is known only now, all narrow or all as it declares them."""
+        arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
+        plan = self.planner.plan(closed, arrives, at)
+        return self.declared(plan, closed, inputs, [are_narrow] * len(closed.out_avals))
 
     def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a step in which jaxprs are rewritten."""
@@ -164,12 +167,8 @@ class Rewriting:
 
             def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
                 if closed.jaxpr is body.closed.jaxpr:
-                    planned = inner_plan
-                else:  # What the function's rule computes is known only now.
-                    arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
-                    planned = self.planner.plan(closed, arrives, inner_plan.at)
-                are_narrow = inner.results if planned is inner_plan else [all(inner.results)] * len(closed.out_avals)
-                return self._declared(self.outputs(planned, inputs), closed.out_avals, are_narrow)
+                    return self.declared(inner_plan, closed, inputs, inner.results)
+                return self._planned_now(inner_plan.at, False, closed, inputs)  # What the function's rule computes.
 
             return by_rule(evaluate, eqn, inputs)
         jaxprs = []
@@ -180,22 +179,11 @@ class Rewriting:
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_narrow: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr; ``are_narrow`` tells of each result whether it is."""
-
-        def function(*inputs: Any) -> list[Any]:
-            return self._declared(self.outputs(plan, inputs), closed.out_avals, are_narrow)
-
         types = [
             aval.update(dtype=self.dtype) if arrives and is_float32(aval) else aval
             for aval, arrives in zip(closed.in_avals, plan.arrives, strict=True)
         ]
-        return jax.make_jaxpr(function)(*types)
-
-    def _declared(self, outputs: Sequence[Any], avals: Sequence[Any], are_narrow: Sequence[bool]) -> list[Any]:
-        """Return results in the dtypes that they have outside of their program."""
-        return [
-            as_dtype(value, self.dtype if is_narrow else _FLOAT32) if is_float32(aval) else value
-            for value, aval, is_narrow in zip(outputs, avals, are_narrow, strict=True)
-        ]
+        return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_narrow))(*types)
 
 
 def _marked(stretch: Stretch, value: Value, array: Any) -> Any:

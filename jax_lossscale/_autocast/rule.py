@@ -12,12 +12,13 @@ from jax.extend.core import Literal
 
 from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.plan import Decision, Kind
-from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, is_kept_float32
+from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
+from jax_lossscale._program.custom_rules import RULES
 from jax_lossscale._program.inline import Name, Step, inlined
-from jax_lossscale._program.inside import LOOPS, REMAT, inside
+from jax_lossscale._program.inside import REBOUND, REMAT, inside
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of
 from jax_lossscale._program.parameters import Path, path_of
-from jax_lossscale._program.place import place_within
+from jax_lossscale._program.place import is_in_scope, place_within
 from jax_lossscale._program.primitives import (
     ALL_MOVES,
     CHOICES,
@@ -30,10 +31,10 @@ from jax_lossscale._program.primitives import (
 
 # What goes into these and comes out may be of any dtype; of the others it is as declared, but for what a scan takes
 # apart and stacks. A function with a rule of its own takes anything, too, and gives what it declares, as its rule does.
-OF_ANY_DTYPE = ("cond", "shard_map", *REMAT)
+OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 _IN_KEEP_FLOAT32 = "inside `keep_float32`"
-REWRITTEN = {*OF_ANY_DTYPE, *WITH_A_RULE, *LOOPS, "jit", "linear_call", "pjit"}
+REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
@@ -62,18 +63,18 @@ class Rule:
         if name == IN_HALF:
             reason = self._reason_for_otherwise(eqn, around)
             return Decision(Kind.IN_HALF, is_alone=True, is_narrow=not reason, reason=reason)
-        is_costly = name in COMPUTED_ONCE
-        if has_effects(eqn) or (follows is None and (is_costly or any(map(jaxprs_of, eqn.params.values())))):
+        is_alone = name in COMPUTED_ONCE | MOVES_BETWEEN_DEVICES
+        if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
             return Decision(Kind.OTHER, is_alone=True)
         # Of moves, rules decide about those between devices: the transpose of a gather is a sum.
         is_decided = follows is not Kind.MOVE or name in MOVES_BETWEEN_DEVICES | PLACEMENTS
         rule = self._rule(eqn, around) if is_decided else None
         wide_by_rule = rule is not None and rule.precision == "wide"
         if follows is not None and not wide_by_rule:
-            return Decision(follows, is_alone=is_costly or name in MOVES_BETWEEN_DEVICES)
+            return Decision(follows, is_alone)
         if not is_product(eqn):
             is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(eqn)
-            return Decision(Kind.OTHER, is_narrow=is_narrow)
+            return Decision(Kind.OTHER, is_alone, is_narrow)
         if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
             return Decision(Kind.PRODUCT, reason="not float32 in the source")
         if rule is not None:
@@ -175,7 +176,7 @@ def _said_by(rule: PrecisionRule) -> str:
 
 
 def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
-    return any(is_kept_float32(holder.source_info.name_stack) for holder in (*around, eqn))
+    return any(is_in_scope(KEEP_FLOAT32, str(holder.source_info.name_stack)) for holder in (*around, eqn))
 
 
 def is_float32(aval: Any) -> bool:

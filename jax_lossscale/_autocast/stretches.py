@@ -16,15 +16,7 @@ from typing import NamedTuple
 
 from jax_lossscale._program.inline import Name, Program, names
 from jax_lossscale._program.jaxpr import has_effects, size_of
-
-# A compiler fuses them into what takes their results, where they cost next to nothing: no exp, no gather, no sum.
-_CHEAP = frozenset(
-    {
-        *("add", "and", "broadcast_in_dim", "convert_element_type", "div", "eq", "expand_dims", "ge", "gt", "iota"),
-        *("le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "reshape", "select_n", "squeeze", "stop_gradient"),
-        *("sub", "transpose", "xor"),
-    }
-)
+from jax_lossscale._program.primitives import CHEAP
 
 
 class Stretch(NamedTuple):
@@ -79,7 +71,7 @@ def _makers_of_large_values(program: Program) -> dict[Name, int]:
     makers: dict[Name, int] = {}
     made_of: dict[Name, frozenset[Name]] = {}
     for position, step in enumerate(program.steps):
-        if step.eqn.primitive.name in _CHEAP:
+        if step.eqn.primitive.name in CHEAP:
             (name,) = step.outputs
             sources = frozenset[Name]().union(*(made_of.get(taken, {taken}) for taken in names(step.inputs)))
             if bytes_of(name) > 2 * sum(map(bytes_of, sources)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
@@ -20,6 +19,8 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_products
 from jax_lossscale._warn import warn_user
+
+_Result = TypeVar("_Result")
 
 
 def autocast(
@@ -127,11 +128,9 @@ def autocast(
     @functools.wraps(fun)
     def narrow(*args: Any, **kwargs: Any) -> Any:
         planner = Planner(dtype, policy)
-        seen = _seen.get()
-        if seen is not None:
-            seen.append(planner)
+        _planners.get([]).append(planner)
         result = computed_by(planner, fun, args, kwargs)
-        unmatched = [rule for rule in policy.rules if rule not in planner.matched]
+        unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
@@ -142,18 +141,18 @@ def autocast(
     return narrow
 
 
-_seen: contextvars.ContextVar[list[Planner] | None] = contextvars.ContextVar("seen", default=None)
+_planners: contextvars.ContextVar[list[Planner]] = contextvars.ContextVar("planners")
 
 
-@contextlib.contextmanager
-def planners_seen() -> Iterator[list[Planner]]:
-    """Give the planners of functions under `autocast` that are traced inside: they know why a product is wide."""
-    seen: list[Planner] = []
-    token = _seen.set(seen)
-    try:
-        yield seen
-    finally:
-        _seen.reset(token)
+def with_planners(function: Callable[[], _Result]) -> tuple[_Result, list[Planner]]:
+    """Call a function; return its result, and the planner of each call of a function under `autocast` in it.
+
+    The planners know why a product is wide.
+    """
+    planners: list[Planner] = []
+    context = contextvars.copy_context()
+    context.run(_planners.set, planners)
+    return context.run(function), planners
 
 
 def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
-
-from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch
-from jax_lossscale._program.inline import Name, Program, Step, inlined, names
+from jax_lossscale._program.flow import Flow
+from jax_lossscale._program.inline import Name, Program, Step, names
 from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import size_of
-from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES, moved_operands
-
-_POOLS = ("reduce_window_max", "reduce_window_min")
+from jax_lossscale._program.place import Place
+from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, POOLS, REDUCTIONS, REPEATING_MOVES, moved_operands
 
 
 def going_into_products(program: Program, decisions: Sequence[Decision]) -> set[Name]:
@@ -65,7 +63,7 @@ def _pools_into_products(program: Program, decisions: Sequence[Decision]) -> set
         is_taken = decision.kind in FOLLOWING and not into_any.isdisjoint(step.outputs)
         if is_taken or _takes_half(decision):
             into_any |= _float32_operands(program, step)
-        if is_taken and step.eqn.primitive.name in _POOLS:
+        if is_taken and step.eqn.primitive.name in POOLS:
             pools.update(step.outputs)
     return pools
 
@@ -81,9 +79,8 @@ def _takes_half(decision: Decision) -> bool:
 
 def _moves_plainly(step: Step, decision: Decision) -> bool:
     """Whether a step moves each number to one place, or chooses among two arrays: what it takes may be cast for it."""
-    name = step.eqn.primitive.name
-    is_plain = name not in REPEATING_MOVES | MOVES_EACH_BY_ITSELF and not name.startswith("reduce")
-    return decision.kind in FOLLOWING and is_plain
+    makes_or_takes_several = REPEATING_MOVES | MOVES_EACH_BY_ITSELF | REDUCTIONS | POOLS
+    return decision.kind in FOLLOWING and step.eqn.primitive.name not in makes_or_takes_several
 
 
 def added_up_in_float32(
@@ -133,57 +130,45 @@ def carried_streams(eqn: Any) -> set[int]:
     found = set()
     for result, operand in carried:
         if result in sizes and sizes[result] == max(sizes.values()) > 1:
-            sums, is_taken = _sums_with(body.closed, operand)
-            found |= {operand} if sums.get(result) and is_taken else set()
+            flow = _Additions()
+            is_sum = flow.outputs(body.closed, [False if n == operand else None for n in body.operands])[result]
+            found |= {operand} if is_sum and flow.is_taken else set()
     return found
 
 
-def _sums_with(closed: ClosedJaxpr, argument: int) -> tuple[dict[int, bool], bool]:
-    """Return which results are an argument, with whether something is added; and whether it is taken besides.
+class _Additions(Flow[bool | None]):
+    """Knows of each value whether it is one argument, moved or not, and then whether something was added to it.
 
-    An argument is the same where it is moved, and in jaxprs that an equation holds.
+    Attributes:
+      is_taken: whether anything else takes the argument.
     """
-    program = inlined(closed)
-    sums = {program.inputs[argument]: False}
+
+    follows = Flow.follows | {"shard_map"}
     is_taken = False
-    for step in program.steps:
-        before = {n: sums[atom] for n, atom in enumerate(step.inputs) if not isinstance(atom, Literal) and atom in sums}
-        if before:
-            results, is_taken_inside = _sums_of_step(step, before)
-            sums |= {step.outputs[n]: is_sum or any(before.values()) for n, is_sum in results.items()}
-            is_taken |= is_taken_inside or not results
-    outputs = [(n, atom) for n, atom in enumerate(program.outputs) if not isinstance(atom, Literal)]
-    return {n: sums[name] for n, name in outputs if name in sums}, is_taken
+
+    def constant(self, value: Any) -> None:
+        return None
+
+    def joined(self, values: Sequence[bool | None]) -> bool | None:
+        return None if None in values else any(values)
+
+    def operation(self, eqn: Any, place: Place, operands: Sequence[bool | None]) -> Sequence[bool | None]:
+        if any(is_sum is not None for is_sum in operands):
+            if eqn.primitive.name == "add":
+                return [True]
+            moved = moved_operands(eqn, casts=True)
+            if moved is not None:
+                known = [{operands[n] for n in of_result} - {None} for of_result in moved]
+                return [any(each) if each else None for each in known]
+            self.is_taken = True
+        return [None] * len(eqn.outvars)
 
 
-def _sums_of_step(step: Step, operands: Collection[int]) -> tuple[dict[int, bool], bool]:
-    """Return the same of one step: which results are one of these operands, and whether one is taken besides."""
-    if step.eqn.primitive.name == "add":
-        return {0: True}, False
-    moved = moved_operands(step.eqn, casts=True)
-    if moved is not None:
-        return {result: False for result, of in enumerate(moved) if not {*operands}.isdisjoint(of)}, False
-    inner = [
-        (body.results, *_sums_with(body.closed, body.operands.index(operand)))
-        for body in inside(step.eqn).bodies
-        for operand in operands
-        if operand in body.operands
-    ]
-    results = [{becomes[n]: is_sum for n, is_sum in sums.items()} for becomes, sums, _ in inner]
-    in_all = set.intersection(*map(set, results)) if results else set()
-    return {n: any(of[n] for of in results) for n in in_all}, any(is_taken for *_, is_taken in inner)
-
-
-def adds_a_bias(step: Step, decision: Decision, narrow: Set[Name], spread: Set[Name]) -> bool:
-    """Whether a step adds something smaller, such as a bias, to a narrow value, such as a product's result."""
-    if step.eqn.primitive.name != "add" or decision.kind is not Kind.OTHER or decision.is_narrow:
+def adds_a_bias(program: Program, step: Step, narrow: Set[Name], spread: Set[Name]) -> bool:
+    """Whether a step adds something smaller, such as a bias, to a narrow value, such as the result of a product."""
+    if step.eqn.primitive.name != "add" or narrow.isdisjoint(names(step.inputs)):
         return False
-    *sizes, whole = (size_of(variable.aval) for variable in (*step.eqn.invars, *step.eqn.outvars))
+    whole = size_of(program.types[step.outputs[0]])
     return any(
-        not isinstance(product, Literal)
-        and not isinstance(bias, Literal)
-        and product in narrow
-        and bias not in narrow
-        and (size < whole or bias in spread)
-        for product, bias, size in zip(step.inputs, reversed(step.inputs), reversed(sizes), strict=True)
+        name in spread or size_of(program.types[name]) < whole for name in names(step.inputs) if name not in narrow
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from jax_lossscale._program.inside import CALLS, CUSTOM_CALLS, REMAT, inside
+from jax_lossscale._program.inside import CALLS, CUSTOM_CALLS, REBOUND, REMAT, inside
 from jax_lossscale._program.place import Place, place_of
 from jax_lossscale._program.walk import Walk
 
-FOLLOWED = (*CALLS, *REMAT, *CUSTOM_CALLS)
+FOLLOWED = (*CALLS, REMAT, *CUSTOM_CALLS)
 
 Known = TypeVar("Known")
 
@@ -26,7 +26,7 @@ class Flow(Walk[Known]):
       within: the equations that the one at hand lies in, the outermost first.
     """
 
-    follows: frozenset[str] = frozenset({*FOLLOWED, "scan", "while", "cond"})
+    follows: frozenset[str] = REBOUND | {*CUSTOM_CALLS}
     within: tuple[Any, ...] = ()
     _place: Place | None = None  # of the last of them
 

@@ -5,20 +5,20 @@ This is said here for every primitive that holds jaxprs, and all that goes into 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.jaxpr import bind_here
-from jax_lossscale._program.primitives import IN_HALF
 
-# They compute their jaxpr, and no more. `jax.jit` is "pjit" before jax 0.8.
-CALLS = ("jit", "pjit", "closed_call", "core_call")
-REMAT = ("remat", "remat2", "checkpoint")
+# They compute their jaxpr, and no more.
+CALLS = ("jit", "closed_call")
+REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
+# They may be bound with other jaxprs, by `with_jaxprs`.
+REBOUND = frozenset({*CALLS, REMAT, *LOOPS, "cond"})
 
 
 class Body(NamedTuple):
@@ -26,7 +26,7 @@ class Body(NamedTuple):
 
     Attributes:
       closed: the jaxpr.
-      operands: of each argument, the position of the operand that it is, or that it begins as; -1 if it is none.
+      operands: of each argument, the position of the operand that it is, or that it begins as.
       results: of each result, the position of the equation's result that it becomes; -1 if it becomes none.
     """
 
@@ -58,7 +58,7 @@ def inside(eqn: Any) -> Inside:
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a call, a loop, a conditional or a `jax.checkpoint` with these jaxprs for its own."""
+    """Return the outputs of an equation of `REBOUND` with these jaxprs for its own."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -94,11 +94,6 @@ def _called(*names: str) -> Callable[[Any], Inside]:
     return rule
 
 
-def _in_half(eqn: Any) -> Inside:
-    """Return what is computed without `autocast`, if there is anything."""
-    return _called("jaxpr")(eqn) if eqn.params["jaxpr"] else Inside(())
-
-
 def _scan(eqn: Any) -> Inside:
     params, number = eqn.params, len(eqn.invars)
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
@@ -119,29 +114,12 @@ def _cond(eqn: Any) -> Inside:
     return Inside(tuple(_body(branch, range(1, len(eqn.invars))) for branch in eqn.params["branches"]))
 
 
-def _linear_solve(eqn: Any) -> Inside:
-    """Return the products with the matrix and the solvers. Only what ``solve`` takes are operands."""
-    bodies = []
-    lengths = eqn.params["const_lengths"]
-    ends = [*itertools.accumulate(lengths)]
-    for name, jaxpr, number, end in zip(lengths._fields, eqn.params["jaxprs"], lengths, ends, strict=True):
-        if jaxpr is not None:
-            vectors = range(len(jaxpr.jaxpr.invars) - number)
-            of_vectors = [ends[-1] + n if name == "solve" else -1 for n in vectors]
-            results = [n if name == "solve" else -1 for n in range(len(jaxpr.jaxpr.outvars))]
-            bodies.append(_body(jaxpr, [*range(end - number, end), *of_vectors], results))
-    return Inside(tuple(bodies))
-
-
 _RULES: dict[str, Callable[[Any], Inside]] = {
-    **dict.fromkeys((*CALLS, *REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
-    **dict.fromkeys(("custom_jvp_call_jaxpr", "custom_vjp_call_jaxpr"), _called("fun_jaxpr")),
+    **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
     "custom_vmap_call": _called("call"),
     "linear_call": _called("callee"),
-    IN_HALF: _in_half,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "custom_linear_solve": _linear_solve,
 }
 HOLDING = frozenset(_RULES)

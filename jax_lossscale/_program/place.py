@@ -30,14 +30,14 @@ class Place(NamedTuple):
     Attributes:
       stack: the names written by scopes and transformations, from the outermost on.
       layer: those written by scopes; or else the classes whose ``__call__`` was running; "" if there is neither.
-      source: file and line of the innermost frame that belongs to no installed library; for a file, the cell of a
-        notebook.
-      column: the same of the innermost frame outside of JAX, to the column: what tells operations apart; "" of what
-        this library adds.
+      source: the innermost line of code that belongs to no installed library, as "file:line". Instead of the file of a
+        notebook, it names the cell.
+      column: the innermost expression outside of JAX, as "file:line:column": two operations on a line have two. It is
+        "" if this library added the equation.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether it belongs to the backward pass.
-      instructions: where in that line, and in the libraries that it calls, the equation was made: what is the same
-        twice only if the line was run twice.
+      instructions: the bytecode positions from JAX up to that line of the user's. Two equations have the same ones only
+        if the line was run twice.
       parameter: the path of the leaf of an argument that it takes; "" where that is not asked for.
     """
 
@@ -77,6 +77,11 @@ def place_within(eqn: Any, within: Sequence[Any]) -> Place:
     for outer in within:
         place = place_of(outer, place)
     return place_of(eqn, place)
+
+
+def is_in_scope(name: str, stack: str) -> bool:
+    """Whether a name stack holds a scope of this name."""
+    return re.search(rf"\b{name}\b", stack) is not None
 
 
 def _layer(stack: str) -> str:

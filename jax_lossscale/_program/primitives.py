@@ -39,8 +39,9 @@ MOVES_BETWEEN_DEVICES = _names(
 )
 # Each result is in the dtype of its own operand.
 MOVES_EACH_BY_ITSELF = _names("optimization_barrier sort")
-# They choose among numbers by their size, which commutes with rounding.
-CHOICES = _names("clamp cummax cummin max min reduce_max reduce_min reduce_window_max reduce_window_min")
+# They choose among numbers by their size, which commutes with rounding: pools, among those of each window.
+POOLS = _names("reduce_window_max reduce_window_min")
+CHOICES = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
 # Of some moves, only the first operands are moved.
 _NUMBER_MOVED = {
@@ -49,6 +50,22 @@ _NUMBER_MOVED = {
 }
 # They give the numbers of their operand in another dtype.
 CONVERSIONS = _names("convert_element_type reduce_precision")
+
+# They add up many numbers. Where those have both signs, next to nothing may be left, as of a sum of two.
+SUMS_OF_MANY = _names("cumsum reduce_sum reduce_window_sum scatter-add scatter_add")
+SUMS = _names("add add_any sub") | SUMS_OF_MANY
+# At zero they are infinite, or their derivative is.
+STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
+
+# How a compiler computes them. Of all numbers along some axes they make one, such as the statistics of a norm.
+REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
+# They are written by themselves, not within what they go into.
+WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
+# They are fused into what takes their results, where they cost next to nothing: no exp, no gather, no sum.
+CHEAP = _names(
+    "add and broadcast_in_dim convert_element_type div eq expand_dims ge gt iota le lt max min mul ne neg not or "
+    "reshape select_n squeeze stop_gradient sub transpose xor"
+)
 
 # Whose operands must not have been rounded: a matrix that is nearly singular becomes another one.
 LINEAR_ALGEBRA = _names(
@@ -92,7 +109,7 @@ ARITHMETIC = _names(
     "select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like zeta"
 ) | {ROUNDED_COTANGENT}
-KNOWN = PRODUCTS | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
+KNOWN = PRODUCTS | {IN_HALF} | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
 
 
 def moved_operands(eqn: Any, *, casts: bool = False) -> Sequence[Sequence[int]] | None:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, checked_floating_dtype
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.inside import CALLS, LOOPS, REMAT, inside, with_jaxprs
+from jax_lossscale._program.inside import REBOUND, inside, with_jaxprs
 from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
@@ -34,8 +34,6 @@ from jax_lossscale._program.jaxpr import (
 )
 from jax_lossscale._program.primitives import BITS, OPAQUE, name_in_reports
 from jax_lossscale._program.walk import Walk
-
-_REBOUND = frozenset({*CALLS, *REMAT, *LOOPS, "cond"})
 
 
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
@@ -148,7 +146,7 @@ class Evaluator(Walk[Any]):
         with in_context(eqn):
             if name in custom_rules.RULES:
                 return self._outputs(eqn, custom_rules.RULES[name](self.evaluate, eqn, operands))
-            if name in _REBOUND:
+            if name in REBOUND:
                 jaxprs = [self.translated(body.closed) for body in inside(eqn).bodies]
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:

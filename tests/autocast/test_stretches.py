@@ -469,6 +469,29 @@ def test_what_costs_is_computed_once(function, name):
     assert narrow == plain > 0
 
 
+def test_a_table_of_positions_is_computed_once():
+    """No derivative goes through it, so none asks for what it is made of."""
+
+    def loss(w, x):
+        angles = jnp.outer(jnp.arange(5000.0), 1e4 ** -jnp.linspace(0.0, 1.0, len(w)))[::500]
+        return jnp.mean((jnp.sin(angles) @ w) ** 2) + jnp.mean((x @ w) ** 2)
+
+    eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss), (0, 1)))(W, X))
+    assert [eqn.primitive.name for eqn in eqns].count("sin") == 1
+
+
+def test_what_a_rule_makes_wide_moves_between_devices_once():
+    def loss(w, x):
+        return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="device_put")])
+    plain, wide = (
+        [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count("device_put")
+        for each in (loss, jls.autocast(loss, policy=policy))
+    )
+    assert wide == plain
+
+
 def test_effects_keep_their_order(capfd):
     @jax.jit
     @jls.autocast

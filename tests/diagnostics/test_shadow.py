@@ -137,6 +137,17 @@ def test_what_is_left_of_a_sum_by_rounding_alone_is_not_held_against_it():
     assert range_report(fun, jnp.ones((1, 4)), faults.X[:, 4:], loss_scale=2.0**4).bad == ()
 
 
+def test_nor_against_a_sum_at_places():
+    """The same of an embedding of which one word is read: the transpose of a gather adds up."""
+
+    def fun(table, x):
+        y = x.astype(half) + table.astype(half)[jnp.zeros(len(x), int)]
+        return jnp.mean((y - jnp.mean(y, 0, keepdims=True)).astype(jnp.float32) * faults.X[:, :4])
+
+    report = range_report(fun, jnp.ones((1, 4)), faults.X[:, 4:], loss_scale=2.0**4)
+    assert [each.error for each in report.operations if each.operation.startswith("scatter")] == [0]
+
+
 def test_what_is_left_of_a_sum_in_float32_and_lost_in_float16_is():
     """Of large numbers that cancel, a fifty thousandth is left: more than float32 rounds, and less than float16."""
     factors = jnp.tile(jnp.float32([1000.26, -1000.24]), 16)

@@ -17,7 +17,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import is_product, moved_operands
+from jax_lossscale._program.primitives import STEEP_AT_ZERO, is_product, moved_operands
 from jax_lossscale.diagnostics._report import at, percent
 from jax_lossscale.diagnostics.asked._operations import OperationPrecision, live, operations
 
@@ -163,7 +163,6 @@ def _named(at: Place | OperationPrecision) -> str:
 
 # A number that is added, or that is the least that may be, keeps what follows away from zero.
 _KEEPS_AWAY = ("add", "max", "sub")
-_FROM_ZERO = ("rsqrt", "sqrt", "cbrt", "div", "log")
 
 
 class LostConstant(NamedTuple):
@@ -219,7 +218,7 @@ class _Constants(Flow[_Value]):
             joined = _Value(sums=tuple(lost for operand in operands for lost in operand.sums))
             return [operands[taken[0]] if len(taken) == 1 else joined for taken in moved]
         sums: tuple[LostConstant, ...] = ()
-        if name in _FROM_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
+        if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
         if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):

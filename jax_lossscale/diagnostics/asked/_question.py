@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_lossscale import _tree
 from jax_lossscale._autocast.planner import Planner
-from jax_lossscale._autocast.transform import planners_seen
+from jax_lossscale._autocast.transform import with_planners
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
@@ -64,8 +64,7 @@ class Call(NamedTuple):
         def gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
             return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
 
-        with planners_seen() as planners:
-            traced = Traced(gradients, (jnp.float32(1), *self.args), self.kwargs)
+        traced, planners = with_planners(lambda: Traced(gradients, (jnp.float32(1), *self.args), self.kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
             raise ValueError(f"`{self.caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
         return traced, planners

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from jax_lossscale._program.jaxpr import is_narrow
-from jax_lossscale._program.primitives import PRODUCTS
+from jax_lossscale._program.primitives import PRODUCTS, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics.shadow._shadow import Statistics
-from jax_lossscale.diagnostics.shadow._sites import SUMS, Graph, Site
+from jax_lossscale.diagnostics.shadow._sites import Graph, Site
 
 # An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1
@@ -18,7 +18,6 @@ MANY_ZEROS = 0.5
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
 _MAY_MASK = ("add", "convert_element_type", "sub")
-_SUMMED_UP = ("scatter-add", "cumsum", "reduce_sum", "reduce_window_sum")
 
 
 def blame(
@@ -114,12 +113,12 @@ def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bo
     if not is_origin:
         return ""
     parts = float(f"{measured.amplification:.0e}")
-    if not is_narrow(site.aval) and site.operation in (*_SUMMED_UP, *SUMS, *PRODUCTS) and parts > 1:
+    if not is_narrow(site.aval) and site.operation in SUMS | PRODUCTS and parts > 1:
         return (
             f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
             "that many times larger in it. Compute the terms in float32, too."
         )
-    if is_narrow(site.aval) and (measured.amplification < ACCUMULATED or site.operation in _SUMMED_UP):
+    if is_narrow(site.aval) and (measured.amplification < ACCUMULATED or site.operation in SUMS_OF_MANY):
         return "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32."
     them = "it and its operands in float32" if is_narrow(site.aval) else "them in float32, too"
     return f"It makes the rounding errors of its operands larger. Compute {them}."

@@ -19,10 +19,11 @@ from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import bind, in_context, is_equation_narrow, is_narrow, is_reference
+from jax_lossscale._program.primitives import SUMS
 from jax_lossscale._program.walk import Walk
 from jax_lossscale._program.widen import Evaluator
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics.shadow._sites import SUMS, is_measured
+from jax_lossscale.diagnostics.shadow._sites import is_measured
 from jax_lossscale.diagnostics.tree._bits import reduced
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.

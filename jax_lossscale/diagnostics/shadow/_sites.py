@@ -11,15 +11,12 @@ import jax.numpy as jnp
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow, is_reference
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, moved_operands
+from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, PRODUCTS, STEEP_AT_ZERO, SUMS_OF_MANY, moved_operands
 
 # These only move or choose among numbers that were measured where they were made, or turn their signs.
 _MOVES = ALL_MOVES | CHOICES | {"abs", "neg", "top_k"}
-_REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum", "dot_general", "conv_general_dilated")
-# What adds up numbers of both signs, of which next to nothing may be left.
-SUMS = ("add", "add_any", "sub", "reduce_sum")
 # The operations whose derivatives may be out of range where they themselves are not.
-_STEEP = ("rsqrt", "sqrt", "cbrt", "log", "log1p", "div", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv")
+_STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
 _OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
 
 
@@ -170,7 +167,7 @@ def is_measured(eqn: Any, variable: Any) -> bool:
 
 def _operation(name: str, operands: Sequence[Ancestry]) -> str:
     """Name the primitive; for a cast of a sum that was computed in float32, the sum."""
-    if name == "convert_element_type" and operands[0].operation in _REDUCTIONS:
+    if name == "convert_element_type" and operands[0].operation in SUMS_OF_MANY | PRODUCTS:
         return operands[0].operation
     return name
 
