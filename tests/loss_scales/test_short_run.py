@@ -1,0 +1,79 @@
+"""What a run of 200 steps pays for the steps with which a scale finds its place: a hidden Markov model."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jax_lossscale as jls
+
+pytestmark = [pytest.mark.slow, pytest.mark.as_for_users]
+
+STATES, SYMBOLS, LENGTH, BATCH_SIZE, BATCHES, STEPS = 16, 32, 100, 32, 7, 200
+
+
+def sequences(key):
+    """Draw ``int32[sequences, length]`` from a model; the last batch is not trained on."""
+    keys = jax.random.split(key, 3)
+    transition = jax.nn.log_softmax(3 * jax.random.normal(keys[0], (STATES, STATES)))
+    emission = jax.nn.log_softmax(3 * jax.random.normal(keys[1], (STATES, SYMBOLS)))
+
+    def step(state, key):
+        of_state, of_symbol = jax.random.split(key)
+        state = jax.random.categorical(of_state, transition[state])
+        return state, jax.random.categorical(of_symbol, emission[state])
+
+    def sequence(key):
+        return jax.lax.scan(step, 0, jax.random.split(key, LENGTH))[1]
+
+    return jax.vmap(sequence)(jax.random.split(keys[2], BATCH_SIZE * (BATCHES + 1)))
+
+
+def loss_fn(params, x):
+    """Mean surprise of a symbol, by the forward algorithm."""
+    transition, emission, first = (jax.nn.softmax(params[name]) for name in ("transition", "emission", "first"))
+
+    def normalized(belief):
+        total = belief.sum(-1, keepdims=True)
+        return belief / total, jnp.log(total[:, 0])
+
+    def step(belief, symbols):
+        return normalized((belief @ transition) * emission[:, symbols].T)
+
+    belief, log_first = normalized(first[None] * emission[:, x[:, 0]].T)
+    _, logs = jax.lax.scan(step, belief, x[:, 1:].T)
+    return -(log_first + logs.sum(0)).mean() / LENGTH
+
+
+def train(seed, loss_fn_of_run, loss_scale):
+    data = sequences(jax.random.key(seed))
+    keys = jax.random.split(jax.random.key(seed + 100), 3)
+    params = {
+        "transition": 0.1 * jax.random.normal(keys[0], (STATES, STATES)),
+        "emission": 0.1 * jax.random.normal(keys[1], (STATES, SYMBOLS)),
+        "first": jnp.zeros(STATES),
+    }
+    tx = jls.loss_scaled(optax.adam(3e-2), loss_scale)
+
+    def train_step(carry, number):
+        params, opt_state = carry
+        batch = jax.lax.dynamic_slice_in_dim(data, (number % BATCHES) * BATCH_SIZE, BATCH_SIZE)
+        loss, grads = jls.value_and_scaled_grad(loss_fn_of_run, opt_state)(params, batch)
+        return tx.update_and_apply(grads, opt_state, params, value=loss), None
+
+    (params, opt_state), _ = jax.lax.scan(train_step, (params, tx.init(params)), jnp.arange(STEPS))
+    return float(loss_fn(params, data[BATCHES * BATCH_SIZE :])), int(opt_state.skipped_steps)
+
+
+def test_a_run_of_200_steps_pays_for_the_skips_of_the_automatic_scale():
+    above, skipped = {}, {}
+    for loss_scale in ("auto", "dynamic"):
+        for seed in range(3):
+            exact, _ = train(seed, loss_fn, None)
+            reached, skipped[loss_scale, seed] = train(seed, jls.autocast(loss_fn), loss_scale)
+            above[loss_scale, seed] = 100 * (reached / exact - 1)
+    assert [skipped["auto", seed] for seed in range(3)] == [2, 2, 2]
+    assert [skipped["dynamic", seed] for seed in range(3)] == [0, 0, 0]
+    assert all(above["auto", seed] > above["dynamic", seed] for seed in range(3))
+    assert [above["auto", seed] for seed in range(3)] == pytest.approx([0.04, 0.05, 0.26], abs=0.04)
+    assert [above["dynamic", seed] for seed in range(3)] == pytest.approx([0.01, -0.02, 0.09], abs=0.04)
