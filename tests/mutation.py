@@ -65,9 +65,9 @@ TESTS = {
     "_check.py": ["loss_scales", "wrapper/test_told.py"],
     "_measure": [
         *("measure", "diagnostics/test_nonfinite.py", "diagnostics/test_recording.py", "wrapper/test_measuring.py"),
-        "wrapper/test_devices.py",
+        *("wrapper/test_devices.py", "wrapper/test_sharded_programs.py"),
     ],
-    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py"],
+    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "wrapper/test_readers.py"],
     "_gradients": [
         *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
         "frameworks/test_autocast_nnx.py",

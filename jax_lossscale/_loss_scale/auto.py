@@ -178,7 +178,7 @@ class AutoLossScale(BoundedLossScale):
         now = (ceil_log2(scale), *learned)
         after_gradient = self._after_gradient(now, jnp.log2(jnp.where(has_gradient, largest, 1)))
         after_finite = _where(has_gradient, after_gradient, self._after_zeros(now))
-        forgotten = (now[0] - LOG2_MOVE, *map(jnp.float32, (_LOG2_NOTHING, self._search_margin(), 0)))
+        forgotten = (now[0], *map(jnp.float32, (_LOG2_NOTHING, self._search_margin(), 0)))
         after_overflow = _where(scale <= self.min_loss_scale, forgotten, self._after_overflow(now))
         log2_scale, *learned = _where(grads_finite, after_finite, after_overflow)
 

@@ -233,6 +233,12 @@ def test_after_a_lone_overflow_it_is_back_in_eight_steps():
     assert bits(at_rest(after, 8, True, 2.0**-20.5))[0] == bits(before)[0] - 1
 
 
+def test_a_gradient_of_more_than_8_bits_above_the_peak_shows_that_the_peak_was_wrong():
+    before = replace(Auto(), log2_peak=jnp.float32(-20), log2_margin=jnp.float32(5), log2_allowance=jnp.float32(3))
+    assert bits(adjust(before, True, largest=2.0**-12))[1:] == (5, 3)
+    assert bits(adjust(before, True, largest=1.001 * 2.0**-12))[1:] == (1, 0)
+
+
 def test_at_the_floor_an_overflow_forgets_all():
     lost = at_rest(at_rest(Auto(), 8, True, 2.0**-20.5), 10, False, np.nan)
     assert state_of(lost) == {**state_of(Auto()), "current_loss_scale": 2.0**-24}
