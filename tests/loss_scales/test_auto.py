@@ -233,6 +233,12 @@ def test_after_a_lone_overflow_it_is_back_in_eight_steps():
     assert bits(at_rest(after, 8, True, 2.0**-20.5))[0] == bits(before)[0] - 1
 
 
+def test_a_scale_that_is_no_power_of_two_counts_as_the_next_one():
+    for scale, counted in (4.0, 4.0), (np.nextafter(np.float32(4), 5), 8.0), (7.0, 8.0):
+        before = replace(Auto(), current_loss_scale=jnp.float32(scale))
+        assert adjust(before, False, largest=np.nan)() == counted / 2**8
+
+
 def test_a_gradient_of_more_than_8_bits_above_the_peak_shows_that_the_peak_was_wrong():
     before = replace(Auto(), log2_peak=jnp.float32(-20), log2_margin=jnp.float32(5), log2_allowance=jnp.float32(3))
     assert bits(adjust(before, True, largest=2.0**-12))[1:] == (5, 3)
