@@ -24,7 +24,7 @@ from jax_lossscale.interop.flax import Optimizer
 
 WIDTH, LAYERS, RANK = 128, 4, 8
 BASE_STEPS, BATCH_SIZE = 200, 16
-TEST_SHARE = 10  # one window of C in so many is held out
+TEST_SHARE = 10  # the first tenth of C is held out
 
 
 def load_c() -> np.ndarray:

@@ -30,23 +30,23 @@ def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> 
     if nnx_objects.flattened((args, kwargs)).objects:
         return {}
     leaves = [
-        Leaf(number, jax.tree_util.keystr(path) or "the only leaf")
+        _Leaf(number, jax.tree_util.keystr(path) or "the only leaf")
         for number, argument in enumerate([*args, *(kwargs[name] for name in sorted(kwargs))])
         for path, _ in jax.tree_util.tree_leaves_with_path(argument)
     ]
-    flow = Taken()
+    flow = _Taken()
     flow.outputs(traced.jaxpr, [leaves[position] for position in traced.positions])
     return flow.found
 
 
-class Leaf(NamedTuple):
+class _Leaf(NamedTuple):
     """A leaf of an argument, with the number of the argument."""
 
     argument: int
     path: str
 
 
-class Taken(Flow[Leaf | None]):
+class _Taken(Flow[_Leaf | None]):
     """Knows of each value which leaf it is; ``found`` holds the leaves that operations take."""
 
     follows = Flow.follows | {"shard_map"}
@@ -57,13 +57,13 @@ class Taken(Flow[Leaf | None]):
     def constant(self, value: Any) -> None:
         return None
 
-    def joined(self, values: Sequence[Leaf | None]) -> Leaf | None:
+    def joined(self, values: Sequence[_Leaf | None]) -> _Leaf | None:
         return values[0] if len(set(values)) == 1 else None
 
-    def carried(self, start: Leaf | None) -> None:
+    def carried(self, start: _Leaf | None) -> None:
         return None
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Leaf | None]) -> Sequence[Leaf | None]:
+    def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
         moved = moved_operands(eqn, casts=True)
         if moved is not None:
             return [self._first(operands[n] for n in of_result) for of_result in moved]
@@ -72,5 +72,5 @@ class Taken(Flow[Leaf | None]):
             self.found[path_of(self.within, eqn)] = leaf.path
         return [None] * len(eqn.outvars)
 
-    def _first(self, leaves: Iterable[Leaf | None]) -> Leaf | None:
+    def _first(self, leaves: Iterable[_Leaf | None]) -> _Leaf | None:
         return min((leaf for leaf in leaves if leaf is not None), default=None)
