@@ -23,6 +23,7 @@ import copy
 import gc
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -67,7 +68,10 @@ TESTS = {
         *("measure", "diagnostics/test_nonfinite.py", "diagnostics/test_recording.py", "wrapper/test_measuring.py"),
         *("wrapper/test_devices.py", "wrapper/test_sharded_programs.py"),
     ],
-    "_loss_scale": ["loss_scales", "test_golden.py", "gradients/test_gradients.py", "wrapper/test_readers.py"],
+    "_loss_scale": [
+        *("loss_scales", "test_golden.py", "gradients/test_gradients.py"),
+        *("wrapper/test_readers.py", "wrapper/test_several.py"),
+    ],
     "_gradients": [
         *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
         "frameworks/test_autocast_nnx.py",
@@ -183,7 +187,7 @@ class Workplace:
     def __init__(self):
         self.root = Path(tempfile.mkdtemp(prefix="mutation-"))
         leave_out = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis")
-        for name in ("jax_lossscale", "tests"):
+        for name in ("jax_lossscale", "tests", "docs"):
             shutil.copytree(ROOT / name, self.root / name, ignore=leave_out)
         shutil.copy(ROOT / "pyproject.toml", self.root)
         # By their contents: a mutant may be as long as another of the same second.
@@ -346,6 +350,7 @@ def main():
     explained = read(EXPLAINED)
     known = {key for key, (outcome, _) in results.items() if outcome != "survived" or key in explained}
     todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in known]
+    random.Random(0).shuffle(todo)  # so that what a run that is stopped has done is a fair sample
     if todo and not given.report:
         check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
         for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results), 1):

@@ -54,6 +54,7 @@ def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, s
     assert "stay in range" not in text
 
 
+@pytest.mark.slow
 def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
     infinite = (PARAMS, X.at[5, 5].set(INF))
     assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
@@ -130,6 +131,7 @@ def attention(params, x):
 ATTENTION = attention, {"q": draw(8, 8, seed=2), "k": draw(8, 8, seed=3)}, X
 
 
+@pytest.mark.slow
 def test_ranges_are_judged_at_the_scale_to_start_from():
     comparison, report = compare_gradients(*ATTENTION), range_report(*ATTENTION)
     assert comparison.will_train
@@ -159,6 +161,7 @@ def summed_by_hand(weight, x):
     return jnp.sum(sums.astype(jnp.float32)) / errors.size
 
 
+@pytest.mark.slow
 def test_a_sum_by_hand_has_a_sentence_and_a_place():
     args = jnp.float32(1.0), jnp.abs(draw(2000, 8, seed=4))
     report = compare_gradients(summed_by_hand, *args)

@@ -18,6 +18,7 @@ from jax_lossscale.diagnostics.tree._bits import reduced
 pytestmark = pytest.mark.ci
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
 def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch):
     fun, *args = getattr(workloads, name)()

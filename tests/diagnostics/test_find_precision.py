@@ -167,6 +167,7 @@ EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").repl
 ).replace("of all", "all")
 
 
+@pytest.mark.slow
 def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     def loaded(text, name):
         (tmp_path / f"{name}.py").write_text(text)
@@ -187,12 +188,14 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
         jls.autocast(without, policy=policy)(*args)
 
 
+@pytest.mark.slow
 @FEW_NARROW
 def test_products_that_no_name_tells_apart_share_a_rule():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
     assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
 
 
+@pytest.mark.slow
 def test_several_batches():
     policy = find_precision(energies, WEIGHTS, X / 1000)
     assert policy.rules == ()
@@ -231,6 +234,7 @@ def with_a_kernel(weights, x, large=1.0):
     return jnp.mean(jnp.tanh(y) @ weights[1]) + jnp.mean(jnp.log(energy))
 
 
+@pytest.mark.slow
 def test_a_function_in_half_stays_where_it_is_right():
     policy = find_precision(with_a_kernel, WEIGHTS, X)
     assert policy.rules == ()
@@ -245,6 +249,7 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
     assert error(loss, (WEIGHTS, X), policy) < 0.01
 
 
+@pytest.mark.slow
 @FEW_NARROW
 def test_gradients_that_cannot_be_differentiated_again():
     """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
@@ -291,6 +296,7 @@ def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
     assert find_precision(*with_a_bias(1.0)).rules == ()
 
 
+@pytest.mark.slow
 def test_of_such_a_leaf_what_is_lost_counts():
     """The gradient of the quiet branch, a trillionth of all, is zero at the scale of the loud one."""
     loss, args = FAULTS["two_branches"]

@@ -305,6 +305,7 @@ def recurrent_network(dtype):
     return lambda params: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2), params
 
 
+@pytest.mark.slow
 def test_a_network_equals_itself_in_float32():
     narrow, params = recurrent_network(jnp.float16)
     wide, _ = recurrent_network(jnp.float32)

@@ -34,6 +34,7 @@ def test_a_sum_is_called_a_sum(keepdims):
     assert "Take sums in float32" in worst.cure
 
 
+@pytest.mark.slow
 def test_so_is_the_denominator_of_a_softmax_over_many_words():
     def fun(x):
         return jnp.mean(jax.nn.softmax(x.astype(half), -1)[:, :2].astype(jnp.float32) * 1e5)
@@ -102,6 +103,7 @@ def test_an_infinity_that_float32_has_is_no_overflow():
     assert range_report(*workloads.mask_of_minus_infinity(), loss_scale=2.0**4).bad == ()
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_added_is_not_cured_by_the_least_number():
     cure = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].cure
     assert "One that is added must leave room" in cure
@@ -184,6 +186,7 @@ def test_an_overflow_without_harm_is_counted_as_such():
     assert "changing the result" not in repr(range_report(log_times_zero, jnp.zeros((2, 3)), loss_scale=1.0))
 
 
+@pytest.mark.slow
 def test_one_scale_that_is_too_low_is_not_called_rounding():
     """Most of the gradients are subnormal there: a larger scale brings them back."""
     report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])

@@ -57,6 +57,7 @@ def test_every_question_has_an_answer(name, asked):
         assert sound.get(asked, "") in answer
 
 
+@pytest.mark.slow
 def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
     fun, *args = PROGRAMS["gaussian_process"]()
     reason = "a factorization is made of its result"
@@ -146,6 +147,7 @@ def layers(weights, x):
 DEEP = [draw(8, 8, seed=n, scale=0.4) for n in range(7)] + [3e5 * jnp.ones((8, 8))]
 
 
+@pytest.mark.slow
 def test_one_bad_layer_of_eight_is_named_by_its_parameter():
     args = DEEP, draw(16, 8, seed=20)
     policy = find_precision(layers, *args)
@@ -191,6 +193,7 @@ def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
         assert any(e.dtype == "float16" for e in report.products) == (name != "*")
 
 
+@pytest.mark.slow
 def test_kinks_of_a_healthy_classifier_are_not_float16_s():
     key = jax.random.key(0)
     sizes = [16, *[32] * 7, 10]

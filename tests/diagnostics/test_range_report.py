@@ -95,6 +95,7 @@ def test_every_operation_that_starves_belongs_to_the_branch():
     assert [operation.shape for operation in starving] == [(4, 8)]  # the kernel of the side branch, transposed
 
 
+@pytest.mark.slow
 def test_what_overflows_first_comes_first():
     operations = [operation.operation for operation in reported("mask_of_minus_a_billion").bad]
     assert operations == ["convert_element_type", "add", "sub"]

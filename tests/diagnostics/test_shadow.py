@@ -35,7 +35,7 @@ def test_every_fault_is_here():
     assert set(KNOWN) == set(faults.FAULTS)
 
 
-SLOW = ("counts", "difference_of_squares", "loss_in_a_carry", "second_differences")
+SLOW = ("counts", "difference_of_squares", "loss_in_a_carry", "positions", "second_differences")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
@@ -75,7 +75,7 @@ def test_the_verdict_has_the_place(name):
     assert f"`{KNOWN[name][0]}` ({line(faults.FAULTS[name][0])})" in report.verdict
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_loss_that_is_wrong_while_its_gradients_are_right_is_said():
     fun, *args = faults.FAULTS["loss_in_a_carry"]
     report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])

@@ -114,6 +114,7 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 
+@pytest.mark.slow
 def test_a_module_as_the_function_has_true_gradients_and_changes():
     models, results = (Network(), Network()), []
     for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_inside(fun, 2.0**10)), strict=True):

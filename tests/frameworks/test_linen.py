@@ -187,6 +187,7 @@ class Recurrent(nn.Module):
         return nn.Dense(1)(nn.RNN(nn.OptimizedLSTMCell(8))(x[:, :, 0])[:, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [ResNet, pytest.param(Recurrent, marks=pytest.mark.slow)])
 def test_other_networks_are_narrow_and_like_float32(network):
     model, x = network(), jax.random.normal(jax.random.key(1), (8, 8, 8, 3))

@@ -128,6 +128,7 @@ def deep_loss(model, x, power=2):
     return jnp.mean(output**power) + jnp.mean(output - 1), {"output": output}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "adapter"])
 def test_the_optimizers_gradient_is_flaxs_own_times_the_scale(wrt):
     model, expected_model, x = Deep(), Deep(), jnp.ones((3, 2))

@@ -169,6 +169,8 @@ jls.loss_scale_for(jnp.int32)
     `loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got int32.
 jls.loss_scaled(3)
     `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
+jls.loss_scaled({})
+    `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {}.
 jls.loss_scaled(optax.sgd(0.1), skip="other")
     `loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got 'other'.
 jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)

@@ -131,6 +131,7 @@ def test_every_step_is_that_of_the_oracle_in_either_way(name, sequence, seed, ex
 CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, STEPS)))
 
 
+@pytest.mark.slow
 @quick(max_examples=12)
 @runs
 def test_a_whole_chain_stands_still_on_a_skipped_step(sequence, seed, exponent):

@@ -33,6 +33,10 @@ def skipping(loss_scale, steps, **extra):
     return state
 
 
+def ensemble(*states):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
 STUCK = {
     "fresh": (lambda: skipping("dynamic", 0), None),
     "on its way down": (lambda: skipping("dynamic", 12), None),
@@ -59,10 +63,12 @@ STUCK = {
         r"more than any overflow explains \(the loss scale is 32768.0\)",
     ),
     "one member of an ensemble, at the floor": (
-        lambda: jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *(skipping(jls.DynamicLossScale(2.0), n) for n in (10, 0))
-        ),
+        lambda: ensemble(*(skipping(jls.DynamicLossScale(2.0), n) for n in (10, 0))),
         "cannot go lower",
+    ),
+    "one member of an ensemble, for ever": (
+        lambda: ensemble(*(skipping("dynamic", n, value=jnp.float32(jnp.nan)) for n in (0, 1000))),
+        "more than any overflow explains",
     ),
     "no loss scale, and the user skips": (
         lambda: skipping(None, 20, skip_if=jnp.array(True)),
@@ -84,6 +90,8 @@ def test_a_run_that_is_traced_is_not_read():
     state = skipping("dynamic", 0)
     with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):
         jax.jit(jls.raise_if_stuck)(state)
+    with pytest.raises(ValueError, match="traced"):
+        jax.jit(lambda skips: jls.raise_if_stuck(state._replace(consecutive_skips=skips)))(jnp.int32(0))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["current"], meta_fields=[])

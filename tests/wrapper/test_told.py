@@ -178,5 +178,6 @@ def test_what_a_chain_raises_itself_is_not_called_a_matter_of_structure(compiled
         step = jax.jit(tx.update_and_apply) if compiled else tx.update_and_apply
         with pytest.raises(ValueError, match=r"^of its own"):
             step(grads, tx.init(params), params)
-    with pytest.raises(ValueError, match=r"update\(scaled_grads=\.\.\.\)"):
-        step({**params, "layers": [jnp.ones(3), jnp.ones(3)]}, tx.init(params), params)
+    for layers in [jnp.ones(3), jnp.ones(3)], jnp.ones(3):
+        with pytest.raises(ValueError, match=r"update\(scaled_grads=\.\.\.\)"):
+            step({**params, "layers": layers}, tx.init(params), params)
