@@ -146,7 +146,7 @@ class _Additions(Flow[bool | None]):
     follows = Flow.follows | {"shard_map"}
     is_taken = False
 
-    def constant(self, value: Any) -> None:
+    def value_of(self, constant: Any, aval: Any) -> None:
         return None
 
     def joined(self, values: Sequence[bool | None]) -> bool | None:

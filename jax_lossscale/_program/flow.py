@@ -34,10 +34,6 @@ class Flow(Walk[Known]):
         """Return what is known of the results of an equation, which is not gone into."""
         raise NotImplementedError
 
-    def constant(self, value: Any) -> Known:
-        """Return what is known of a literal, or of a constant of the jaxpr."""
-        raise NotImplementedError
-
     def joined(self, values: Sequence[Known]) -> Known:
         """Return what is known of the result of branches."""
         return values[0]
@@ -48,9 +44,6 @@ class Flow(Walk[Known]):
 
     def carried_on(self, within: Known, at_end: Known) -> None:
         """Note what the loop makes of a carry of which ``within`` was known."""
-
-    def value_of(self, constant: Any, aval: Any) -> Known:
-        return self.constant(constant)
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
         place = place_of(eqn, self._place)

@@ -54,7 +54,7 @@ class _Taken(Flow[_Leaf | None]):
     def __init__(self) -> None:
         self.found: dict[Path, str] = {}
 
-    def constant(self, value: Any) -> None:
+    def value_of(self, constant: Any, aval: Any) -> None:
         return None
 
     def joined(self, values: Sequence[_Leaf | None]) -> _Leaf | None:

@@ -287,6 +287,7 @@ AROUND = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("around", AROUND)
 def test_the_backward_pass_of_a_function_of_integers_is_narrow(around):
     """Whatever its forward pass is made of."""

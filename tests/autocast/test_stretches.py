@@ -519,6 +519,7 @@ def phases(w, x):
     return jnp.sum(jnp.abs(z.sum(0) @ (w + 0j))) + jnp.sum(jnp.abs(z + 1) @ w)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loss", [spectral, phases])
 def test_complex_numbers_may_lie_between_products(loss):
     narrow, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)

@@ -142,6 +142,7 @@ def test_the_report_is_for_the_host():
         jax.jit(nonfinite_report)(jnp.ones(2))
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=40)
 @given(
     npst.arrays(

@@ -66,7 +66,7 @@ def test_what_vanishes_without_harm_is_measured_and_not_told():
     assert {operation.cure for operation in vanishing} == {""}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["second_differences", "counts", "cosines_of_small_vectors"])
 def test_the_verdict_has_the_place(name):
     fun, *args = faults.FAULTS[name]

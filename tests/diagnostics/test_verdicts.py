@@ -22,6 +22,7 @@ def normalized(params, _):
     return jnp.mean((rows / (jnp.linalg.norm(rows, axis=-1, keepdims=True) + 1e-3)) @ params["out"])  # here
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("width", [8, 64, 300])
 @pytest.mark.parametrize("number", [1, None])
 def test_a_nan_is_named_at_every_width(width, number):
@@ -92,6 +93,7 @@ def with_a_head_of_zeros(params, x):
     return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
 
 
+@pytest.mark.ci
 def test_of_what_is_zero_in_float32_nothing_is_claimed():
     params = {"body": draw(8, 60, seed=1), "head": jnp.zeros((60, 1))}
     report = compare_gradients(jls.autocast(with_a_head_of_zeros), params, draw(16, 8, seed=3))
@@ -147,6 +149,7 @@ def test_a_float32_sum_whose_terms_cancel_is_not_told_to_be_added_up_in_float32(
     assert "of float32, rounding changes the result." in repr(report)
 
 
+@pytest.mark.ci
 def test_a_float32_sum_of_terms_that_are_wrong_already_is_not_said_to_cancel():
     def chaotic(weights, x):
         x, _ = jax.lax.scan(lambda x, _: (x + jnp.sin(x @ weights), None), x, None, length=40)

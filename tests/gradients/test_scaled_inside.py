@@ -43,6 +43,7 @@ GRADIENTS = {  # how a library takes them: a function of the loss, and its argum
 }
 
 
+@pytest.mark.ci
 @JIT
 @pytest.mark.parametrize(("take", "args"), GRADIENTS.values(), ids=GRADIENTS)
 def test_the_gradients_are_float32s_however_a_library_takes_them(take, args, jit):
@@ -134,6 +135,7 @@ def test_forward_mode_is_the_functions_own():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.ci
 def test_an_optimizer_with_a_line_search_ends_where_float32_does():
     def minimized(fun):
         optimizer = optax.lbfgs()

@@ -25,6 +25,7 @@ class Leaf:
         return self.array
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [10, 1000])
 def test_each_small_leaf_is_asked_for_its_size_once(number):
     leaves = [Leaf(3) for _ in range(number)]

@@ -151,6 +151,7 @@ SEQUENCE = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize(("method", "skip"), [("update", "select"), ("update_and_apply", "auto")])
 def test_a_stored_step_is_the_step(method, skip):

@@ -129,7 +129,7 @@ class _Origins(Flow[_Origin]):
         self.dtype = dtype
         self.wide: list[tuple[Place, _Origin]] = []
 
-    def constant(self, value: Any) -> _Origin:
+    def value_of(self, constant: Any, aval: Any) -> _Origin:
         return _given(3, "a constant")
 
     def joined(self, values: Sequence[_Origin]) -> _Origin:
@@ -206,10 +206,10 @@ class _Constants(Flow[_Value]):
     def __init__(self) -> None:
         self.lost: list[LostConstant] = []
 
-    def constant(self, value: Any) -> _Value:
-        if not is_narrow(value) or np.size(value) != 1 or isinstance(value, jax.core.Tracer):
+    def value_of(self, constant: Any, aval: Any) -> _Value:
+        if not is_narrow(constant) or np.size(constant) != 1 or isinstance(constant, jax.core.Tracer):
             return _Value()
-        return _Value(float(np.asarray(value, np.float32).ravel()[0]))
+        return _Value(float(np.asarray(constant, np.float32).ravel()[0]))
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name

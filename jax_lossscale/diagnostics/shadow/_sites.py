@@ -87,7 +87,7 @@ class Graph(Flow[Ancestry]):
         self.ends_of_loops: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
 
-    def constant(self, value: Any) -> Ancestry:
+    def value_of(self, constant: Any, aval: Any) -> Ancestry:
         return Ancestry()
 
     def joined(self, values: Sequence[Ancestry]) -> Ancestry:
