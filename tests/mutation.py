@@ -84,8 +84,10 @@ TESTS = {
     ],
     "_program": [
         *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
-        *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "autocast"),
-        *("frameworks/test_autocast_nnx.py", "frameworks/test_nnx.py", "diagnostics/test_programs_of_others.py"),
+        *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "diagnostics/test_layers.py"),
+        *("diagnostics/test_facts.py", "frameworks/test_autocast_nnx.py", "diagnostics/test_faults_found.py"),
+        *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),
+        "diagnostics/test_programs_of_others.py",
     ],
     "_autocast": [
         *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),

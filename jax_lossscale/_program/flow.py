@@ -36,7 +36,7 @@ class Flow(Walk[Known]):
 
     def joined(self, values: Sequence[Known]) -> Known:
         """Return what is known of the result of branches."""
-        return values[0]
+        raise NotImplementedError
 
     def carried(self, start: Known) -> Known:
         """Return what is known of a carry within a loop, as far as its start says it."""

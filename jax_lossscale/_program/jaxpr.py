@@ -93,8 +93,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_narrow(aval: Any) -> bool:
-    """Whether a value of this type is a float narrower than 32 bits."""
-    dtype = getattr(aval, "dtype", None)
+    """Whether a value of this type is a float narrower than 32 bits; a reference to one is not."""
+    dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 

@@ -6,6 +6,7 @@ streams) would be lost, silently. So they are split and merged as nnx does it, a
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         if isinstance(value, _SETTINGS):
-            setattr(nodes[path[:-1]], path[-1], value)
+            holder, name = nodes[path[:-1]], path[-1]
+            (setattr if isinstance(name, str) and _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
             nodes[path].set_value(value.get_raw_value())
         else:
@@ -96,7 +98,7 @@ def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
         (path, value)
         for path, value in nodes.items()
         if isinstance(value, nnx.Variable)
-        or (isinstance(value, _SETTINGS) and isinstance(nodes.get(path[:-1]), nnx.Pytree))
+        or (isinstance(value, _SETTINGS) and isinstance(nodes[path[:-1]], (nnx.Pytree, dict, list)))
     ]
 
 

@@ -129,8 +129,7 @@ class Evaluator(Walk[Any]):
         if is_narrow(aval):
             return as_dtype(constant, self.dtype)
         # float64 out of a product that was told to give float32, for one
-        is_float = hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
-        return as_dtype(constant, aval.dtype) if is_float and hasattr(constant, "dtype") else constant
+        return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         if not is_equation_narrow(eqn):
@@ -171,7 +170,7 @@ class Evaluator(Walk[Any]):
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         narrow = [
-            as_dtype(value, atom.aval.dtype) if is_narrow(atom.aval) and not hasattr(atom.aval, "inner_aval") else value
+            as_dtype(value, atom.aval.dtype) if is_narrow(atom.aval) else value
             for value, atom in zip(inputs, eqn.invars, strict=True)
         ]
         return self._outputs(eqn, bind(eqn, narrow, eqn.params))
@@ -183,7 +182,7 @@ class Evaluator(Walk[Any]):
 
     def _params(self, eqn: Any) -> dict[str, Any]:
         params = {name: self._param(value) for name, value in eqn.params.items()}
-        if "preferred_element_type" in params and is_narrow(eqn.invars[0].aval):
+        if "preferred_element_type" in params:
             preferred = params["preferred_element_type"]
             if preferred is not None and jnp.finfo(preferred).bits < jnp.finfo(self.dtype).bits:
                 params["preferred_element_type"] = self.dtype

@@ -265,6 +265,12 @@ def test_arguments_can_be_donated():
     assert w.is_deleted()
 
 
+def test_a_call_that_may_destroy_one_of_its_arguments_is_still_told_so():
+    inner = jax.jit(lambda w, x: w + x @ w, donate_argnums=0)
+    jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.sum(inner(w, x))))(W, W)
+    assert [eqn.params["donated_invars"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit"] == [(True, False)]
+
+
 def test_shapes_go_in_under_eval_shape():
     types = jax.eval_shape(jax.value_and_grad(narrow_loss), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)))
     assert types == jax.eval_shape(jax.value_and_grad(loss_fn), W, X)

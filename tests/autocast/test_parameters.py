@@ -34,6 +34,7 @@ MOVED = {  # a parameter of the shape of W, and what a product takes of it
     "held": (W, lambda w: jax.lax.optimization_barrier((jnp.ones(3), w))[1]),
     "padded": (W, lambda w: jnp.pad(w[:, :4], ((0, 0), (0, 4)))),
     "stacked": (W, lambda w: jnp.stack([w, w])[1]),
+    "from a branch": (W, lambda w: jax.lax.cond(w[0, 0] > 0, jnp.transpose, jnp.flip, w)),
     "chosen": (W, lambda w: jnp.where(jnp.eye(8, dtype=bool), w, 0.0)),
 }
 

@@ -128,6 +128,32 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
 
+def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
+    def block(w, x):
+        x = jax.nn.relu(x + jnp.sin(x @ w))
+        return x + x @ w
+
+    args = W, jax.random.normal(jax.random.key(1), X.shape)
+    tangents = jax.tree.map(jnp.ones_like, args)
+    for actual, expected in zip(*(jax.jvp(f, args, tangents) for f in (jls.autocast(block), block)), strict=True):
+        assert distance(actual, expected) < 1e-2
+
+
+def test_a_relu_before_a_product_in_float32_is_differentiated_as_it_is():
+    def block(w, x):
+        x = jax.nn.relu(x)
+        return jnp.sum(x + x @ w)
+
+    x = jnp.full(X.shape, 1e-9)  # zero in float16
+    expected = jax.grad(block, 1)(W, x)
+    assert distance(jax.grad(jls.autocast(jls.keep_float32(block)), 1)(W, x), expected) < 1e-6
+
+
+def test_a_relu_between_products_is_taken_in_half_precision():
+    jaxpr = jax.make_jaxpr(jax.grad(jls.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w))))(W, X)
+    assert {str(eqn.outvars[0].aval.dtype) for eqn in equations(jaxpr) if eqn.primitive.name == "max"} == {"float16"}
+
+
 def test_a_relu_of_integers_is_no_operand():
     def rows(sizes, w):
         return jax.lax.ragged_dot(jnp.ones((4, 16)), w, jax.nn.relu(sizes))

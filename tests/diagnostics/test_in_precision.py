@@ -387,6 +387,17 @@ def test_a_custom_rule_that_closes_over_what_is_differentiated_is_refused_as_by_
             jax.grad(function, 1)(jnp.float32(2), jnp.float32(3))
 
 
+def test_a_rule_for_vectorization_holds_outside_too():
+    @jax.custom_batching.custom_vmap
+    def fun(x, y):
+        return x * y
+
+    fun.def_vmap(lambda size, batched, x, y: (5 * x * y[None], True))
+    x, y = draw(3, 4).astype(jnp.float16), draw(4, seed=1).astype(jnp.float16)
+    out = jax.vmap(in_precision(fun), in_axes=(0, None))(x, y)
+    assert_close(out, 5 * x.astype(jnp.float32) * y.astype(jnp.float32)[None])
+
+
 @pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
 def test_float64(narrow):
     with enable_x64(True):
@@ -401,6 +412,11 @@ def test_another_narrow_precision():
     out = in_precision(lambda x: x.astype(jnp.float16) * 2, jnp.bfloat16)(jnp.float32(40000))
     assert out == 79872
     assert out.dtype == jnp.bfloat16
+
+
+def test_a_product_that_was_told_a_wider_dtype_keeps_it():
+    fun, args = matmul_told_its_dtype(jnp.bfloat16)
+    np.testing.assert_array_equal(in_precision(fun, jnp.float16)(*args), matmul_told_its_dtype(jnp.float16)[0](*args))
 
 
 def test_an_explicit_reduce_precision_of_a_float32_stays():
@@ -443,8 +459,9 @@ def test_a_callback_is_evaluated_as_it_is_and_said():
         y = x.astype(jnp.float16)
         return y * jax.pure_callback(lambda y: np.float16(y + 1), jax.ShapeDtypeStruct((), jnp.float16), y)
 
-    with pytest.warns(UserWarning, match="pure_callback"):
+    with pytest.warns(UserWarning, match="cannot follow pure_callback, and") as told:
         out = in_precision(fun)(jnp.float32(2048.0))
+    assert told[0].filename == __file__
     assert out == 2048.0 * 2048.0  # 2049 has no place in float16; the product has one in float32 only
 
 
@@ -461,6 +478,22 @@ def test_so_is_a_kernel():
     with pytest.warns(UserWarning, match="pallas_call"):
         out = in_precision(fun)(jnp.array([40000.0, 1.0]))
     np.testing.assert_array_equal(out, np.array([np.inf, 2], np.float32))
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="from jax 0.8 on")
+def test_so_is_what_is_written_to_and_read_from():
+    def fun(x, ref):
+        made = jax.new_ref(x.astype(jnp.float16))
+        made[0] = made[1] + x[0].astype(jnp.float16)
+        ref[...] = 2 * ref[...]
+        return made[...] * 2, ref[...] + x
+
+    ref = jax.new_ref(jnp.float16([3, 4]))
+    with pytest.warns(UserWarning, match="cannot follow new_ref, get, swap, and"):
+        made, read = in_precision(fun)(jnp.float32([2048, 1]), ref)
+    np.testing.assert_array_equal(made, jnp.float32([4096, 2]))  # 2049 has no place in float16
+    np.testing.assert_array_equal(read, jnp.float32([2054, 9]))  # it has one in float32
+    np.testing.assert_array_equal(ref[...], jnp.float16([6, 8]))
 
 
 def test_so_is_an_operation_that_takes_narrow_numbers_only():

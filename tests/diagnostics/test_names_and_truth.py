@@ -115,6 +115,13 @@ def epsilon(w, x):
     return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
 
 
+def epsilon_in_a_branch(w, x):
+    y = (x * w).astype(half)
+    square = jnp.mean(y * y, -1, keepdims=True)
+    y = y * jax.lax.rsqrt(jax.lax.cond(w[0, 0] < 0, jnp.abs, lambda square: square + 1e-8, square))  # here
+    return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
+
+
 def boltzmann(w, x):
     energy = (w * x).astype(half)
     return jnp.mean((energy * half(1.38e-23)).astype(jnp.float32))  # here
@@ -143,6 +150,7 @@ def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
     ("fun", "x", "cause", "words"),
     [
         (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
         (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) is 0 in 16 bits"),
         (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) is -inf in 16 bits"),
     ],

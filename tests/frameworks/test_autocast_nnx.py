@@ -106,6 +106,31 @@ def test_a_variable_by_itself_is_kept_too():
     assert seen[...] == 1.0
 
 
+class Remembering(nnx.Module):
+    """Keeps what it has seen wherever a module may."""
+
+    def __init__(self, depth):
+        self.below = Remembering(depth - 1) if depth else nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+        self.calls, self.by_name, self.rows, self.items = 0, {"calls": 0}, nnx.data([0, 0]), nnx.List([0])
+        self.seen = nnx.BatchStat({"first": jnp.zeros(8), "calls": jnp.zeros(())})
+
+    def __call__(self, x):
+        self.calls, self.by_name["calls"], self.rows[1], self.items[0] = 1, 2, 3, 4
+        self.seen.set_value(self.seen.get_value() | {"calls": jnp.ones(())})
+        return self.below(x)
+
+    def remembered(self):
+        seen = self.seen.get_value()
+        return self.calls, self.by_name["calls"], *self.rows, self.items[0], seen["calls"], *seen["first"]
+
+
+def test_numbers_are_kept_in_modules_dictionaries_and_lists():
+    model = Remembering(2)
+    jls.autocast(lambda model: jnp.sum(model(X)))(model)
+    for each in (model, model.below, model.below.below):
+        assert each.remembered() == (1, 2, 0, 3, 4, 1, *[0] * 8)
+
+
 def test_a_module_that_is_changed_and_no_argument_is_refused():
     model = Network()
     with pytest.raises(ValueError, match="Make the module an argument of the function"):

@@ -211,12 +211,14 @@ class _Constants(Flow[_Value]):
             return _Value()
         return _Value(float(np.asarray(constant, np.float32).ravel()[0]))
 
+    def joined(self, values: Sequence[_Value]) -> _Value:
+        return _Value(sums=tuple(lost for value in values for lost in value.sums))
+
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
         moved = moved_operands(eqn, casts=True)
         if moved is not None:
-            joined = _Value(sums=tuple(lost for operand in operands for lost in operand.sums))
-            return [operands[taken[0]] if len(taken) == 1 else joined for taken in moved]
+            return [operands[taken[0]] if len(taken) == 1 else self.joined(operands) for taken in moved]
         sums: tuple[LostConstant, ...] = ()
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
