@@ -12,7 +12,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-gc.disable()  # until all is imported
 
 import jax
 import pytest
@@ -36,7 +35,6 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_finish():
     """What was imported stays until the end: a quarter of the time went to looking through it for garbage."""
     gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

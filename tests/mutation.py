@@ -7,9 +7,9 @@
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
 selection, a check left out. The tests of its folder (`TESTS`) run on it until one fails; first those that noticed
-other mutants of the same file, the last one before the others. If none fails the mutant has survived: a test is
-missing, or the change makes no difference, and `tests/mutation_explained.json` says why. At the end there is a table,
-and below it the survivors without a reason.
+other mutants of the same file, or folder, the last one before the others. If none fails the mutant has survived: a test
+is missing, or the change makes no difference, and `tests/mutation_explained.json` says why. At the end there is a
+table, and below it the survivors without a reason.
 
 What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
 which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor without a
@@ -46,14 +46,14 @@ SAVED = ROOT / "tests" / "mutation.md"
 HEAD = """# What tests notice of a broken core
 
 Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
-tests on each, and writes this page. "In CI" are those that only tests noticed which the README's command leaves out;
+tests on each, and writes this page. "In CI" are those that a test noticed which the README's command leaves out;
 "explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet.
 """
 CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
-KILLED, KILLED_IN_CI = 1, 2  # exit status: by what README's command runs, or by what only CI runs
+KILLED, KILLED_IN_CI = 1, 2  # exit status: by a test that README's command runs, or by one that only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
-FIRST = 10  # tests that noticed other mutants of the file, which run before all others
+FIRST = 20  # tests that noticed other mutants, which run before all others
 # What is imported before a mutant is: it takes longer than most tests.
 SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
@@ -205,41 +205,44 @@ class Workplace:
         broken.write_text(mutant["source"])
         self.process = os.fork()
         if self.process == 0:
-            code = KILLED
+            self.code = KILLED
             try:
                 os.setpgid(0, 0)  # so that what it starts ends with it
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, resource.RLIM_INFINITY))
-                code = self.run_tests(tests_of(mutant["file"]), first)
+                if self.all_pass(tests_of(mutant["file"]), first):
+                    self.code = 0
             except BaseException:
                 traceback.print_exc()
             finally:  # never back into the loop of the parent
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(code)
+                os._exit(self.code)
 
-    def run_tests(self, tests, first):
+    def all_pass(self, tests, first):
         with open(self.root / "output", "w") as output:
             sys.stdout.flush()
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
         os.chdir(self.root)
         sys.path.insert(0, str(self.root))
-        for code, which in (KILLED, "not ci"), (KILLED_IN_CI, "ci"):
-            options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts="]
-            options += ["-m", f"{which} and not slow and not peers"]
-            # Only a test that fails counts here: one that is not found any more fails below, if it has to.
-            if first and pytest.main([*options, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
-                return code
-            options += [f"--deselect={test}" for test in first]
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts="]
+        in_ci = "not slow and not peers"
+        # Only a test that fails counts here: one that is not found any more fails below, if it has to.
+        if first and pytest.main([*options, "-m", in_ci, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
+            return False
+        options += [f"--deselect={test}" for test in first]
+        for which in "not ci", "ci":
             for number, test in enumerate(tests):
                 done = [f"--ignore=tests/{earlier}" for earlier in tests[:number]]
-                if pytest.main([*options, *done, f"tests/{test}"], plugins=[self]) not in PASSED:
-                    return code
-        return 0
+                run = [*options, "-m", f"{which} and {in_ci}", *done, f"tests/{test}"]
+                if pytest.main(run, plugins=[self]) not in PASSED:
+                    return False
+        return True
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
             (self.root / "noticed").write_text(report.nodeid)
+            self.code = KILLED_IN_CI if "ci" in report.keywords else KILLED
 
     def outcome(self):
         """``None`` while it runs."""
@@ -284,9 +287,14 @@ def run(mutants, jobs, results):
 
 
 def noticed_before(file, results):
-    """Return the tests that noticed other mutants of this file, the last one first."""
-    tests = [test for key, (_, test) in results.items() if test and key.startswith(f"{file} | ")]
-    return list(dict.fromkeys(reversed(tests)))[:FIRST]
+    """Return the tests that noticed other mutants of this file, and then of its folder, the last one first."""
+    tests = [
+        test
+        for where in (f"{file} | ", room_of(file))
+        for key, (_, test) in reversed(results.items())
+        if test and key.startswith(where)
+    ]
+    return list(dict.fromkeys(tests))[:FIRST]
 
 
 def all_mutants(files):

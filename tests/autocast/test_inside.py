@@ -50,6 +50,26 @@ def test_operands_are_arguments_and_results_are_results(program):
             assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
 
 
+MOVES = {  # of each result of a move of W and X, which operands it holds
+    "as it is, once more": (lambda w, x: jnp.array(w, copy=True), [[0]]),
+    "joined": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
+    "in two": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
+    "chosen by a mask": (lambda w, x: jax.lax.select(w > 0, x, w), [[1, 2]]),
+    "taken": (lambda w, x: jax.lax.dynamic_slice(x, (w[0, 0].astype(int), 0), (2, 8)), [[0]]),
+    "put": (lambda w, x: jax.lax.dynamic_update_slice(x, w[:2], (w[0, 0].astype(int), 0)), [[0, 1]]),
+    "each by itself": (lambda w, x: jax.lax.optimization_barrier((w, x)), [[0], [1]]),
+    "a cast": (lambda w, x: x.astype(jnp.float16), [[0]]),
+    "a sum": (jnp.add, None),
+}
+
+
+@pytest.mark.parametrize(("program", "moved"), MOVES.values(), ids=MOVES)
+def test_which_operands_a_move_moves(program, moved):
+    *_, eqn = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8))).eqns
+    found = primitives.moved_operands(eqn, casts=True)
+    assert (found and list(map(list, found))) == moved
+
+
 def test_what_is_inside_is_found_in_every_kind():
     """The table itself, by what one sees in a program: which operand each argument is, which result each result."""
 

@@ -406,6 +406,9 @@ def test_float64(narrow):
         out = in_precision(lambda w, x: w.astype(narrow) @ x.astype(narrow), jnp.float64)(*args)
         np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
         assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # as it was told
+        conv = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME", preferred_element_type=jnp.float32)
+        x = cast(draw(1, 1, 4, 4), narrow)
+        assert in_precision(conv, jnp.float64)(x, x).dtype == jnp.float32
 
 
 def test_another_narrow_precision():
