@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Name, Program, Step, names
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.primitives import CONVERSIONS, IN_HALF, OPAQUE, PRODUCTS, moved_operands
+from jax_lossscale._program.primitives import IN_HALF, OPAQUE, PRODUCTS, moved_operands
 
 
 class Interval(NamedTuple):
@@ -38,7 +38,7 @@ _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round si
 # low or the high end of its interval, or 0, or as near to 0 as it comes.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
-    **dict.fromkeys((*CONVERSIONS, "reduce_max", "reduce_min"), np.positive),
+    **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},

@@ -156,7 +156,7 @@ class _Additions(Flow[bool | None]):
         if any(is_sum is not None for is_sum in operands):
             if eqn.primitive.name == "add":
                 return [True]
-            moved = moved_operands(eqn, casts=True)
+            moved = moved_operands(eqn)
             if moved is not None:
                 known = [{operands[n] for n in of_result} - {None} for of_result in moved]
                 return [any(each) if each else None for each in known]

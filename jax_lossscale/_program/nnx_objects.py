@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-
-_SETTINGS = (bool, int, float, str)
 
 
 class Flattened(NamedTuple):
@@ -50,15 +48,15 @@ def flattened(tree: Any) -> Flattened:
 
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
-    """Return the leaves of each variable in the objects, and each setting, by path."""
+    """Return the leaves of each variable in the objects, and all else that they hold, by path."""
     return {
-        path: [value] if isinstance(value, _SETTINGS) else jax.tree.leaves(value.get_raw_value())
+        path: jax.tree.leaves(value.get_raw_value()) if isinstance(value, _nnx().Variable) else [value]
         for path, value in _parts(objects)
     }
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the variables and settings, by path, that are no longer what they were."""
+    """Return the parts of objects, by path, that are no longer what they were."""
     now = contents(objects)
     return {
         path: value
@@ -72,9 +70,10 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     """Change the objects as their copies were changed."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
-        if isinstance(value, _SETTINGS):
-            holder, name = nodes[path[:-1]], path[-1]
-            (setattr if isinstance(name, str) and _is_object(holder) else operator.setitem)(holder, name, value)
+        holder, name = nodes.get(path[:-1]), path[-1]
+        if not isinstance(value, _nnx().Variable):
+            if holder is not None:  # or else it is part of what is new itself
+                (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
             nodes[path].set_value(value.get_raw_value())
         else:
@@ -90,16 +89,21 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    if not objects:
-        return []
-    nnx = _nnx()
-    nodes = dict(nnx.iter_graph(objects))
-    return [
-        (path, value)
-        for path, value in nodes.items()
-        if isinstance(value, nnx.Variable)
-        or (isinstance(value, _SETTINGS) and isinstance(nodes[path[:-1]], (nnx.Pytree, dict, list)))
-    ]
+    """Return by path the variables in the objects, and what else their modules, dictionaries and lists hold."""
+    nodes = dict(_nnx().iter_graph(objects)) if objects else {}
+    held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
+    return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held
+
+
+def _held(holder: Any) -> list[tuple[Any, Any]]:
+    """Return what a module, dictionary or list holds by name, but for modules and variables."""
+    if isinstance(holder, list):
+        named: Iterable[tuple[Any, Any]] = enumerate(holder)
+    elif isinstance(holder, dict):
+        named = holder.items()
+    else:
+        named = vars(holder).items() if isinstance(holder, _nnx().Pytree) else ()
+    return [(name, value) for name, value in named if not _is_object(value) and not str(name).startswith("_pytree__")]
 
 
 def _is_object(value: Any) -> bool:

@@ -64,7 +64,7 @@ class _Taken(Flow[_Leaf | None]):
         return None
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
-        moved = moved_operands(eqn, casts=True)
+        moved = moved_operands(eqn)
         if moved is not None:
             return [self._first(operands[n] for n in of_result) for of_result in moved]
         leaf = self._first(operands)

@@ -89,11 +89,11 @@ def _layer(stack: str) -> str:
         stack = stripped
     names: list[str] = []
     for name in stack.split("/"):
-        if name not in _NO_LAYERS and names[-1:] != [name] and "->" not in name:  # which is an `einsum`
-            names.append(name)
-    half = len(names) // 2  # what `jax.checkpoint` makes anew has the names of its surroundings twice
-    if half and names[:half] == names[half : 2 * half]:
-        names = names[half:]
+        names += [name] if name not in _NO_LAYERS and "->" not in name else []  # which is an `einsum`
+        # What `jax.checkpoint` makes anew has the names of its surroundings twice.
+        for number in range(1, len(names) // 2 + 1):
+            if names[-number:] == names[-2 * number : -number]:
+                del names[-number:]
     return "/".join(names)
 
 

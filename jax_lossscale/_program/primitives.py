@@ -77,7 +77,7 @@ LINEAR_ALGEBRA = _names(
 OPAQUE = _names(
     "call_exported custom_partitioning dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper "
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper ffi_call io_callback pallas_call "
-    "pure_callback scaled_dot scaled_matmul_wrapper xla_call_module"
+    "pure_callback scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
 # Costly, or random, or not to be looked into: kept for the backward pass rather than computed again.
 COMPUTED_ONCE = (
@@ -112,13 +112,13 @@ ARITHMETIC = _names(
 KNOWN = PRODUCTS | {IN_HALF} | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
 
 
-def moved_operands(eqn: Any, *, casts: bool = False) -> Sequence[Sequence[int]] | None:
-    """Return, for each result of a move, the positions of the operands whose numbers it holds; None for all else.
+def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
+    """Return, for each result of a move or a cast, the positions of the operands whose numbers it holds; else None.
 
-    The other operands (a mask, indices, sizes) say where numbers go. With ``casts``, a conversion is a move, too.
+    The other operands (a mask, indices, sizes) say where numbers go.
     """
     name = eqn.primitive.name
-    if name not in ALL_MOVES and not (casts and name in CONVERSIONS):
+    if name not in ALL_MOVES | CONVERSIONS:
         return None
     operands = range(len(eqn.invars))
     operands = operands[1:] if name == "select_n" else operands[: _NUMBER_MOVED.get(name)]

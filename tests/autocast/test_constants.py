@@ -16,6 +16,7 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8)), jnp.float32)
 N = 8
 ROW, COLUMN = (lambda: jax.lax.broadcasted_iota(jnp.float32, (N, N), 0)), (lambda: jnp.arange(8.0)[None] + ROW() * 0)
 EYE = np.eye(N, dtype=np.float32)
+KEY = jax.random.key(0)
 
 
 def drawn(shape=(N, N)):
@@ -49,6 +50,8 @@ TOO_LARGE = {
     "tan": lambda: jnp.tan(ROW() * 0 + 1.5707963),
     "gammaln": lambda: jax.scipy.special.gammaln(1e4 * (ROW() + 1)),
     "drawn at random": lambda: 1e6 * drawn(),
+    "drawn of a key": lambda: 1e6 * jax.random.normal(KEY, (N, N)),
+    "what a mask leaves out": lambda: 1e6 * (1 - (ROW() > 3).astype(jnp.float32)),
     "drawn as an integer": lambda: jax.random.randint(jax.random.key(0), (N, N), 0, 10**6).astype(jnp.float32),
     "bits": lambda: jax.lax.bitcast_convert_type(jnp.full((N, N), 0x4B000000, jnp.int32), jnp.float32),
     "integers": lambda: (jnp.arange(64) * 3000).reshape(N, N).astype(jnp.float32),
@@ -98,6 +101,7 @@ FITS = {
     "a window": lambda: 0.5 - 0.5 * jnp.cos(2 * jnp.pi * ROW() / N),
     "reciprocals": lambda: 1 / (ROW() + COLUMN() + 1),
     "written": lambda: jnp.zeros((N, N)).at[jnp.arange(N), 0].set(7.0),
+    "powers of numbers below one": lambda: (ROW() / N) ** COLUMN(),
     "remainders": lambda: (jnp.arange(64) % 5).reshape(N, N).astype(jnp.float32),
 }
 

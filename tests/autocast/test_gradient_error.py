@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reading import equations
 
 import jax_lossscale as jls
 from jax_lossscale._autocast.by_result import _softmax
@@ -57,6 +58,12 @@ def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradient
 def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
     """As one of 2^26 equal logits has."""
     assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(2048, "float16"), (2049, "float32")])
+def test_a_maximum_is_narrow_as_far_as_float16_counts(rows, dtype):
+    jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.max(x @ w, axis=0) @ w))(jnp.eye(2), jnp.ones((rows, 2)))
+    assert [eqn.outvars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_max"] == [dtype]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)

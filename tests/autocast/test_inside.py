@@ -14,7 +14,7 @@ from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
 from jax_lossscale._autocast import linear_algebra
-from jax_lossscale._program import primitives
+from jax_lossscale._program import place, primitives
 from jax_lossscale._program.inside import HOLDING, inside
 
 
@@ -66,8 +66,24 @@ MOVES = {  # of each result of a move of W and X, which operands it holds
 @pytest.mark.parametrize(("program", "moved"), MOVES.values(), ids=MOVES)
 def test_which_operands_a_move_moves(program, moved):
     *_, eqn = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8))).eqns
-    found = primitives.moved_operands(eqn, casts=True)
+    found = primitives.moved_operands(eqn)
     assert (found and list(map(list, found))) == moved
+
+
+@pytest.mark.parametrize(
+    ("stack", "layer"),
+    [
+        ("jvp(M)/Checkpoint_0/Dense_0", "M/Checkpoint_0/Dense_0"),
+        ("transpose(jvp(M))/jvp(M)/rematted_computation/Checkpoint_0/Dense_0", "M/Checkpoint_0/Dense_0"),
+        ("a/transpose(jvp(b))/c/jvp(b)/c/rematted_computation/d", "a/b/c/d"),
+        ("transpose(jvp(a))/b/c/jvp(a)/b/c", "a/b/c"),
+        ("a/b/a", "a/b/a"),
+        ("a/while/body/bi,ij->bj", "a"),
+        ("jvp()", ""),
+    ],
+)
+def test_the_layer_is_what_scopes_have_written_once(stack, layer):
+    assert place._layer(stack) == layer
 
 
 def test_what_is_inside_is_found_in_every_kind():

@@ -55,6 +55,17 @@ def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
     assert set(product_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
 
 
+def test_so_it_is_in_a_while_loop():
+    def fun(params, x):
+        def step(state):
+            return state[0] + 1, state[1] @ params["kept"] @ params["other"]
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, step, (0, x))[1]
+
+    params = {"kept": W, "other": W}
+    assert product_dtypes(jls.autocast(fun, policy=WIDE), params, X) == ["float32", "float16"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in MOVED if name not in ("one of a scan", "sharded")])
 def test_so_it_is_inside_shard_map(name):

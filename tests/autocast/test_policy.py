@@ -180,6 +180,15 @@ def test_narrow_arithmetic():
     assert distance(network(W, X), function(W, X)) < 4e-3
 
 
+def test_what_cannot_be_narrow_stays_float32_whatever_a_rule_says():
+    def with_positions(w, x):
+        return jnp.tanh(x + jnp.arange(len(w))[None].astype(jnp.float32) * w[:1]) @ w
+
+    narrow = following("narrow")(with_positions)
+    assert ("int32", "float32") in dtypes_of("convert_element_type", narrow, W, X)
+    assert dtypes_of("tanh", narrow, W, X) == [(NARROW, NARROW)]
+
+
 def test_narrow_multiplications_have_narrow_results():
     def outer(w, x):
         return jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w

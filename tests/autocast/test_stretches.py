@@ -142,11 +142,10 @@ def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
 def test_a_relu_before_a_product_in_float32_is_differentiated_as_it_is():
     def block(w, x):
         x = jax.nn.relu(x)
-        return jnp.sum(x + x @ w)
+        return jnp.sum((x + jls.keep_float32(jnp.matmul)(x, w)) @ w)
 
     x = jnp.full(X.shape, 1e-9)  # zero in float16
-    expected = jax.grad(block, 1)(W, x)
-    assert distance(jax.grad(jls.autocast(jls.keep_float32(block)), 1)(W, x), expected) < 1e-6
+    assert distance(jax.grad(jls.autocast(block), 1)(W, x), jax.grad(block, 1)(W, x)) < 1e-3
 
 
 def test_a_relu_between_products_is_taken_in_half_precision():

@@ -153,8 +153,9 @@ def linear_call(dtype):
     weights = draw(4, seed=1).astype(jnp.float16).astype(dtype)
 
     def fun(x):
+        x = x.astype(dtype)
         return jax.custom_derivatives.linear_call(
-            lambda w, x: w * x, lambda w, ct: 3 * w * ct, weights, x.astype(dtype)
+            lambda w, x: w * x[0] + x[1], lambda w, ct: (3 * w * ct, 5 * ct), weights, (x, x)
         )
 
     return fun, (draw(4),)
@@ -425,6 +426,11 @@ def test_a_product_that_was_told_a_wider_dtype_keeps_it():
 def test_an_explicit_reduce_precision_of_a_float32_stays():
     fun = functools.partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=10)
     assert in_precision(fun)(jnp.float32(1 / 3)) == np.float32(np.float16(1 / 3))
+
+
+def test_so_does_one_of_a_narrow_float_to_fewer_bits():
+    fun = functools.partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=2)
+    assert in_precision(fun)(jnp.float16(1.3)) == 1.25
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -118,6 +118,21 @@ def passes_through_a_line():
     return loss, jnp.zeros((1, 4)), "run 4 of 5"
 
 
+def called_from_two_lines():
+    def grown(y):
+        return y * y
+
+    def loss(w, x):
+        y = w.astype(half) * x.astype(half) + 2
+        for _ in range(2):
+            y = grown(y)
+        y = grown(y)
+        y = grown(y)
+        return jnp.mean(jnp.log(y.astype(jnp.float32)))
+
+    return loss, jnp.zeros((1, 4)), "run 4 of 4"
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -128,6 +143,7 @@ def passes_through_a_line():
         nnx_modules,
         linen_modules,
         passes_through_a_line,
+        called_from_two_lines,
     ],
 )
 def test_the_layer_is_told_from_others_of_its_class(program):

@@ -112,23 +112,27 @@ class Remembering(nnx.Module):
     def __init__(self, depth):
         self.below = Remembering(depth - 1) if depth else nnx.Linear(8, 2, rngs=nnx.Rngs(0))
         self.calls, self.by_name, self.rows, self.items = 0, {"calls": 0}, nnx.data([0, 0]), nnx.List([0])
+        self.last, self.shape, self.total, self.names = None, (), nnx.data(jnp.zeros(())), {}
         self.seen = nnx.BatchStat({"first": jnp.zeros(8), "calls": jnp.zeros(())})
 
     def __call__(self, x):
         self.calls, self.by_name["calls"], self.rows[1], self.items[0] = 1, 2, 3, 4
+        self.last, self.shape, self.total, self.names = "x", x.shape, self.total + x.size, {"x": {"size": x.size}}
         self.seen.set_value(self.seen.get_value() | {"calls": jnp.ones(())})
         return self.below(x)
 
     def remembered(self):
         seen = self.seen.get_value()
-        return self.calls, self.by_name["calls"], *self.rows, self.items[0], seen["calls"], *seen["first"]
+        numbers = self.calls, self.by_name["calls"], *self.rows, self.items[0], seen["calls"], *seen["first"]
+        return *numbers, self.last, self.shape, self.total, self.names
 
 
-def test_numbers_are_kept_in_modules_dictionaries_and_lists():
+def test_what_modules_dictionaries_and_lists_hold_is_kept():
     model = Remembering(2)
     jls.autocast(lambda model: jnp.sum(model(X)))(model)
     for each in (model, model.below, model.below.below):
-        assert each.remembered() == (1, 2, 0, 3, 4, 1, *[0] * 8)
+        expected = (1, 2, 0, 3, 4, 1, *[0] * 8, "x", X.shape, X.size, {"x": {"size": X.size}})
+        assert each.remembered() == expected
 
 
 def test_a_module_that_is_changed_and_no_argument_is_refused():

@@ -216,7 +216,7 @@ class _Constants(Flow[_Value]):
 
     def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
-        moved = moved_operands(eqn, casts=True)
+        moved = moved_operands(eqn)
         if moved is not None:
             return [operands[taken[0]] if len(taken) == 1 else self.joined(operands) for taken in moved]
         sums: tuple[LostConstant, ...] = ()

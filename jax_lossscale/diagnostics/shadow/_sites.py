@@ -109,7 +109,7 @@ class Graph(Flow[Ancestry]):
             self._divisions.add(place.column)
         parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
         steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
-        moved = moved_operands(eqn, casts=True) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
+        moved = moved_operands(eqn) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
         results = []
         for variable, taken in zip(eqn.outvars, moved, strict=True):
             if is_measured(eqn, variable):
@@ -126,7 +126,7 @@ class Graph(Flow[Ancestry]):
     def _entered(self, eqn: Any, place: Place, known: Sequence[Parameter]) -> Parameter | None:
         """Find the parameter that entered the results last; ``known``: those of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
-        if bare and moved_operands(eqn, casts=True) is None:
+        if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:  # a cotangent has been through later layers than what it meets of the forward pass
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
