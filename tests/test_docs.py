@@ -23,6 +23,15 @@ BLOCK = re.compile(
     r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
 API = DOCS / "api"
+# Their blocks take seconds, and other tests hold what they show.
+WEEKLY = (
+    "frameworks/equinox",
+    "frameworks/haiku",
+    "frameworks/linen",
+    "frameworks/optax",
+    "guide/recipes",
+    "guide/several",
+)
 WIDEST_CODE = 88  # what the site shows at 1280 pixels without a scroll bar
 
 
@@ -51,8 +60,9 @@ def packages(page):
 @pytest.mark.parametrize(
     ("page", "package"),
     [
-        pytest.param(page, package, id=f"{page.relative_to(DOCS).with_suffix('')}-{package or 'ours'}")
+        pytest.param(page, package, id=f"{name}-{package or 'ours'}", marks=pytest.mark.slow if name in WEEKLY else ())
         for page in PAGES
+        for name in [str(page.relative_to(DOCS).with_suffix(""))]
         for package in packages(page)
     ],
 )

@@ -152,7 +152,7 @@ OF_TWO = {
 }
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 150))])
 def test_of_random_constants_none_that_is_too_large_goes_into_a_product(seed):
     numbers = random.Random(seed)
 

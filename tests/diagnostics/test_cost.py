@@ -136,6 +136,7 @@ def test_the_largest_of_numbers_with_nan_is_nan(shape, number):
     assert np.isnan(measured.largest)
 
 
+@pytest.mark.slow
 def test_of_more_numbers_than_float32_counts_none_is_lost():
     flags, twos = jnp.ones((2, 2**23 + 3), bool), jnp.full((2**12, 2**13), 2.0)
     assert int(reduced(sums=[flags])[0]) == 2**24 + 6

@@ -33,7 +33,7 @@ ASKED = {
 
 
 # Each question of these takes seconds; the others are asked every time.
-LARGE = ("bert", "vit", "mamba", "s5")
+LARGE = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
 
 
 @pytest.mark.filterwarnings("ignore:.*products stay narrow")
