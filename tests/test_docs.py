@@ -23,15 +23,8 @@ BLOCK = re.compile(
     r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
 API = DOCS / "api"
-# Their blocks take seconds, and other tests hold what they show.
-WEEKLY = (
-    "frameworks/equinox",
-    "frameworks/haiku",
-    "frameworks/linen",
-    "frameworks/optax",
-    "guide/recipes",
-    "guide/several",
-)
+# Their blocks take seconds, and `tests/frameworks` holds what they show.
+WEEKLY = ("frameworks/equinox", "frameworks/haiku", "frameworks/linen", "frameworks/optax")
 WIDEST_CODE = 88  # what the site shows at 1280 pixels without a scroll bar
 
 

@@ -33,17 +33,13 @@ ASKED = {
 
 
 # Each question of these takes seconds; the others are asked every time.
-LARGE = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
+SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
 
 
 @pytest.mark.filterwarnings("ignore:.*products stay narrow")
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [
-        pytest.param(name, asked, marks=pytest.mark.slow if name in LARGE else ())
-        for name in PROGRAMS
-        for asked in ASKED
-    ],
+    [pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for asked in ASKED],
 )
 def test_every_question_has_an_answer(name, asked):
     answer = ASKED[asked](*PROGRAMS[name]())

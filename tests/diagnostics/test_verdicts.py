@@ -23,7 +23,9 @@ def normalized(params, _):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("width", [8, *(pytest.param(width, marks=pytest.mark.slow) for width in (64, 300))])
+@pytest.mark.parametrize(
+    "width", [pytest.param(8, marks=pytest.mark.slow), 64, pytest.param(300, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("number", [1, None])
 def test_a_nan_is_named_at_every_width(width, number):
     """XLA drops NaN from a maximum of 4,096 floats on a CPU."""
