@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind, taken_narrow
+from jax_lossscale._autocast.plan import Decision, Kind, taken_narrow
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
@@ -55,14 +55,12 @@ class Cut(NamedTuple):
         # They mark what they keep, where it is made: their result, or what it is rounded to for a product.
         of_result = {name for step, decision in steps if decision.kind is Kind.BY_RESULT for name in step.outputs}
         by_result = {Value(name, is_rounding=name not in self.narrow) for name in of_result}
-        moves = {name for step, decision in steps if decision.kind in FOLLOWING for name in step.outputs}
-        moved_wide = moves & stretch.wide
         in_memory = {*inputs, *operands, *map(Value, stretch.outputs)}
         edges: list[tuple[Any, Any, float]] = []
 
         def size(value: Value) -> int:
             aval = self.types[value.name]
-            is_narrow = value.is_rounding or (value.name in self.narrow and value.name not in moved_wide)
+            is_narrow = value.is_rounding or value.name in self.narrow
             return size_of(aval) * (self.dtype.itemsize if is_narrow else getattr(aval.dtype, "itemsize", 4))
 
         def price_again(value: Value) -> float:

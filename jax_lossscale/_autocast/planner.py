@@ -106,7 +106,7 @@ class Planner:
             order = stretches(program, [decision.is_alone for decision in decisions], is_product)
             if self.policy.narrow_skips:
                 narrow |= {name for stretch in order for name in streams(program, decisions, stretch)}
-            order = self._with_what_is_kept(order, program, decisions, narrow, into_products, at)
+            order = self._with_what_is_kept(order, program, decisions, narrow, at)
         return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, tuple(order), at, is_narrow)
 
     def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
@@ -177,7 +177,6 @@ class Planner:
         program: Program,
         decisions: Sequence[Decision],
         narrow: Set[Name],
-        into_products: Set[Name],
         at: At,
     ) -> list[Stretch]:
         """Return stretches with what is float32 in each, what is rounded on the way back, and what is kept of it."""
@@ -187,7 +186,7 @@ class Planner:
         found = []
         for stretch in order:
             steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
-            wide = added_up_in_float32(steps, narrow, into_products)
+            wide = added_up_in_float32(steps, narrow)
             biased = {n for n in stretch.steps if adds_a_bias(program, program.steps[n], narrow - wide, spread)}
             stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
             computes = any(decision.kind not in (Kind.PRODUCT, Kind.MOVE) for _, decision in steps)

@@ -83,9 +83,7 @@ def _moves_plainly(step: Step, decision: Decision) -> bool:
     return decision.kind in FOLLOWING and step.eqn.primitive.name not in makes_or_takes_several
 
 
-def added_up_in_float32(
-    steps: Sequence[tuple[Step, Decision]], narrow: Set[Name], into_products: Set[Name]
-) -> set[Name]:
+def added_up_in_float32(steps: Sequence[tuple[Step, Decision]], narrow: Set[Name]) -> set[Name]:
     """Return the narrow values that a stretch uses several times, not for products alone, and what moves of them.
 
     Each is widened once: then its cotangents are added up in float32.
@@ -100,7 +98,7 @@ def added_up_in_float32(
     added_up = {name for name in into_arithmetic if uses[name] > 1 and name in narrow}
     for step, decision in steps:
         if decision.kind in FOLLOWING and not added_up.isdisjoint(names(step.inputs)):
-            added_up |= {name for name in step.outputs if name in narrow and name not in into_products}
+            added_up |= narrow & {*step.outputs}
     return added_up
 
 

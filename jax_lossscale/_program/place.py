@@ -91,7 +91,7 @@ def _layer(stack: str) -> str:
     for name in stack.split("/"):
         names += [name] if name not in _NO_LAYERS and "->" not in name else []  # which is an `einsum`
         # What `jax.checkpoint` makes anew has the names of its surroundings twice.
-        for number in range(1, len(names) // 2 + 1):
+        for number in range(1, len(names)):
             if names[-number:] == names[-2 * number : -number]:
                 del names[-number:]
     return "/".join(names)

@@ -144,6 +144,13 @@ def test_what_is_carried(body, start, dtypes):
         assert distance(plain, rounded) < 1e-2
 
 
+def test_what_branches_give_to_a_narrow_carry_is_narrow():
+    """It would be written as float32 and rounded afterwards."""
+    eqns = equations(jax.make_jaxpr(jls.autocast(by_scan(dropped, X), policy=POLICY))(W))
+    given = [variable.aval.dtype.name for eqn in eqns if eqn.primitive.name == "cond" for variable in eqn.outvars]
+    assert given == [NARROW]
+
+
 def test_what_is_kept_for_the_backward_pass_is_half_as_large():
     loss = by_scan(jax.checkpoint(block), X)
 

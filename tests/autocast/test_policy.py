@@ -180,6 +180,14 @@ def test_narrow_arithmetic():
     assert distance(network(W, X), function(W, X)) < 4e-3
 
 
+def test_narrow_arithmetic_takes_its_integers_as_they_are():
+    def rows(w, x):
+        return jnp.tanh(x @ w).at[jnp.array([3, 9])].get(mode="fill", fill_value=0.1) @ w
+
+    for narrow, dtype in ((jls.autocast, WIDE), (following("narrow", operation="gather"), NARROW)):
+        assert dtypes_of("gather", narrow(rows), W, X) == [(dtype, "int32", dtype)]
+
+
 def test_what_cannot_be_narrow_stays_float32_whatever_a_rule_says():
     def with_positions(w, x):
         return jnp.tanh(x + jnp.arange(len(w))[None].astype(jnp.float32) * w[:1]) @ w

@@ -494,6 +494,16 @@ def test_what_costs_is_computed_once(function, name):
     assert narrow == plain > 0
 
 
+def test_a_pool_that_goes_into_a_product_is_computed_once():
+    """What is written by itself is read again; to make it again, it would be written and read."""
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME") @ w)
+
+    eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+    assert [eqn.primitive.name for eqn in eqns].count("reduce_window_max") == 1
+
+
 def test_a_table_of_positions_is_computed_once():
     """No derivative goes through it, so none asks for what it is made of."""
 

@@ -35,7 +35,7 @@ def test_every_fault_is_here():
     assert set(KNOWN) == set(faults.FAULTS)
 
 
-SLOW = ("counts", "difference_of_squares", "loss_in_a_carry", "positions", "second_differences")
+SLOW = ("counts", "difference_of_squares", "positions", "second_differences")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
