@@ -9,6 +9,8 @@ import pytest
 from reading import product_dtypes
 
 import jax_lossscale as jls
+from jax_lossscale._autocast.constants import UNKNOWN, Constants
+from jax_lossscale._program.inline import inlined
 
 pytestmark = pytest.mark.ci
 
@@ -150,6 +152,35 @@ OF_TWO = {
     "remainder": jax.lax.rem,
     "chosen": lambda x, y: jnp.where(x > y, x, y),
 }
+
+
+HALVES = np.array([0.25, 0.5, 1.0], np.float32)
+# What is known of a constant: no less, since it would stay float32 needlessly.
+INTERVALS = {
+    "an array": (lambda: jax.lax.neg(HALVES), (-1, -0.25)),
+    "iota": (lambda: jax.lax.iota(jnp.float32, 8), (0, 7)),
+    "sin": (lambda: jax.lax.sin(HALVES), (-1, 1)),
+    "truth": (lambda: jax.lax.gt(HALVES, jax.lax.neg(HALVES)), (0, 1)),
+    "a negative power": (lambda: jax.lax.integer_pow(HALVES, -2), (1, 16)),
+    "a negative power of what may be zero": (lambda: jax.lax.integer_pow(HALVES - 1, -2), UNKNOWN),
+    "the power 0": (lambda: jax.lax.integer_pow(HALVES - 1, 0), (1, 1)),
+    "a power": (lambda: jax.lax.pow(HALVES, 1.5), (0.125, 1)),
+    "a power to a negative number": (lambda: jax.lax.pow(HALVES, -1.5), (1, 8)),
+    "a quotient": (lambda: 1 / jax.lax.neg(HALVES), (-4, -1)),
+    "a quotient by what may be zero": (lambda: 1 / jax.lax.sub(HALVES, jnp.float32(1)), UNKNOWN),
+    "a scatter": (lambda: jnp.full(8, 5.0).at[jnp.array([1, 3])].set(-2.0), (-2, 5)),
+    "zero times infinity": (lambda: jnp.zeros(3) * jnp.exp(1e3 * jnp.asarray(HALVES)), UNKNOWN),
+    "a part of complex numbers": (lambda: jax.lax.real(HALVES + 1j), UNKNOWN),
+}
+
+
+@pytest.mark.parametrize(("constant", "expected"), INTERVALS.values(), ids=INTERVALS)
+def test_what_is_known_of_a_constant(constant, expected):
+    program = inlined(jax.make_jaxpr(constant)())
+    constants = Constants(program, [])
+    for step in program.steps:
+        constants.add(step)
+    assert constants.of(program.outputs[0])() == expected
 
 
 @pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 150))])
