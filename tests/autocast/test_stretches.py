@@ -71,6 +71,13 @@ def behind_a_stop(y):
     return jnp.sin(y) * jax.lax.stop_gradient(jnp.exp(y))
 
 
+@jax.custom_jvp
+def with_a_rule(y):
+    return jnp.sin(y) * 2
+
+
+with_a_rule.defjvps(lambda tangent, result, y: 2 * jnp.cos(y) * tangent)
+
 # What is computed between two products, and what is kept beside their operands: the bytes, of results of 128.
 BETWEEN = {
     jnp.tanh: 128,
@@ -84,6 +91,7 @@ BETWEEN = {
     dropped: 64 + 128,  # a byte for each of the mask, rather than four of random bits
     squared_outer_product: 128,
     behind_a_stop: 128,
+    with_a_rule: 128,
 }
 
 
@@ -502,6 +510,20 @@ def test_a_pool_that_goes_into_a_product_is_computed_once():
 
     eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
     assert [eqn.primitive.name for eqn in eqns].count("reduce_window_max") == 1
+
+
+def test_what_is_only_compared_is_not_kept():
+    """No derivative goes through a comparison; sums are kept, which would be made of more than they are."""
+
+    def loss(w, v, x):
+        y = x @ w
+        total = jnp.sum(y, -1, keepdims=True)
+        return jnp.sum(jnp.sum(jnp.where(jnp.sin(y) > 0, total, 2 * total), -1, keepdims=True) @ v)
+
+    between = ["bool[4,16]", "float16[4,1]"]
+    assert kept(jls.autocast(loss), W, W[:1], X) == sorted(
+        [*between, "float16[1,16]", "float16[16,16]", "float16[4,16]"]
+    )
 
 
 def test_a_table_of_positions_is_computed_once():
