@@ -6,10 +6,13 @@
     python tests/mutation.py --save               writes the table to tests/mutation.md, too
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
-selection, a check left out. The tests of its folder (`TESTS`) run on it until one fails; first those that noticed
-other mutants of the same file, or folder, the last one before the others. If none fails the mutant has survived: a test
-is missing, or the change makes no difference, and `tests/mutation_explained.json` says why. At the end there is a
-table, and below it the survivors without a reason.
+selection, a check left out. Of the tests of its folder (`TESTS`) those that run its line run on it until one fails:
+first those that noticed other mutants of the same file, or folder, then files that are quick, or noticed many. If none
+fails, or none within `PATIENCE`, the mutant has survived: a test is missing, or the change makes no difference, and
+`tests/mutation_explained.json` says why. At the end there is a table, and below it the survivors without a reason.
+
+Which test runs which line is measured once, on the package as it is, in ``.mutation/lines.json``; so it is seen, too,
+that all of them pass there. Delete that file after a change of the package or of a test.
 
 What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
 which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor without a
@@ -21,9 +24,9 @@ import ast
 import compileall
 import copy
 import gc
+import itertools
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -37,29 +40,34 @@ from importlib.metadata import version
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
+import coverage
 import pytest
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / ".mutation" / "results.json"
+LINES = ROOT / ".mutation" / "lines.json"
 EXPLAINED = ROOT / "tests" / "mutation_explained.json"
 SAVED = ROOT / "tests" / "mutation.md"
 HEAD = """# What tests notice of a broken core
 
 Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
 tests on each, and writes this page. "In CI" are those that a test noticed which the README's command leaves out;
-"explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet.
+"explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet. A file
+that was not run again has the row of the day on which it was.
 """
 CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
+PATIENCE = 90  # CPU seconds of tests that pass, after which no further file is run: it has survived
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by a test that README's command runs, or by one that only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
-FIRST = 20  # tests that noticed other mutants, which run before all others
+IN_CI = "not slow and not peers"
+OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts=")
+FIRST = 12  # tests that noticed other mutants, which run before all others
 # What is imported before a mutant is: it takes longer than most tests.
 SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
 
-# The tests of each file or folder of the core, the quickest to notice first. The test file of the same name comes
-# before them, and what looks at all signatures and refusals. Of a folder, only what has not come before it is run.
+# The tests of each file or folder of the core, and what looks at all signatures and refusals.
 OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 TESTS = {
     "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
@@ -175,6 +183,17 @@ def changed(node, **fields):
     return new
 
 
+def lines_of_statements(source):
+    """By line, the lines of the statement that it is part of; of a block only its head."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):  # from the outermost on
+        if isinstance(node, ast.stmt):
+            end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
+            lines = range(node.lineno, max(node.lineno, end) + 1)
+            found |= dict.fromkeys(lines, lines)
+    return found
+
+
 def offset_of(source, node, which):
     lines = source.splitlines(keepends=True)
     line, column = getattr(node, f"{which}lineno"), getattr(node, f"{which}col_offset")
@@ -197,7 +216,7 @@ class Workplace:
         compileall.compile_dir(self.root, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         self.process = self.mutant = None
 
-    def begin(self, mutant, first):
+    def begin(self, mutant, noticed, running):
         """Fork: what takes longest to import is there already."""
         self.mutant, self.started = mutant, time.monotonic()
         (self.root / "noticed").write_text("")
@@ -210,7 +229,8 @@ class Workplace:
             try:
                 os.setpgid(0, 0)  # so that what it starts ends with it
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, resource.RLIM_INFINITY))
-                if self.all_pass(tests_of(mutant["file"]), first):
+                self.enter()
+                if self.all_pass(noticed, running):
                     self.code = 0
             except BaseException:
                 traceback.print_exc()
@@ -219,28 +239,44 @@ class Workplace:
                 sys.stderr.flush()
                 os._exit(self.code)
 
-    def all_pass(self, tests, first):
+    def enter(self):
         with open(self.root / "output", "w") as output:
             sys.stdout.flush()
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
         os.chdir(self.root)
         sys.path.insert(0, str(self.root))
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts="]
-        in_ci = "not slow and not peers"
+
+    def all_pass(self, noticed, running):
+        """Whether ``running``, the tests that run the line, pass; and all others of their files.
+
+        What one of these traced, JAX may have kept for the others. ``noticed``: the tests that noticed other mutants.
+        """
+        self.running, self.others, self.done = running, False, set()
         # Only a test that fails counts here: one that is not found any more fails below, if it has to.
-        if first and pytest.main([*options, "-m", in_ci, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
+        first = list(dict.fromkeys(noticed))[:FIRST]
+        if first and pytest.main([*OPTIONS, "-m", IN_CI, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
             return False
-        options += [f"--deselect={test}" for test in first]
-        for which in "not ci", "ci":
-            for number, test in enumerate(tests):
-                done = [f"--ignore=tests/{earlier}" for earlier in tests[:number]]
-                run = [*options, "-m", f"{which} and {in_ci}", *done, f"tests/{test}"]
+        seconds = {which: Counter() for which in ("not ci", "ci")}
+        for test, (taken, in_ci) in running.items():
+            seconds["ci" if in_ci else "not ci"][test.partition("::")[0]] += taken
+        often = Counter(test.partition("::")[0] for test in noticed)
+        for self.others, which in itertools.product((False, True), seconds):
+            for file in sorted(seconds[which], key=lambda file: seconds[which][file] / (1 + often[file])):
+                if time.process_time() > PATIENCE:
+                    return True
+                run = [*OPTIONS, "-m", f"{which} and {IN_CI}", file]
                 if pytest.main(run, plugins=[self]) not in PASSED:
                     return False
         return True
 
+    def pytest_collection_modifyitems(self, items):
+        left = [item for item in items if item.nodeid not in self.done]
+        items[:] = [item for item in left if item.nodeid in self.running or self.others]
+        items.sort(key=lambda item: self.running.get(item.nodeid, (0, False)))
+
     def pytest_runtest_logreport(self, report):
+        self.done.add(report.nodeid)
         if report.failed:
             (self.root / "noticed").write_text(report.nodeid)
             self.code = KILLED_IN_CI if "ci" in report.keywords else KILLED
@@ -260,9 +296,8 @@ class Workplace:
         return {0: "survived", KILLED_IN_CI: "killed in CI"}.get(os.waitstatus_to_exitcode(status), "killed")
 
 
-def run(mutants, jobs, results):
-    """Yield each mutant with its outcome, as they end; ``results`` are those of before."""
-    # As in conftest.py, which comes too late here: jax reads them when it is imported. All mutants share one cache.
+def prepare():
+    """Import what all processes share, with the settings of conftest.py, which comes too late here."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -270,6 +305,10 @@ def run(mutants, jobs, results):
     for module in SHARED:
         __import__(module)
     gc.freeze()  # a collector need not look at it in each mutant
+
+
+def run(mutants, jobs, results, lines):
+    """Yield each mutant with its outcome, as they end; ``results`` are those of before."""
     places, waiting = [Workplace() for _ in range(jobs)], list(mutants)
     try:
         while waiting or any(place.process for place in places):
@@ -278,7 +317,7 @@ def run(mutants, jobs, results):
                     yield place.mutant, outcome, place
                 if not place.process and waiting:
                     mutant = waiting.pop(0)
-                    place.begin(mutant, noticed_before(mutant["file"], results))
+                    place.begin(mutant, noticed_before(mutant["file"], results), running_it(mutant, lines))
             time.sleep(0.05)
     finally:
         for place in places:
@@ -289,25 +328,25 @@ def run(mutants, jobs, results):
 
 def noticed_before(file, results):
     """Return the tests that noticed other mutants of this file, and then of its folder, the last one first."""
-    tests = [
+    return [
         test
         for where in (f"{file} | ", room_of(file))
         for key, (_, test) in reversed(results.items())
         if test and key.startswith(where)
     ]
-    return list(dict.fromkeys(tests))[:FIRST]
 
 
 def all_mutants(files):
     """Of each file, those that differ in line, change and how many of the same came before."""
     for file in files:
         source = (ROOT / "jax_lossscale" / file).read_text()
-        lines, seen = source.splitlines(), Counter()
+        texts, seen, of_statements = source.splitlines(), Counter(), lines_of_statements(source)
         for number, before, after, mutated in mutants_of(source):
-            key = " | ".join((file, lines[number - 1].strip(), before, after))
+            key = " | ".join((file, texts[number - 1].strip(), before, after))
             seen[key] += 1
             yield {"file": file, "line": number, "source": mutated, "before": before, "after": after} | {
-                "key": key + (f" | {seen[key]}" if seen[key] > 1 else "")
+                "lines": of_statements[number],
+                "key": key + (f" | {seen[key]}" if seen[key] > 1 else ""),
             }
 
 
@@ -327,19 +366,92 @@ def room_of(file):
     return next(name for name in TESTS if file.startswith(name))
 
 
-def tests_of(file):
-    tests = TESTS[room_of(file)]
-    folders = [test for test in tests if not test.endswith(".py")]
-    own = [f"{folder}/test_{Path(file).stem}.py" for folder in folders]
-    return list(dict.fromkeys([*(test for test in own if (ROOT / "tests" / test).exists()), *OF_ALL, *tests]))
+def files_of_tests(room):
+    folder = ROOT / "tests"
+    named = (folder / test for test in [*OF_ALL, *TESTS[room]])
+    files = (file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
+    return dict.fromkeys(str(file.relative_to(ROOT)) for file in files)
 
 
-def check_that_the_tests_pass(files, jobs):
-    unlike = {room_of(file): file for file in files}.values()
-    as_they_are = [{"file": file, "source": (ROOT / "jax_lossscale" / file).read_text()} for file in unlike]
-    for mutant, outcome, place in run(as_they_are, jobs, {}):
-        if outcome != "survived":
-            sys.exit(f"The tests of {mutant['file']} fail without a change:\n{(place.root / 'output').read_text()}")
+def running_it(mutant, lines):
+    """Return, of each test of a mutant's folder that runs its line, how long it takes, and whether only CI runs it.
+
+    What is run when a module is imported no single test runs: it is all of them.
+    """
+    of_room = files_of_tests(room_of(mutant["file"]))
+    found = {test for line in mutant["lines"] for test in lines["run"][mutant["file"]].get(str(line), ())}
+    tests = [lines["tests"][number] for number in found] or lines["tests"]
+    return {test: (taken, in_ci) for test, taken, in_ci in tests if test.partition("::")[0] in of_room}
+
+
+def measured_lines(jobs):
+    """Return which tests there are, how long they take, and of each line which of them run it; exit if one fails."""
+    if LINES.exists():
+        return json.loads(LINES.read_text())
+    files = sorted(
+        {file for room in TESTS for file in files_of_tests(room)}, key=lambda file: len(Path(file).read_text())
+    )
+    places = [Workplace() for _ in range(jobs)]
+    children = [measure_in(place, files[number::jobs]) for number, place in enumerate(places)]
+    found = {"tests": [], "run": {}}
+    for child, place in zip(children, places, strict=True):
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"The tests fail without a change:\n{(place.root / 'output').read_text()}")
+        part, before = json.loads((place.root / "lines").read_text()), len(found["tests"])
+        found["tests"] += part["tests"]
+        for file, run in part["run"].items():
+            for line, tests in run.items():
+                found["run"].setdefault(file, {}).setdefault(line, []).extend(before + test for test in tests)
+        shutil.rmtree(place.root)
+    LINES.parent.mkdir(exist_ok=True)
+    LINES.write_text(json.dumps(found))
+    return found
+
+
+def measure_in(place, files):
+    """Begin to measure tests, in a process of their own."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        place.enter()
+        recorder = Recorder(place.root / "jax_lossscale")
+        code = int(pytest.main([*OPTIONS, "-m", IN_CI, *files], plugins=[recorder]))
+        (place.root / "lines").write_text(json.dumps(recorder.found()))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class Recorder:
+    """A plugin of pytest that notes which test runs which lines, and how long it takes."""
+
+    def __init__(self, package):
+        self.package, self.tests = package, {}
+        self.coverage = coverage.Coverage(data_file=None, config_file=False, include=[f"{package}/*"])
+        self.coverage.start()
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.coverage.switch_context(nodeid)
+
+    def pytest_runtest_logfinish(self):
+        self.coverage.switch_context("")
+
+    def pytest_runtest_logreport(self, report):
+        before, _ = self.tests.get(report.nodeid, (0, False))
+        self.tests[report.nodeid] = before + report.duration, "ci" in report.keywords
+
+    def found(self):
+        self.coverage.stop()
+        numbers = {test: number for number, test in enumerate(self.tests)}
+        data, run = self.coverage.get_data(), {}
+        for file in data.measured_files():
+            run[str(Path(file).relative_to(self.package))] = {
+                line: [numbers[test] for test in tests if test in numbers]
+                for line, tests in data.contexts_by_lineno(file).items()
+            }
+        return {"tests": [[test, *of_test] for test, of_test in self.tests.items()], "run": run}
 
 
 def read(path):
@@ -361,39 +473,49 @@ def main():
     explained = read(EXPLAINED)
     known = {key for key, (outcome, _) in results.items() if outcome != "survived" or key in explained}
     todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in known]
-    random.Random(0).shuffle(todo)  # so that what a run that is stopped has done is a fair sample
     if todo and not given.report:
-        check_that_the_tests_pass(dict.fromkeys(mutant["file"] for mutant in todo), given.jobs)
-        for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results), 1):
+        prepare()
+        lines = measured_lines(given.jobs)
+        for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results, lines), 1):
             results[mutant["key"]] = outcome, (place.root / "noticed").read_text()
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1))
             print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
-    report(files, results, given.save)
+    report(files_of([]) if given.save else files, results, given.save)
 
 
 def report(files, results, save):
     """Print what came of each file, and the survivors of which nobody has said why."""
     explained, unexplained = read(EXPLAINED), []
     outcomes = ("killed", "killed in CI", "timed out", "explained", "survived", "not run")
-    rows = [("file", *outcomes), ("---", *["--:"] * len(outcomes))]
-    total = Counter()
+    rows = [("file", "run on", *outcomes), ("---", "---", *["--:"] * len(outcomes))]
+    saved, total = saved_rows(), Counter()
     for file in files:
-        counts = Counter()
-        for mutant in all_mutants([file]):
+        counts, mutants = Counter(), list(all_mutants([file]))
+        if file in saved and not any(mutant["key"] in results for mutant in mutants):
+            rows.append((file, *saved[file]))
+            total.update(dict(zip(outcomes, map(int, saved[file][1:]), strict=True)))
+            continue
+        for mutant in mutants:
             outcome, _ = results.get(mutant["key"], ("not run", ""))
             outcome = "explained" if outcome == "survived" and mutant["key"] in explained else outcome
             counts[outcome] += 1
             if outcome == "survived":
                 unexplained.append(f"{file}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
-        rows.append((file, *(str(counts[outcome]) for outcome in outcomes)))
+        rows.append((file, str(date.today()), *(str(counts[outcome]) for outcome in outcomes)))
         total += counts
-    rows.append(("all", *(str(total[outcome]) for outcome in outcomes)))
+    rows.append(("all", "", *(str(total[outcome]) for outcome in outcomes)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     print(table, *(unexplained or ["Of those that were run, no survivor is without a reason."]), sep="\n")
     if save:
         versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax", "optax"))
         SAVED.write_text(f"{HEAD}\n{date.today()}, {versions}.\n\n{table}")
+
+
+def saved_rows():
+    """The rows of the table as it was saved, by file."""
+    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if line.startswith("| _")]
+    return {file: row for file, *row in lines}
 
 
 if __name__ == "__main__":

@@ -170,9 +170,8 @@ class AutoLossScale(BoundedLossScale):
             raise ValueError(f"`AutoLossScale.adjust(largest=...)` must be a real scalar, got {largest!r}.")
         largest = jnp.asarray(largest, jnp.float32)
         was_measured = (largest >= 0) & (largest < jnp.inf)
-        has_gradient = was_measured & (
-            largest >= jnp.finfo(jnp.float32).tiny
-        )  # XLA takes what is below for zero, or not
+        # Of what is smaller than a normal number XLA may make zero.
+        has_gradient = was_measured & (largest >= jnp.finfo(jnp.float32).tiny)
 
         scale, *learned = (jnp.asarray(leaf) for leaf in jax.tree.leaves(self))
         now = (ceil_log2(scale), *learned)

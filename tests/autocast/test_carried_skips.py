@@ -115,6 +115,7 @@ CASES = {
     "a weight of an inner loop": (learned, W[0], [WIDE]),
     "a weight to which updates are added": (learned_by_optax, W[0], [NARROW]),
     "another one's sum": (another, (X, X), [WIDE, WIDE]),
+    "two numbers": (lambda x, w: x + jnp.tanh(x @ w[:2, :2]), X[0, :2], [NARROW]),
     "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [WIDE]),
 }
 

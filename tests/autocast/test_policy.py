@@ -267,16 +267,17 @@ def residual(w, x):
     return jnp.mean(x**2)
 
 
-def test_what_goes_from_block_to_block_may_be_narrow():
+@pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
+def test_what_goes_from_block_to_block_may_be_narrow(w, x):
     """The sums are arithmetic, and float32; where they are stored they are float16."""
     narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(narrow_skips=True))
     for function, dtype in ((jls.autocast(residual), WIDE), (narrow, NARROW)):
-        kept = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], W, X)
-        large = [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == X.shape]
+        kept = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
+        large = [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape]
         assert (WIDE in large) == (dtype == WIDE)
-    plain, rounded = (jax.value_and_grad(f, (0, 1))(W, X) for f in (residual, narrow))
+    plain, rounded = (jax.value_and_grad(f, (0, 1))(w, x) for f in (residual, narrow))
     assert distance(plain, rounded) < 4e-3
-    assert set(product_dtypes(jax.grad(narrow), W, X)) == {NARROW}
+    assert set(product_dtypes(jax.grad(narrow), w, x)) == {NARROW}
 
 
 @pytest.mark.parametrize(
