@@ -16,7 +16,7 @@ that all of them pass there. Delete that file after a change of the package or o
 
 What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
 which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor without a
-reason is run again each time.
+reason is run again each time; one with a reason only ``--afresh``.
 """
 
 import argparse
@@ -57,7 +57,7 @@ that was not run again has the row of the day on which it was.
 """
 CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
 HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
-PATIENCE = 90  # CPU seconds of tests that pass, after which no further file is run: it has survived
+PATIENCE = 60  # CPU seconds of tests that pass, after which no further file is run: it has survived
 KILLED, KILLED_IN_CI = 1, 2  # exit status: by a test that README's command runs, or by one that only CI runs
 PASSED = (0, 5)  # what pytest says, the second where there was no test
 IN_CI = "not slow and not peers"
@@ -471,7 +471,7 @@ def main():
         parser.error(f"tests are named for {', '.join(TESTS)}")
     results = read(RESULTS)
     explained = read(EXPLAINED)
-    known = {key for key, (outcome, _) in results.items() if outcome != "survived" or key in explained}
+    known = {key for key, (outcome, _) in results.items() if outcome != "survived"} | explained.keys()
     todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in known]
     if todo and not given.report:
         prepare()
@@ -498,7 +498,7 @@ def report(files, results, save):
             continue
         for mutant in mutants:
             outcome, _ = results.get(mutant["key"], ("not run", ""))
-            outcome = "explained" if outcome == "survived" and mutant["key"] in explained else outcome
+            outcome = "explained" if outcome in ("survived", "not run") and mutant["key"] in explained else outcome
             counts[outcome] += 1
             if outcome == "survived":
                 unexplained.append(f"{file}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")

@@ -75,8 +75,9 @@ class Rule:
         if not is_product(eqn):
             is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(eqn)
             return Decision(Kind.OTHER, is_alone, is_narrow)
-        if any(atom.aval.dtype != jnp.float32 for atom in (*eqn.invars[:2], *eqn.outvars)):
-            return Decision(Kind.PRODUCT, reason="not float32 in the source")
+        others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
+        if others:
+            return Decision(Kind.PRODUCT, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
             has_wide_result = rule.precision == "wide_result"
             reason = _said_by(rule) if wide_by_rule or has_wide_result else ""

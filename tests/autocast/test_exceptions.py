@@ -71,7 +71,6 @@ MARKED = "marked with the precision"
 FACTORED = "a factorization is made of its result"
 CONSTANT = "float16 cannot hold its constant operand"
 UNKNOWN = "nothing is known of its constant operand"
-CAST = "not float32 in the source"
 # What is computed from a matrix of 8 x 8 and one of 4 x 8, and why its products are not narrow; "" if they are.
 SITUATIONS = {
     "plain": (lambda w, x: x @ w, ""),
@@ -86,9 +85,13 @@ SITUATIONS = {
     ),
     "float32 result of float16": (
         lambda w, x: jax.lax.dot(x.astype(jnp.float16), w.astype(jnp.float16), preferred_element_type=jnp.float32),
-        CAST,
+        "float16 in the source",
     ),
-    "cast by hand to the other": (lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), CAST),
+    "cast by hand to the other": (
+        lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
+        "bfloat16 in the source",
+    ),
+    "of complex numbers": (lambda w, x: jnp.real(x @ (w + 1j)), "complex64 in the source"),
     "ragged": (lambda w, x: ragged(w, x), ""),
     "ragged, and marked": (lambda w, x: ragged(w, x, precision=jax.lax.Precision.HIGHEST), MARKED),
     "no sum": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))), None),

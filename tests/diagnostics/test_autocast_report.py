@@ -234,7 +234,7 @@ def test_a_function_cast_by_hand():
     assert str(autocast_report(by_hand, W, X).facts) == "Matrix products and convolutions: 2 of 2 in float16."
     other = autocast_report(by_hand, W, X, dtype=jnp.bfloat16)
     assert "0 of 2 in bfloat16" in str(other.facts)
-    assert str(other.facts).endswith("not float32 in the source.")
+    assert str(other.facts).endswith("float16 in the source.")
 
 
 def test_a_function_without_products():

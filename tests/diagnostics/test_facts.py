@@ -126,4 +126,5 @@ def test_a_product_outside_of_what_autocast_computes_is_told_to_be_there(precisi
         return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
 
     facts = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).facts)
-    assert facts.endswith(f"The first that is not: {line(partly, 'outside')}; outside of `autocast`.")
+    why = "outside of `autocast`, or made by differentiating"
+    assert facts.endswith(f"The first that is not: {line(partly, 'outside')}; {why}.")

@@ -6,6 +6,7 @@ import pytest
 import workloads
 from lines import line
 
+from jax_lossscale import autocast
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 half = jnp.float16
@@ -160,6 +161,26 @@ def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
     assert report.cause == cause
     assert report.verdict.startswith(words.format(line(fun)))
     assert report.verdict.count("in 16 bits") == 1
+
+
+def with_a_zero(w, x):
+    """The zero is shared with a choice, which is computed in half precision, and so is stored in it."""
+    zero = jnp.zeros((1, 1))
+    hidden = jnp.maximum(x @ w, zero) @ w
+    return jnp.mean(hidden) + jnp.mean(jnp.sqrt(zero + x**2 + 1))
+
+
+def with_a_zero_and_a_root_of_zero(w, x):
+    return with_a_zero(w, x) + jnp.sum(jnp.zeros((1, 1)) * (x @ w)) + jnp.sum(jnp.sqrt(jnp.abs(w - w)))
+
+
+def test_a_zero_that_is_used_in_float32_is_not_called_lost():
+    args = jnp.eye(8), jnp.ones((16, 8))
+    assert "in 16 bits" not in compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
+    assert "in 16 bits" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
+    verdict = compare_gradients(autocast(with_a_zero_and_a_root_of_zero), *args, loss_scales=[1.0]).verdict
+    assert "in 16 bits" not in verdict
+    assert "a root" in verdict
 
 
 def test_leaves_that_stay_worse_than_the_rest_are_named():

@@ -223,7 +223,9 @@ class _Constants(Flow[_Value]):
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
-        if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
+        # A zero that is used in float32 was one from the beginning.
+        is_used_narrow = not place.is_backward and is_narrow(eqn.outvars[0].aval)
+        if is_used_narrow and name in (*_KEEPS_AWAY, "mul", "div"):
             for operand in operands:
                 if operand.number is not None and (operand.number == 0 or np.isinf(operand.number)):
                     lost = LostConstant(name, place, operand.number)

@@ -166,7 +166,7 @@ def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
     if exceptions:
         return "; ".join(exceptions)
     if not step.place.is_backward:
-        return "outside of `autocast`"
+        return "outside of `autocast`, or made by differentiating"
     return f"made by differentiating what is computed in {step.eqn.outvars[0].aval.dtype.name}"
 
 
