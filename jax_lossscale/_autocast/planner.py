@@ -167,7 +167,7 @@ class Planner:
         # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
         first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
         results = [
-            gives[n] or (n >= first and all(_gives_narrow(plan, n) for plan in plans)) for n in range(len(step.outputs))
+            gives[n] or (n >= first and all(gives_narrow(plan, n) for plan in plans)) for n in range(len(step.outputs))
         ]
         return Inner(plans, tuple(operands), tuple(results))
 
@@ -206,7 +206,8 @@ def _with_those_by_result(
     return program._replace(steps=tuple(steps)), decided
 
 
-def _gives_narrow(plan: Plan, position: int) -> bool:
+def gives_narrow(plan: Plan, position: int) -> bool:
+    """Whether a result of a program is stored in half precision."""
     atom = plan.program.outputs[position]
     return not isinstance(atom, Literal) and atom in plan.narrow
 

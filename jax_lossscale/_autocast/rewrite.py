@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import keeps, mark_kept, with_rounded_cotangent
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan, taken_narrow
-from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.planner import Planner, gives_narrow
 from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._autocast.wide_product import wide_product
@@ -131,7 +131,7 @@ class Rewriting:
         if decision.kind is Kind.CALL:
             return self._call(step, plan.inner[position], operands)
         if decision.kind in FOLLOWING and name == "custom_jvp_call" and all(are_narrow):
-            return custom_rules.custom_jvp_call(functools.partial(self._planned_now, plan.at, True), eqn, operands)
+            return custom_rules.custom_jvp_call(functools.partial(self._planned_now, plan.at, 0), eqn, operands)
         if decision.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if decision.kind is Kind.IN_HALF and decision.is_narrow and self.measured is None:
@@ -151,11 +151,12 @@ class Rewriting:
             return [wide_product(step.eqn.primitive, operands, params)]
         return bind_here(step.eqn, operands, params)
 
-    def _planned_now(self, at: At, are_narrow: bool, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results of a jaxpr that is known only now, all narrow or all as it declares them."""
+    def _planned_now(self, at: At, declared: int, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results of a jaxpr that is known only now, so many as it declares them, the others as stored."""
         arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, arrives, at)
-        return self.declared(plan, closed, inputs, [are_narrow] * len(closed.out_avals))
+        are_narrow = [n >= declared and gives_narrow(plan, n) for n in range(len(closed.out_avals))]
+        return self.declared(plan, closed, inputs, are_narrow)
 
     def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a step in which jaxprs are rewritten."""
@@ -168,7 +169,10 @@ class Rewriting:
             def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
                 if closed.jaxpr is body.closed.jaxpr:
                     return self.declared(inner_plan, closed, inputs, inner.results)
-                return self._planned_now(inner_plan.at, False, closed, inputs)  # What the function's rule computes.
+                # What the function's rule computes: residuals stay as they are, and tangents are of declared dtypes.
+                has_residuals = eqn.primitive.name == "custom_vjp_call"
+                declared = len(eqn.outvars) if has_residuals else len(closed.out_avals)
+                return self._planned_now(inner_plan.at, declared, closed, inputs)
 
             return by_rule(evaluate, eqn, inputs)
         jaxprs = []

@@ -294,6 +294,24 @@ def test_what_is_computed_again_as_a_whole_is_so_in_parts():
     assert len(kept(inside)) < len(kept(jls.autocast(block, policy=jls.PrecisionPolicy(recompute=False))))
 
 
+def test_what_a_custom_vjp_keeps_is_narrow_where_it_is_stored_so():
+    """Such as queries, keys and values of attention, which are results of products."""
+
+    def plain(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    attention = jax.custom_vjp(plain)
+    attention.defvjp(lambda *args: (plain(*args), args), lambda args, y: jax.vjp(plain, *args)[1](y))
+
+    def loss(w, x):
+        return jnp.sum(attention(x @ w, x @ (w + 1), x @ w.T) @ w)
+
+    assert kept(loss, W, X).count("float32[4,16]") == 4  # the result of the rule, too
+    assert {each.partition("[")[0] for each in kept(jls.autocast(loss), W, X)} == {"float16"}
+    gradients = (jax.grad(function)(W, X) for function in (loss, jls.autocast(loss)))
+    assert distance(*gradients) < 2e-3
+
+
 def test_a_rule_for_a_product_keeps_no_more():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
