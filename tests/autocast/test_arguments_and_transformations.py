@@ -327,6 +327,18 @@ def test_taylor_mode_needs_a_policy_that_recomputes_nothing():
         jet(jls.autocast(function), *series)
 
 
+@pytest.mark.parametrize("around", [jax.checkpoint, jls.autocast])
+def test_a_backward_pass_that_uses_another_array_than_its_residuals_is_refused_by_jax(around):
+    def loss(w, x):
+        function = jax.custom_vjp(lambda w: jnp.sum(x @ w))
+        function.defvjp(lambda w: (jnp.sum(x @ w), None), lambda _, y: (y * (x.T @ jnp.ones((4, 8))),))
+        return function(w)
+
+    assert close(jax.jit(jax.grad(loss))(W, X), X.T @ jnp.ones((4, 8)))
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        jax.jit(jax.grad(around(loss)))(W, X)
+
+
 def test_a_backward_pass_in_the_rule_of_a_custom_jvp_is_computed_as_it_is_written():
     @jax.custom_vjp
     def product(x, w):
