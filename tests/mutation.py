@@ -24,7 +24,6 @@ import ast
 import compileall
 import copy
 import gc
-import itertools
 import json
 import os
 import resource
@@ -51,7 +50,7 @@ SAVED = ROOT / "tests" / "mutation.md"
 HEAD = """# What tests notice of a broken core
 
 Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
-tests on each, and writes this page. "In CI" are those that a test noticed which the README's command leaves out;
+tests on each, and writes this page. "In CI" are those that a test noticed first which the README's command leaves out;
 "explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet. A file
 that was not run again has the row of the day on which it was.
 """
@@ -257,23 +256,21 @@ class Workplace:
         first = list(dict.fromkeys(noticed))[:FIRST]
         if first and pytest.main([*OPTIONS, "-m", IN_CI, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
             return False
-        seconds = {which: Counter() for which in ("not ci", "ci")}
-        for test, (taken, in_ci) in running.items():
-            seconds["ci" if in_ci else "not ci"][test.partition("::")[0]] += taken
-        often = Counter(test.partition("::")[0] for test in noticed)
-        for self.others, which in itertools.product((False, True), seconds):
-            for file in sorted(seconds[which], key=lambda file: seconds[which][file] / (1 + often[file])):
+        seconds, often = Counter(), Counter(test.partition("::")[0] for test in noticed)
+        for test, taken in running.items():
+            seconds[test.partition("::")[0]] += taken
+        for self.others in (False, True):
+            for file in sorted(seconds, key=lambda file: seconds[file] / (1 + often[file])):
                 if time.process_time() > PATIENCE:
                     return True
-                run = [*OPTIONS, "-m", f"{which} and {IN_CI}", file]
-                if pytest.main(run, plugins=[self]) not in PASSED:
+                if pytest.main([*OPTIONS, "-m", IN_CI, file], plugins=[self]) not in PASSED:
                     return False
         return True
 
     def pytest_collection_modifyitems(self, items):
         left = [item for item in items if item.nodeid not in self.done]
         items[:] = [item for item in left if item.nodeid in self.running or self.others]
-        items.sort(key=lambda item: self.running.get(item.nodeid, (0, False)))
+        items.sort(key=lambda item: self.running.get(item.nodeid, 0))
 
     def pytest_runtest_logreport(self, report):
         self.done.add(report.nodeid)
@@ -374,14 +371,14 @@ def files_of_tests(room):
 
 
 def running_it(mutant, lines):
-    """Return, of each test of a mutant's folder that runs its line, how long it takes, and whether only CI runs it.
+    """Return, of each test of a mutant's folder that runs its line, how long it takes.
 
     What is run when a module is imported no single test runs: it is all of them.
     """
     of_room = files_of_tests(room_of(mutant["file"]))
     found = {test for line in mutant["lines"] for test in lines["run"][mutant["file"]].get(str(line), ())}
     tests = [lines["tests"][number] for number in found] or lines["tests"]
-    return {test: (taken, in_ci) for test, taken, in_ci in tests if test.partition("::")[0] in of_room}
+    return {test: taken for test, taken in tests if test.partition("::")[0] in of_room}
 
 
 def measured_lines(jobs):
@@ -439,8 +436,7 @@ class Recorder:
         self.coverage.switch_context("")
 
     def pytest_runtest_logreport(self, report):
-        before, _ = self.tests.get(report.nodeid, (0, False))
-        self.tests[report.nodeid] = before + report.duration, "ci" in report.keywords
+        self.tests[report.nodeid] = self.tests.get(report.nodeid, 0) + report.duration
 
     def found(self):
         self.coverage.stop()
@@ -451,7 +447,7 @@ class Recorder:
                 line: [numbers[test] for test in tests if test in numbers]
                 for line, tests in data.contexts_by_lineno(file).items()
             }
-        return {"tests": [[test, *of_test] for test, of_test in self.tests.items()], "run": run}
+        return {"tests": [*self.tests.items()], "run": run}
 
 
 def read(path):

@@ -217,8 +217,9 @@ def range_report(
     measured how far off it is, and the errors are followed from value and gradients back to where they begin: what
     vanishes or rounds without harm is not told. For a loop, the worst iteration is reported.
 
-    It runs operation by operation, so that equal operations are compiled once, and keeps a few numbers of each. For
-    `jax.shard_map` and kernels, only the results are measured.
+    It runs operation by operation, so that equal operations are compiled once, and keeps a few numbers of each. A loop
+    or branch is compiled as a whole, which takes seconds for each. For `jax.shard_map` and kernels, only the results
+    are measured.
 
     Args:
       fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
