@@ -1,5 +1,6 @@
 """A constant goes into a half-precision product only if all its numbers fit, as far as that can be known."""
 
+import math
 import random
 
 import jax
@@ -171,6 +172,13 @@ INTERVALS = {
     "a scatter": (lambda: jnp.full(8, 5.0).at[jnp.array([1, 3])].set(-2.0), (-2, 5)),
     "zero times infinity": (lambda: jnp.zeros(3) * jnp.exp(1e3 * jnp.asarray(HALVES)), UNKNOWN),
     "a part of complex numbers": (lambda: jax.lax.real(HALVES + 1j), UNKNOWN),
+    "no numbers": (lambda: jax.lax.neg(np.zeros((0, 3), np.float32)), (0, 0)),
+    "an absolute value": (lambda: jax.lax.abs(np.float32([-1, 3])), (0, 3)),
+    "a reciprocal square root": (lambda: jax.lax.rsqrt(HALVES), (1, 2)),
+    "logistic": (lambda: jax.lax.logistic(HALVES), (1 / (1 + math.exp(-0.25)), 1 / (1 + math.exp(-1)))),
+    "a remainder": (lambda: jax.lax.rem(np.float32([5, 6, 7]), HALVES), (-1, 1)),
+    "bytes from the least on": (lambda: jax.lax.max(np.int8([-128, 3]), np.int8([-128, -128])), (-128, 3)),
+    "bytes up to the largest": (lambda: jax.lax.max(np.int8([0, 127]), np.int8([0, 0])), (0, 127)),
 }
 
 
