@@ -92,15 +92,13 @@ def by_result(
 
 def _is_relu(eqn: Any) -> bool:
     """Whether an equation is what `jax.nn.relu` is, with its derivative."""
-    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) > 1:
-        return False
     aval = eqn.invars[0].aval
 
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
-    # A rule of the user's may raise, and so does the trace of an operand that varies over the axes of a mesh: these are
-    # known inside `jax.shard_map` only.
+    # What has two operands raises here, and a rule of the user's may. So does the trace of an operand that varies over
+    # the axes of a mesh: these are known inside `jax.shard_map` only.
     try:
         with eqn.ctx.manager:
             return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])

@@ -152,11 +152,9 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
             capacities[numbers[start], numbers[end]] = 2 * _MOST if price == math.inf else math.ceil(price / unit)
     shape = len(numbers), len(numbers)
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), tuple(zip(*capacities, strict=True))), shape)
-    left = (graph - maximum_flow(graph, 0, 1).flow).tocoo()
-    is_open = left.data > 0
-    backwards = csr_matrix((np.ones(is_open.sum()), (left.col[is_open], left.row[is_open])), shape)
+    left = graph - maximum_flow(graph, 0, 1).flow  # of each edge, what more could flow
     nodes = list(numbers)
-    return {nodes[n] for n in breadth_first_order(backwards, 1, return_predecessors=False)}
+    return {nodes[n] for n in breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)}
 
 
 class OperandsAskedFor:
@@ -168,8 +166,8 @@ class OperandsAskedFor:
     def __call__(self, eqn: Any) -> frozenset[int]:
         if eqn.primitive.name in PLACEMENTS:
             return frozenset()
-        literals = tuple(str(atom) if isinstance(atom, Literal) else "" for atom in eqn.invars)
-        key = eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()), literals
+        operands = tuple((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars)
+        key = eqn.primitive, operands, tuple(eqn.params.items())
         try:
             if key not in self._known:
                 self._known[key] = _find_operands_asked_for(eqn)

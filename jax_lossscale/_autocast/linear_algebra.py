@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_lossscale._program.inline import Name, Program, inlined, names
 from jax_lossscale._program.inside import inside
-from jax_lossscale._program.jaxpr import jaxprs_of
 from jax_lossscale._program.primitives import LINEAR_ALGEBRA, PRODUCTS
 
 
@@ -47,8 +46,7 @@ class Feeding:
         if name in PRODUCTS:
             return [False] * len(eqn.invars), goes_on
         if not bodies:
-            feeds = any(goes_on) or any(map(self._holds_any, jaxprs_of(tuple(eqn.params.values()))))
-            return [feeds] * len(eqn.invars), goes_on
+            return [any(goes_on)] * len(eqn.invars), goes_on
         while True:
             feeding = [False] * len(eqn.invars)
             for body in bodies:
@@ -67,6 +65,3 @@ class Feeding:
             feeding = self.values(program, outputs)
             self._arguments[jaxpr, outputs] = [name in feeding for name in program.inputs]
         return self._arguments[jaxpr, outputs]
-
-    def _holds_any(self, jaxpr: Jaxpr) -> bool:
-        return any(self._of_jaxpr(jaxpr, (False,) * len(jaxpr.outvars)))

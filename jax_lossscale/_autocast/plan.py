@@ -72,13 +72,13 @@ class At(NamedTuple):
     """Where a jaxpr lies.
 
     Attributes:
-      within: the equations that it lies in, the outermost first.
       recompute: whether its stretches are computed again in the backward pass.
+      within: the equations that it lies in, the outermost first.
       is_iterated: whether it is inside the body of a loop.
     """
 
+    recompute: bool
     within: tuple[Any, ...] = ()
-    recompute: bool = True
     is_iterated: bool = False
 
 

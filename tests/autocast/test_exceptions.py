@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.scipy.stats import multivariate_normal
-from reading import product_dtypes
+from reading import equations, product_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -221,6 +221,8 @@ def test_which_products_stay_float32_and_why(function, reason):
     report = jls.diagnostics.autocast_report(loss, W, X)
     if reason is None:
         assert not report.products
+        eqns = equations(jax.make_jaxpr(jls.autocast(loss))(W, X))
+        assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "dot_general"} == {"float32"}
     else:
         assert all(each.reason.startswith(reason) for each in forward_products(report))
         assert len(forward_products(report)) == 1

@@ -76,12 +76,17 @@ def wrong_axis(y):
     return (exponentials / jnp.sum(exponentials, axis=0)[:, None]) @ y
 
 
+def normalized(y):
+    return y / jnp.sum(y, axis=1, keepdims=True)
+
+
 SOFTMAXES = {
     "softmax": (lambda y: jax.nn.softmax(y), 1),
     "over another axis": (lambda y: jax.nn.softmax(y, axis=0), 1),
     "over both": (lambda y: jax.nn.softmax(y, axis=(0, 1)), 1),
     "summed over one axis, divided along the other": (wrong_axis, 0),
     "not of exponentials": (lambda y: jnp.square(y) / jnp.sum(jnp.square(y), axis=1, keepdims=True), 0),
+    "of the same squares": (lambda y: normalized(jnp.square(y)), 0),
     "of the sum of others": (lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True), 0),
     "that is used for more": (lambda y: jnp.sin(jax.nn.softmax(y)), 0),
 }

@@ -66,6 +66,13 @@ def test_so_it_is_in_a_while_loop():
     assert product_dtypes(jls.autocast(fun, policy=WIDE), params, X) == ["float32", "float16"]
 
 
+def test_beside_a_rule_for_a_parameter_others_stand():
+    policy = jls.PrecisionPolicy([*WIDE.rules, jls.PrecisionRule("narrow", operation="dot_general")])
+    params = {"kept": W, "other": W}
+    narrow = jls.autocast(lambda params, x: x @ params["kept"] @ params["other"], policy=policy)
+    assert product_dtypes(narrow, params, X) == ["float32", "float16"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in MOVED if name not in ("one of a scan", "sharded")])
 def test_so_it_is_inside_shard_map(name):

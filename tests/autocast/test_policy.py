@@ -319,6 +319,18 @@ def test_a_policy_is_a_value():
     assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
 
 
+def test_errors_are_shown_and_kept_and_change_nothing():
+    policy = jls.PrecisionPolicy(POLICY.rules, errors=[1, 0.01])
+    assert policy == jls.PrecisionPolicy(POLICY.rules)
+    assert policy.errors == (1.0, 0.01)
+    assert jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config()))).errors == (1.0, 0.01)
+    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nwide: ")
+
+
+def test_an_operation_that_takes_no_parameter_has_an_empty_one():
+    assert jls.PrecisionRule("wide", parameter="").parameter == ""
+
+
 def test_the_loss_scale_is_shown_and_kept_and_changes_nothing():
     policy = jls.PrecisionPolicy(loss_scale=2**15)
     assert policy == jls.PrecisionPolicy()

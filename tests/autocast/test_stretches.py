@@ -225,6 +225,18 @@ def test_what_is_large_and_made_of_small_values_is_made_where_it_is_taken(large)
     chex.assert_trees_all_close(jax.grad(autocast)(*arguments), jax.grad(loss)(*arguments), rtol=1e-2)
 
 
+@pytest.mark.parametrize(("rows", "is_large"), [(2, False), (3, True)])
+def test_large_is_what_has_more_than_twice_the_bytes(rows, is_large):
+    def loss(w, x, row):
+        made = 2.0 * jnp.broadcast_to(row[None], x.shape)
+        return jnp.sum(jnp.sin(((x @ w) * made) @ w) * made)
+
+    jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, jnp.ones((rows, 16)), jnp.ones(16))
+    stretches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
+    taken = {atom.aval.str_short() for eqn in stretches for atom in eqn.invars if not isinstance(atom, Literal)}
+    assert (f"float32[{rows},16]" in taken) != is_large
+
+
 def test_what_is_large_and_made_by_an_exponential_is_made_once():
     def loss(w, x, numbers):
         large = jnp.exp(numbers[:, None] * jnp.arange(16.0)[None])

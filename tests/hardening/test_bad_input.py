@@ -101,8 +101,19 @@ jls.PrecisionPolicy(rules=[3])
 jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
     number, got -1.0.
+jls.PrecisionPolicy(rules=3)
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 3. Put a single one into a list.
+jls.PrecisionPolicy({"precision": "wide"})
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'wide'}. Put a single one
+    into a list.
+jls.PrecisionPolicy(errors=0.5)
+    `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
+jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
+    `PrecisionPolicy(errors=...)` must be two numbers, got (0.5, 0.1, 0.1).
 jls.PrecisionPolicy(narrow_skips=1)
     `PrecisionPolicy(narrow_skips=...)` must be True or False, got 1.
+jls.PrecisionRule("wide", layer="")
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, leave it out.
 jls.PrecisionRule("wide", layer=3)
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
 jls.accumulate_gradients(3, 8, 2)
