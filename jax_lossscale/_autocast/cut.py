@@ -178,18 +178,13 @@ class OperandsAskedFor:
 
 def _find_operands_asked_for(eqn: Any) -> frozenset[int]:
     """Follow what `jax.vjp` keeps back to the operands: masks are made of them, and so is ``1 - y``."""
-    floats = [
-        n
-        for n, atom in enumerate(eqn.invars)
-        if not isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-    ]
+
+    def function(*inputs: Any) -> list[Any]:
+        operands = [getattr(atom, "val", value) for atom, value in zip(eqn.invars, inputs, strict=True)]
+        return bind_here(eqn, operands, eqn.params)
 
     def residuals(*inputs: Any) -> list[Any]:
-        def of_floats(*moved: Any) -> list[Any]:
-            filled = dict(enumerate(inputs)) | dict(zip(floats, moved, strict=True))
-            return bind_here(eqn, [getattr(a, "val", filled[n]) for n, a in enumerate(eqn.invars)], eqn.params)
-
-        _, pull_back = jax.vjp(of_floats, *(inputs[n] for n in floats))
+        _, pull_back = jax.vjp(function, *inputs)
         return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
 
     try:

@@ -196,7 +196,10 @@ def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
 
 
 def _meaning(plan: Plan, stretch: Stretch) -> tuple[Any, ...]:
-    """Return what is equal for stretches of a plan that compute the same, on the same lines and in the same layer."""
+    """Return what is equal for stretches of a plan that compute the same, on the same lines and in the same layer.
+
+    Then as much is to be kept of each.
+    """
     numbers: dict[Name, int] = {}
 
     def numbered(atom: Name | Literal) -> Any:
@@ -214,5 +217,4 @@ def _meaning(plan: Plan, stretch: Stretch) -> tuple[Any, ...]:
         steps.append((computed, values, position in stretch.rounds_cotangent))
     outputs = tuple(map(numbered, stretch.outputs))
     types = tuple((plan.program.types[name], name in plan.narrow, name in stretch.wide) for name in numbers)
-    kept = frozenset((numbers[value.name], value.is_rounding) for value in stretch.kept or ())
-    return inputs, tuple(steps), outputs, types, kept
+    return inputs, tuple(steps), outputs, types

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import random
+from jax.extend.core import Literal
 from reading import distance, equations
 
 import jax_lossscale as jls
@@ -115,6 +116,7 @@ CASES = {
     "a weight of an inner loop": (learned, W[0], [WIDE]),
     "a weight to which updates are added": (learned_by_optax, W[0], [NARROW]),
     "another one's sum": (another, (X, X), [WIDE, WIDE]),
+    "half of it": (lambda x, w: jnp.concatenate([x[:16] + jnp.tanh(x[16:] @ w), x[16:]]), X, [NARROW]),
     "two numbers": (lambda x, w: x + jnp.tanh(x @ w[:2, :2]), X[0, :2], [NARROW]),
     "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [WIDE]),
 }
@@ -160,6 +162,30 @@ def test_what_is_kept_for_the_backward_pass_is_half_as_large():
 
     assert kept(jls.autocast(loss)) == {WIDE}
     assert kept(jls.autocast(loss, policy=POLICY)) == {NARROW}
+
+
+def types_taken(loss):
+    """The types of what stretches take that are computed again."""
+    jaxpr = jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)
+    stretches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
+    return {atom.aval.str_short() for eqn in stretches for atom in eqn.invars if not isinstance(atom, Literal)}
+
+
+def test_only_the_largest_of_what_goes_on_is_a_skip_connection():
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        total = jnp.sum(y, axis=1, keepdims=True)
+        return jnp.sum(jnp.sin((y + total) @ w) * total)
+
+    assert "float32[32,1]" in types_taken(loss)
+
+
+def test_what_is_computed_once_is_no_skip_connection():
+    def loss(w, x):
+        y = jnp.cumsum(jnp.sin(x), axis=1)
+        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w) * y)
+
+    assert "float32[32,16]" in types_taken(loss)
 
 
 def test_the_derivative_may_be_taken_inside():

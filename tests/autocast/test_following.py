@@ -45,6 +45,11 @@ CHOICES = {
     "of arithmetic": (lambda w, x: jax.nn.relu(jnp.sin(x @ w)), "max", WIDE),
     "of a product and of arithmetic": (lambda w, x: jnp.maximum(x @ w, jnp.sin(x)), "max", WIDE),
     "a pool of arithmetic": (lambda w, x: pooled(jnp.sin(x @ w)), "reduce_window_max", WIDE),
+    "the largest of arithmetic, into a product": (
+        lambda w, x: jnp.max(jnp.sin(x), 0, keepdims=True) @ w,
+        "reduce_max",
+        WIDE,
+    ),
     "a pool that goes into a product": (lambda w, x: pooled(jnp.sin(x @ w)) @ w[:4], "reduce_window_max", NARROW),
 }
 
@@ -105,6 +110,45 @@ def test_which_are_softmaxes(weights, number):
 
 
 # The cotangent of a bias.
+
+
+# What is added to a product, and whether it is a bias.
+ADDED = {
+    "a row": (lambda w, x: jnp.ones(8)[None] * x[0, 0], True),
+    "a row of an argument": (lambda w, x: x[:1], True),
+    "what was spread": (lambda w, x: jnp.broadcast_to(x[:1], x.shape), True),
+    "as much": (lambda w, x: x, False),
+    "as much arithmetic": (lambda w, x: jnp.exp(x), False),
+    "another product": (lambda w, x: x @ w.T, False),
+}
+
+
+@pytest.mark.parametrize(("added", "is_bias"), ADDED.values(), ids=ADDED)
+def test_what_is_a_bias(added, is_bias):
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w + added(w, x)))
+
+    program = jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X)
+    assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_bias
+
+
+def test_what_is_repeated_for_a_product_is_cast_afterwards():
+    """Its cotangent is a sum, of float32 numbers."""
+
+    def function(w, x):
+        return jnp.broadcast_to(jnp.sin(x[:1]), x.shape) @ w
+
+    types = [v.aval.str_short() for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X)) for v in eqn.outvars]
+    assert "float32[1,8]" in types
+    assert "float16[1,8]" not in types
+
+
+def test_what_is_used_as_it_is_and_moved_is_float32_on_both_ways():
+    def function(w, x):
+        y = x @ w
+        return jnp.sin(y) + jnp.cos(y.T).T
+
+    assert dtypes_of(["transpose"], jls.autocast(function), W, X) == [WIDE, WIDE]
 
 
 def biased(w, b, x):

@@ -204,6 +204,21 @@ def test_narrow_multiplications_have_narrow_results():
     assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
 
 
+def test_what_is_computed_once_is_made_narrow_by_no_rule():
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="cumsum")])
+    with pytest.warns(UserWarning, match="no operation matches"):
+        result = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.cumsum(x @ w, axis=1), policy=policy))(W, X)
+    (dtype,) = {eqn.outvars[0].aval.dtype.name for eqn in equations(result) if eqn.primitive.name == "cumsum"}
+    assert dtype == WIDE
+
+
+def test_what_cannot_be_narrow_stays_as_it_is():
+    """JAX makes complex numbers of float32 only."""
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow")])
+    narrow = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
+    assert distance(narrow(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
+
+
 def test_everything_narrow():
     def loss(w, x):
         return jnp.mean(network(w, x) ** 2)

@@ -1,5 +1,7 @@
 """What is kept for the backward pass: results of products, and what the author's arguments hold anyway."""
 
+from collections import Counter
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,46 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
     assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
     expected = jax.grad(loss)(weights, X)
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
+
+
+# What is kept of three blocks, beside weights: without, and with `narrow_skips`.
+NARROW, WIDE, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
+BLOCKS = {
+    "relu behind the sum": (
+        lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w) @ w.T),
+        {NARROW: 7, WIDE: 1},
+        {NARROW: 7},
+    ),
+    "relu before": (lambda w, x: x + jax.nn.relu(x) @ w, {NARROW: 4, WIDE: 1}, {NARROW: 4}),
+    "norms and relu": (
+        lambda w, x: jax.nn.relu(x + norm(jax.nn.relu(norm(x @ w)) @ w)),
+        {NARROW: 9, WIDE: 1, STATISTICS: 12},
+        {NARROW: 9, STATISTICS: 12},
+    ),
+    "norm before": (
+        lambda w, x: x + jnp.tanh(norm(x) @ w) @ w.T,
+        {NARROW: 4, WIDE: 2, STATISTICS: 6},
+        {NARROW: 7, STATISTICS: 6},
+    ),
+    "norm": (lambda w, x: norm(x @ w) @ w, {NARROW: 7, STATISTICS: 6}, {NARROW: 7, STATISTICS: 6}),
+    "softmax": (lambda w, x: jax.nn.softmax(x @ w) @ w + x, {NARROW: 7, WIDE: 1}, {NARROW: 7}),
+    "a product that is used twice": (
+        lambda w, x: (lambda y: jnp.sin(y) @ w + jnp.cos(y) @ w.T)(x @ w),
+        {NARROW: 8},
+        {NARROW: 8},
+    ),
+    "dropout": (lambda w, x: dropped(x @ w) @ w, {NARROW: 7, "bool[4,16]": 3}, {NARROW: 7, "bool[4,16]": 3}),
+}
+
+
+@pytest.mark.parametrize(("block", "plain", "with_narrow_skips"), BLOCKS.values(), ids=BLOCKS)
+def test_what_is_kept_of_blocks(block, plain, with_narrow_skips):
+    def loss(w, x):
+        return jnp.sum(jnp.sin(block(w, block(w, block(w, x)))))
+
+    for policy, expected in ((None, plain), (jls.PrecisionPolicy(narrow_skips=True), with_narrow_skips)):
+        found = Counter(kept(jls.autocast(loss, policy=policy), W, X))
+        assert {kind: number for kind, number in found.items() if kind != "float16[16,16]"} == expected
 
 
 def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
