@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from jax_lossscale._autocast.marks import mark_kept
 from jax_lossscale._autocast.plan import Decision, Kind
-from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._program.inline import Name, Program, Step, names
-from jax_lossscale._program.jaxpr import bind_here
+from jax_lossscale._program.jaxpr import bind_here, is_float32
 
 
 class ByResult(NamedTuple):

@@ -17,10 +17,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_lossscale._autocast.plan import Decision, Kind, taken_narrow
-from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._program.inline import Name, Step, names
-from jax_lossscale._program.jaxpr import bind_here, size_of
+from jax_lossscale._program.jaxpr import bind_here, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 _MOST = 2**29  # Prices in all: the solver counts in 32 bits.
@@ -46,7 +45,8 @@ class Cut(NamedTuple):
     def kept(self, stretch: Stretch, steps: Sequence[tuple[Step, Decision]]) -> frozenset[Value] | None:
         """Return what of the values made in a stretch is kept; ``None`` if that is left to JAX and the compiler."""
         made = [name for step, _ in steps for name in step.outputs]
-        if any(_is_complex(self.types[name]) for name in (*stretch.inputs, *made)):
+        dtypes = [getattr(self.types[name], "dtype", bool) for name in (*stretch.inputs, *made)]
+        if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
             return None  # `jax.checkpoint` cannot keep complex numbers.
         taken = [self._taken(stretch, step, decision) for step, decision in steps]
         of_products = {n for n, (_, decision) in enumerate(steps) if decision.kind is Kind.PRODUCT}
@@ -129,10 +129,6 @@ class Cut(NamedTuple):
             if not passed.isdisjoint(step.outputs):
                 passed |= reached & floats(step.inputs)
         return passed
-
-
-def _is_complex(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.complexfloating)
 
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:

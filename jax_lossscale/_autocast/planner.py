@@ -15,11 +15,12 @@ from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule, is_float32
+from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, carried_streams, going_into_products, streams
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import LOOPS, inside
+from jax_lossscale._program.jaxpr import is_float32
 from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF
 
 
@@ -172,12 +173,7 @@ class Planner:
         return Inner(plans, tuple(operands), tuple(results))
 
     def _with_what_is_kept(
-        self,
-        order: Sequence[Stretch],
-        program: Program,
-        decisions: Sequence[Decision],
-        narrow: Set[Name],
-        at: At,
+        self, order: Sequence[Stretch], program: Program, decisions: Sequence[Decision], narrow: Set[Name], at: At
     ) -> list[Stretch]:
         """Return stretches with what is float32 in each, what is rounded on the way back, and what is kept of it."""
         price = float(self.policy.recompute)

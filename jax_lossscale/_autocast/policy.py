@@ -13,13 +13,7 @@ from typing import Any, Self, TypeVar, overload
 import jax
 import numpy as np
 
-from jax_lossscale._check import (
-    check_flag,
-    check_function,
-    is_number,
-    nonnegative_number,
-    positive_normal_number,
-)
+from jax_lossscale._check import check_flag, check_function, is_number, nonnegative_number, positive_normal_number
 from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -16,13 +16,12 @@ from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import keeps, mark_kept, with_rounded_cotangent
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan, taken_narrow
 from jax_lossscale._autocast.planner import Planner, gives_narrow
-from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.inside import inside, with_jaxprs
-from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context, is_float32, with_dtype
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -184,7 +183,7 @@ class Rewriting:
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_narrow: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr; ``are_narrow`` tells of each result whether it is."""
         types = [
-            aval.update(dtype=self.dtype) if arrives and is_float32(aval) else aval
+            with_dtype(aval, self.dtype) if arrives else aval
             for aval, arrives in zip(closed.in_avals, plan.arrives, strict=True)
         ]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_narrow))(*types)

@@ -16,7 +16,7 @@ from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, Precis
 from jax_lossscale._program.custom_rules import RULES
 from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import REBOUND, REMAT, inside
-from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of, with_dtype
 from jax_lossscale._program.parameters import Path, path_of
 from jax_lossscale._program.place import is_in_scope, place_within
 from jax_lossscale._program.primitives import (
@@ -148,17 +148,14 @@ class Rule:
 
     def _can_be_narrow(self, eqn: Any) -> bool:
         """Whether an operation on narrow numbers gives what it gives, but for the dtype of what was float32."""
-        types = [self._narrowed(atom.aval) for atom in eqn.invars]
+        types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
             with eqn.ctx.manager:
                 results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, eqn.params), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
-        expected = [self._narrowed(variable.aval) for variable in eqn.outvars]
+        expected = [with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
-
-    def _narrowed(self, aval: Any) -> Any:
-        return aval.update(dtype=self._dtype) if is_float32(aval) else aval
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
         """Return the first rule that speaks of the equation."""
@@ -178,8 +175,3 @@ def _said_by(rule: PrecisionRule) -> str:
 
 def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
     return any(is_in_scope(KEEP_FLOAT32, str(holder.source_info.name_stack)) for holder in (*around, eqn))
-
-
-def is_float32(aval: Any) -> bool:
-    """Whether a type is one that `autocast` touches."""
-    return getattr(aval, "dtype", None) == jnp.float32

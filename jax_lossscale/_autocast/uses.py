@@ -7,12 +7,11 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from jax_lossscale._autocast.plan import FOLLOWING, Decision, Kind
-from jax_lossscale._autocast.rule import is_float32
 from jax_lossscale._autocast.stretches import Stretch
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.inline import Name, Program, Step, names
 from jax_lossscale._program.inside import inside
-from jax_lossscale._program.jaxpr import size_of
+from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, POOLS, REDUCTIONS, REPEATING_MOVES, moved_operands
 

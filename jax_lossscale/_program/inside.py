@@ -77,12 +77,8 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     return bind_here(eqn, inputs, params)
 
 
-def _closed(jaxpr: Any) -> ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
 def _body(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> Body:
-    closed = _closed(jaxpr)
+    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
     return Body(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
 
 

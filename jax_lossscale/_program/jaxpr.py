@@ -49,7 +49,7 @@ class Traced:
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
 
-        types = self.inputs if dtype is None else [_with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
+        types = self.inputs if dtype is None else [with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
@@ -82,10 +82,6 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         ) from error
 
 
-def _with_dtype(aval: Any, dtype: Any) -> Any:
-    return aval.update(dtype=dtype) if aval.dtype == np.float32 else aval
-
-
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"  # objects and strings
@@ -96,6 +92,16 @@ def is_narrow(aval: Any) -> bool:
     """Whether a value of this type is a float narrower than 32 bits; a reference to one is not."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def is_float32(aval: Any) -> bool:
+    """Whether a value of this type is a float32 number, or holds such numbers."""
+    return getattr(aval, "dtype", None) == np.float32
+
+
+def with_dtype(aval: Any, dtype: Any) -> Any:
+    """Return the type that is of ``dtype`` where ``aval`` is float32; any other type as it is."""
+    return aval.update(dtype=dtype) if is_float32(aval) else aval
 
 
 def size_of(aval: Any) -> int:
@@ -127,11 +133,6 @@ def narrow_dtypes(program: Any) -> list[jnp.dtype]:
     for part in inner:
         found += narrow_dtypes(part)
     return list(dict.fromkeys(found))
-
-
-def is_equation_narrow(eqn: Any) -> bool:
-    """Whether the equation takes, gives or holds a narrow float."""
-    return bool(narrow_dtypes(eqn))
 
 
 def has_effects(eqn: Any) -> bool:

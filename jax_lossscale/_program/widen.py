@@ -27,7 +27,6 @@ from jax_lossscale._program.jaxpr import (
     bind,
     bind_here,
     in_context,
-    is_equation_narrow,
     is_narrow,
     is_reference,
     narrow_dtypes,
@@ -132,7 +131,7 @@ class Evaluator(Walk[Any]):
         return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-        if not is_equation_narrow(eqn):
+        if not narrow_dtypes(eqn):
             return bind(eqn, operands, eqn.params)
         name = eqn.primitive.name
         if name in BITS:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.flow import FOLLOWED
 from jax_lossscale._program.inside import inside
-from jax_lossscale._program.jaxpr import bind, in_context, is_equation_narrow, is_narrow, is_reference
+from jax_lossscale._program.jaxpr import bind, in_context, is_narrow, is_reference, narrow_dtypes
 from jax_lossscale._program.primitives import SUMS
 from jax_lossscale._program.walk import Walk
 from jax_lossscale._program.widen import Evaluator
@@ -255,7 +255,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
         narrow = bind(eqn, [value.narrow for value in inputs], eqn.params)
-        is_shared = not is_equation_narrow(eqn) and all(value.narrow is value.wide for value in inputs)
+        is_shared = not narrow_dtypes(eqn) and all(value.narrow is value.wide for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
         wide = narrow
         if has_references or (not is_shared and eqn.outvars):
