@@ -100,6 +100,7 @@ def tested(asked: str, arguments: argparse.Namespace, folder: Path) -> tuple[boo
     versions = dict(zip(names, run([python, "-c", SHOW, *OLDEST]).stdout.split(), strict=True))
     print("    " + ", ".join(f"{name} {versions[name]}" for name in names), flush=True)
     options = ["-q", "-p", "no:cacheprovider", "-n", arguments.processes, "--dist", "loadfile"]
+    options += ["-W", "ignore:jax.core.:DeprecationWarning"]  # as equinox is imported with jax 0.8
     options += ["-m", "not slow"] if arguments.quick else []  # with those that the README's command leaves to CI
     unoptimized = str(int(arguments.quick))  # compiles faster; what speaks of bits is optimized all the same
     environment = os.environ | {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": unoptimized}

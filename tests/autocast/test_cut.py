@@ -44,11 +44,10 @@ X, INDICES = jnp.ones((2, 3)), jnp.zeros((1, 1), int)
 # An operation, and which of its operands its derivative asks for.
 ASKED = {
     "exp": (jnp.exp, (X,), {0}),
-    "sum": (lambda x: jax.lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), (X,), set()),
+    "sum": (lambda x: jax.lax.reduce_sum(x, (0,)), (X,), set()),
     "product": (jax.lax.mul, (X, X), {0, 1}),
     "difference": (jax.lax.sub, (X, X), set()),
     "quotient": (jax.lax.div, (X, X), {0, 1}),
-    "power": (lambda x: jax.lax.integer_pow(x, 1), (X,), set()),
     "mask of a maximum": (jax.lax.max, (X, X), {0, 1}),
     "choice": (jax.lax.select, (X > 0, X, X), {0}),
     "sign": (jax.lax.sign, (X,), set()),

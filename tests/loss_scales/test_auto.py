@@ -234,7 +234,7 @@ def test_after_a_lone_overflow_it_is_back_in_eight_steps():
 
 
 def test_a_scale_that_is_no_power_of_two_counts_as_the_next_one():
-    for scale, counted in (4.0, 4.0), (np.nextafter(np.float32(4), 5), 8.0), (7.0, 8.0):
+    for scale, counted in (4.0, 4.0), (np.nextafter(np.float32(4), np.float32(5)), 8.0), (7.0, 8.0):
         before = replace(Auto(), current_loss_scale=jnp.float32(scale))
         assert adjust(before, False, largest=np.nan)() == counted / 2**8
 
