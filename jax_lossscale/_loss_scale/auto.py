@@ -52,7 +52,7 @@ class AutoLossScale(BoundedLossScale):
 
         a gradient:  if x > peak + 8, or no peak yet:  margin' = 1, allowance' = 0
                      else if allowance = 0: margin' = max(margin - 1/64, 1); else allowance' = max(allowance - 1/768, 0)
-                     peak' = max(peak - 1/64, x), or 1/768 if allowance > 0; s' = min(target', max(s + 1, target' - 7))
+                     peak' = max(peak - (1/768 if allowance else 1/64), x); s' = min(target', max(s + 1, target' - 7))
         all zero:    peak' = peak - 1/768;  s' = s, but at least target' - 1 and at most target'
         not finite:  s' = min(s, target') - 8, and the step is skipped;  if s > target - 8, also:
                      if allowance <= 7:  allowance' = allowance + 1;  else if s = target:  margin' = 1

@@ -219,6 +219,27 @@ def test_a_narrow_rule_leaves_alone_what_would_be_something_else(operation, func
     assert distance(plain, narrow(X)) < 1e-2
 
 
+# The derivative of a choice, as a rule of the user's may have it.
+RULES = {
+    "a choice": lambda x, tangent: (jnp.maximum(x, 0), jnp.where(x > 0, tangent, 0.0)),
+    "arithmetic": lambda x, tangent: (jnp.maximum(x, 0), tangent * (x > 0)),
+    "result by arithmetic, too": lambda x, tangent: (x * (x > 0), tangent * (x > 0)),
+    "nothing": lambda x, tangent: (jnp.maximum(x, 0), jnp.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_choice_with_a_rule_of_its_own_follows_whatever_its_rule_computes(rule):
+    function = jax.custom_jvp(lambda x: jnp.maximum(x, 0))
+    function.defjvp(lambda primals, tangents: rule(*primals, *tangents))
+
+    def loss(w, x):
+        return jnp.sum((function(x @ w) @ w) ** 2) + jnp.sum(function(w @ w))
+
+    assert dtypes_of(["max"], jls.autocast(loss), W, X) == [NARROW, NARROW]
+    assert distance(jax.grad(loss)(W, X), jax.grad(jls.autocast(loss))(W, X)) < 1e-2
+
+
 def test_a_callback_is_called_as_often_as_without():
     calls = []
 
