@@ -14,9 +14,9 @@ fails, or none within `PATIENCE`, the mutant has survived: a test is missing, or
 Which test runs which line is measured once, on the package as it is, in ``.mutation/lines.json``; so it is seen, too,
 that all of them pass there. Delete that file after a change of the package or of a test.
 
-What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, and
-which test noticed. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor without a
-reason is run again each time; one with a reason only ``--afresh``.
+What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, which
+test noticed, and the day. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor
+without a reason is run again each time; one with a reason only ``--afresh``.
 """
 
 import argparse
@@ -253,7 +253,7 @@ class Workplace:
         """
         self.running, self.others, self.done = running, False, set()
         # Only a test that fails counts here: one that is not found any more fails below, if it has to.
-        first = list(dict.fromkeys(noticed))[:FIRST]
+        first = [test for test in dict.fromkeys(noticed) if test in running][:FIRST]
         if first and pytest.main([*OPTIONS, "-m", IN_CI, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
             return False
         seconds, often = Counter(), Counter(test.partition("::")[0] for test in noticed)
@@ -328,7 +328,7 @@ def noticed_before(file, results):
     return [
         test
         for where in (f"{file} | ", room_of(file))
-        for key, (_, test) in reversed(results.items())
+        for key, (_, test, _) in reversed(results.items())
         if test and key.startswith(where)
     ]
 
@@ -386,7 +386,7 @@ def measured_lines(jobs):
     if LINES.exists():
         return json.loads(LINES.read_text())
     files = sorted(
-        {file for room in TESTS for file in files_of_tests(room)}, key=lambda file: len(Path(file).read_text())
+        {file for room in TESTS for file in files_of_tests(room)}, key=lambda file: len((ROOT / file).read_text())
     )
     places = [Workplace() for _ in range(jobs)]
     children = [measure_in(place, files[number::jobs]) for number, place in enumerate(places)]
@@ -467,13 +467,13 @@ def main():
         parser.error(f"tests are named for {', '.join(TESTS)}")
     results = read(RESULTS)
     explained = read(EXPLAINED)
-    known = {key for key, (outcome, _) in results.items() if outcome != "survived"} | explained.keys()
+    known = {key for key, (outcome, *_) in results.items() if outcome != "survived"} | explained.keys()
     todo = [mutant for mutant in all_mutants(files) if given.afresh or mutant["key"] not in known]
     if todo and not given.report:
         prepare()
         lines = measured_lines(given.jobs)
         for done, (mutant, outcome, place) in enumerate(run(todo, given.jobs, results, lines), 1):
-            results[mutant["key"]] = outcome, (place.root / "noticed").read_text()
+            results[mutant["key"]] = outcome, (place.root / "noticed").read_text(), str(date.today())
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1))
             print(f"{done} of {len(todo)}", end="\r", file=sys.stderr, flush=True)
@@ -487,18 +487,19 @@ def report(files, results, save):
     rows = [("file", "run on", *outcomes), ("---", "---", *["--:"] * len(outcomes))]
     saved, total = saved_rows(), Counter()
     for file in files:
-        counts, mutants = Counter(), list(all_mutants([file]))
+        counts, last, mutants = Counter(), "", list(all_mutants([file]))
         if file in saved and not any(mutant["key"] in results for mutant in mutants):
             rows.append((file, *saved[file]))
             total.update(dict(zip(outcomes, map(int, saved[file][1:]), strict=True)))
             continue
         for mutant in mutants:
-            outcome, _ = results.get(mutant["key"], ("not run", ""))
+            outcome, _, day = results.get(mutant["key"], ("not run", "", ""))
+            last = max(last, day)
             outcome = "explained" if outcome in ("survived", "not run") and mutant["key"] in explained else outcome
             counts[outcome] += 1
             if outcome == "survived":
                 unexplained.append(f"{file}:{mutant['line']}: {mutant['before']}  ->  {mutant['after']}")
-        rows.append((file, str(date.today()), *(str(counts[outcome]) for outcome in outcomes)))
+        rows.append((file, last, *(str(counts[outcome]) for outcome in outcomes)))
         total += counts
     rows.append(("all", "", *(str(total[outcome]) for outcome in outcomes)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 from jax_lossscale._program.jaxpr import jaxprs_of
 
@@ -35,6 +36,15 @@ def product_dtypes_in(jaxpr):
             names = [atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)]
             found.append(names[0] if len(set(names)) == 1 else " ".join(names))
     return found
+
+
+def taken_by_stretches(jaxpr):
+    """Of each stretch that is computed again in the backward pass, the types of what it takes."""
+    return [
+        {atom.aval.str_short() for atom in eqn.invars if not isinstance(atom, Literal)}
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in ("remat2", "checkpoint")
+    ]
 
 
 def distance(tree, other):

@@ -18,7 +18,8 @@ from jax_lossscale._program.primitives import LINEAR_ALGEBRA, PRODUCTS
 class Feeding:
     """Finds what factorizations are made of, by way of anything but a product.
 
-    Each jaxpr is read once for each set of its results that go on into one: loops ask for theirs several times.
+    Each jaxpr is read once for each set of its results that go on into one: loops ask for theirs several times. What is
+    not known to hold a jaxpr, such as a kernel, is not looked into.
     """
 
     def __init__(self) -> None:

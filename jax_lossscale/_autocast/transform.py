@@ -47,10 +47,11 @@ def autocast(
 
     Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
-    computed as they are written. So is the backward pass of a `jax.custom_vjp` in the rule of a `jax.custom_jvp`. As
-    below `jax.checkpoint`, a backward pass may use its residuals, and no other array that is traced: jaxopt's implicit
-    differentiation does, and raises `jax.errors.UnexpectedTracerError`. With `in_half`, a kernel that takes 16 bits
-    only gets them. `jls.diagnostics.autocast_report` tells what became of each product, and why.
+    computed as they are written. So is the backward pass of a `jax.custom_vjp` in the rule of a `jax.custom_jvp`. The
+    backward pass of a `jax.custom_vjp` may use its residuals, but no other traced array, as below `jax.checkpoint`:
+    jaxopt's implicit differentiation uses others, and raises `jax.errors.UnexpectedTracerError`. With `in_half`, a
+    kernel that takes 16 bits only gets them. `jls.diagnostics.autocast_report` tells what became of each product, and
+    why.
 
     **Memory.** What the backward pass asks for is kept, or computed again from what is kept, whichever moves fewer
     bytes. A value that is rounded for a product anyway is kept narrow. No product is computed again, nor anything that

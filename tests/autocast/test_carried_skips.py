@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import random
-from jax.extend.core import Literal
-from reading import distance, equations
+from reading import distance, equations, taken_by_stretches
 
 import jax_lossscale as jls
 
@@ -166,9 +165,7 @@ def test_what_is_kept_for_the_backward_pass_is_half_as_large():
 
 def types_taken(loss):
     """The types of what stretches take that are computed again."""
-    jaxpr = jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)
-    stretches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
-    return {atom.aval.str_short() for eqn in stretches for atom in eqn.invars if not isinstance(atom, Literal)}
+    return set().union(*taken_by_stretches(jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)))
 
 
 def test_only_the_largest_of_what_goes_on_is_a_skip_connection():

@@ -213,7 +213,7 @@ def test_what_is_computed_once_is_made_narrow_by_no_rule():
 
 
 def test_what_cannot_be_narrow_stays_as_it_is():
-    """JAX makes complex numbers of float32 only."""
+    """JAX makes no complex numbers of half precision."""
     policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow")])
     narrow = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
     assert distance(narrow(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
-from reading import distance, equations, product_dtypes
+from reading import distance, equations, product_dtypes, taken_by_stretches
 
 import jax_lossscale as jls
 
@@ -258,12 +258,9 @@ def test_what_is_large_and_made_of_small_values_is_made_where_it_is_taken(large)
 
     arguments = W, X, jnp.arange(4)
     autocast = jls.autocast(loss)
-    stretches = [
-        eqn for eqn in jax.make_jaxpr(autocast)(*arguments).eqns if eqn.primitive.name in ("remat2", "checkpoint")
-    ]
-    taken = {atom.aval.str_short() for eqn in stretches for atom in eqn.invars if not isinstance(atom, Literal)}
-    assert len(stretches) > 1
-    assert {"float32[4,16]", "bool[4,16]"}.isdisjoint(taken)
+    taken = taken_by_stretches(jax.make_jaxpr(autocast)(*arguments))
+    assert len(taken) > 1
+    assert {"float32[4,16]", "bool[4,16]"}.isdisjoint(set().union(*taken))
     chex.assert_trees_all_close(jax.grad(autocast)(*arguments), jax.grad(loss)(*arguments), rtol=1e-2)
 
 
@@ -274,9 +271,7 @@ def test_large_is_what_has_more_than_twice_the_bytes(rows, is_large):
         return jnp.sum(jnp.sin(((x @ w) * made) @ w) * made)
 
     jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, jnp.ones((rows, 16)), jnp.ones(16))
-    stretches = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
-    taken = {atom.aval.str_short() for eqn in stretches for atom in eqn.invars if not isinstance(atom, Literal)}
-    assert (f"float32[{rows},16]" in taken) != is_large
+    assert (f"float32[{rows},16]" in set().union(*taken_by_stretches(jaxpr))) != is_large
 
 
 def test_what_is_large_and_made_by_an_exponential_is_made_once():

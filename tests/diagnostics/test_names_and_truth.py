@@ -134,6 +134,16 @@ def added_mask(w, x):
     return jnp.mean((jax.nn.softmax(scores) * scores).astype(jnp.float32))
 
 
+def epsilon_used_in_float32(w, x):
+    y = (x * w).astype(half).astype(jnp.float32)
+    square = jnp.mean(y * y, -1, keepdims=True)
+    return jnp.mean((y * jax.lax.rsqrt(square + jnp.full((1, 1), 1e-8, half)) - 1) ** 2)  # here
+
+
+def factor_used_in_float32(w, x):
+    return jnp.mean((w * x).astype(half).astype(jnp.float32) * jnp.full((1, 1), jnp.inf, half))  # here
+
+
 def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
     args = jnp.ones((1, 8)), workloads.draw(4, 8)
     report = compare_gradients(epsilon, *args, loss_scales=[1.0])
@@ -152,6 +162,8 @@ def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
     [
         (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
         (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) is inf in 16 bits"),
         (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) is 0 in 16 bits"),
         (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) is -inf in 16 bits"),
     ],

@@ -5,6 +5,7 @@ How many products are narrow, and where the first is that is wide; which constan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -186,9 +187,9 @@ class LostConstant(NamedTuple):
         return f"The {name} in `{self.operation}`{where} is {self.value:g} in 16 bits"
 
 
-def lost_constants(traced: Traced) -> list[LostConstant]:
+def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
     """Find the constants of the forward pass that were lost, epsilons first, in the order of the program."""
-    flow = _Constants()
+    flow = _Constants(is_autocast)
     flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
     return sorted(dict.fromkeys(flow.lost), key=lambda constant: not constant.is_epsilon)
 
@@ -203,7 +204,8 @@ class _Value(NamedTuple):
 class _Constants(Flow[_Value]):
     """Finds out of each value whether it is a constant of 16 bits, or one was added in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_autocast: bool) -> None:
+        self.is_autocast = is_autocast
         self.lost: list[LostConstant] = []
 
     def value_of(self, constant: Any, aval: Any) -> _Value:
@@ -223,11 +225,11 @@ class _Constants(Flow[_Value]):
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
-        # A zero that is used in float32 was one from the beginning.
-        is_used_narrow = not place.is_backward and is_narrow(eqn.outvars[0].aval)
-        if is_used_narrow and name in (*_KEEPS_AWAY, "mul", "div"):
+        if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
+            # `autocast` stores a zero narrow, and uses it in float32, only if it was one from the beginning.
+            was_zero = self.is_autocast and not is_narrow(eqn.outvars[0].aval)
             for operand in operands:
-                if operand.number is not None and (operand.number == 0 or np.isinf(operand.number)):
+                if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
                     lost = LostConstant(name, place, operand.number)
                     is_epsilon = name in _KEEPS_AWAY and operand.number == 0
                     sums = (*sums, lost) if is_epsilon else sums

@@ -215,5 +215,5 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
         parameters=[name for n in call.positions for name, _ in named[n]],
         products=products_of(program, dtype, inputs, planners),
         faults=call.faults(),
-        lost=lost_constants(program),
+        lost=lost_constants(program, is_autocast=bool(planners)),
     )
