@@ -96,8 +96,7 @@ def _is_relu(eqn: Any) -> bool:
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
-    # What has two operands raises here, and a rule of the user's may. So does the trace of an operand that varies over
-    # the axes of a mesh: these are known inside `jax.shard_map` only.
+    # What has two operands raises here, and a rule of the user's may.
     try:
         with eqn.ctx.manager:
             return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])

@@ -186,7 +186,7 @@ def _find_operands_asked_for(eqn: Any) -> frozenset[int]:
     try:
         with eqn.ctx.manager:
             jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
-    except Exception:  # It names axes of a mesh, or has no derivative by some operand; or a rule of a user's raises.
+    except Exception:  # It has no derivative by some operand, or a rule of a user's raises.
         return frozenset(range(len(eqn.invars)))
     needed = set(names(jaxpr.outvars))
     for step in reversed(jaxpr.eqns):

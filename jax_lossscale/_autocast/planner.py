@@ -18,6 +18,7 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.stretches import Stretch, stretches
 from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, carried_streams, going_into_products, streams
+from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.inside import LOOPS, inside
 from jax_lossscale._program.jaxpr import is_float32
@@ -154,23 +155,23 @@ class Planner:
             is_iterated=at.is_iterated or name in LOOPS,
         )
         goes_on = self._feeding.results_inside(eqn, [name in feeding for name in step.outputs])
-        plans = tuple(
-            self.plan(
-                body.closed,
-                [operands[n] for n in body.operands],
-                around,
-                outputs,
-                [known[n] for n in body.operands],
-                [gives[n] for n in body.results],
-            )
-            for body, outputs in zip(bodies, goes_on, strict=True)
-        )
+        plans: list[Plan] = []
+
+        def plan_bodies() -> None:
+            for body, outputs in zip(bodies, goes_on, strict=True):
+                of_arguments = [operands[n] for n in body.operands], around, outputs, [known[n] for n in body.operands]
+                plans.append(self.plan(body.closed, *of_arguments, [gives[n] for n in body.results]))
+
+        if name == "shard_map":  # Derivatives are read inside, where the axes of its mesh are known.
+            custom_rules.inside_shard_map(plan_bodies, eqn)
+        else:
+            plan_bodies()
         # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
         first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
         results = [
             gives[n] or (n >= first and all(gives_narrow(plan, n) for plan in plans)) for n in range(len(step.outputs))
         ]
-        return Inner(plans, tuple(operands), tuple(results))
+        return Inner(tuple(plans), tuple(operands), tuple(results))
 
     def _with_what_is_kept(
         self, order: Sequence[Stretch], program: Program, decisions: Sequence[Decision], narrow: Set[Name], at: At

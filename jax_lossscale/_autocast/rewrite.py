@@ -130,8 +130,7 @@ class Rewriting:
         if decision.kind is Kind.CALL:
             return self._call(step, plan.inner[position], operands)
         if decision.kind in FOLLOWING and name == "custom_jvp_call" and all(are_narrow):
-            evaluate = functools.partial(self._planned_now, plan.at, lambda plan, n: True)
-            return custom_rules.custom_jvp_call(evaluate, eqn, operands)
+            return custom_rules.custom_jvp_call(functools.partial(self._planned_now, plan.at, 0), eqn, operands)
         if decision.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if decision.kind is Kind.IN_HALF and decision.is_narrow and self.measured is None:
@@ -151,13 +150,12 @@ class Rewriting:
             return [wide_product(step.eqn.primitive, operands, params)]
         return bind_here(step.eqn, operands, params)
 
-    def _planned_now(
-        self, at: At, is_narrow: Callable[[Plan, int], bool], closed: ClosedJaxpr, inputs: Sequence[Any]
-    ) -> list[Any]:
-        """Return the results of a jaxpr that is known only now; ``is_narrow`` says of its plan which are narrow."""
+    def _planned_now(self, at: At, declared: int, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results of a jaxpr that is known only now: the first as it declares them, all others as stored."""
         arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, arrives, at)
-        return self.declared(plan, closed, inputs, [is_narrow(plan, n) for n in range(len(closed.out_avals))])
+        are_narrow = [n >= declared and gives_narrow(plan, n) for n in range(len(closed.out_avals))]
+        return self.declared(plan, closed, inputs, are_narrow)
 
     def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a step in which jaxprs are rewritten."""
@@ -167,14 +165,14 @@ class Rewriting:
         if by_rule is not None:
             (body,), (inner_plan,) = bodies, inner.plans
 
-            def is_narrow(of_rule: Plan, n: int) -> bool:
-                # Results and tangents are as declared, residuals as they are stored; cotangents `custom_rules` casts.
-                return eqn.primitive.name == "custom_vjp_call" and n >= len(eqn.outvars) and gives_narrow(of_rule, n)
-
             def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
                 if closed.jaxpr is body.closed.jaxpr:
                     return self.declared(inner_plan, closed, inputs, inner.results)
-                return self._planned_now(inner_plan.at, is_narrow, closed, inputs)  # What the function's rule computes.
+                # What the function's rule computes. Results and tangents are as declared, residuals as they are stored;
+                # cotangents `custom_rules` casts.
+                has_residuals = eqn.primitive.name == "custom_vjp_call"
+                declared = len(eqn.outvars) if has_residuals else len(closed.out_avals)
+                return self._planned_now(inner_plan.at, declared, closed, inputs)
 
             return by_rule(evaluate, eqn, inputs)
         jaxprs = []

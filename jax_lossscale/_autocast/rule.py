@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.plan import Decision, Kind
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
-from jax_lossscale._program.custom_rules import RULES
+from jax_lossscale._program.custom_rules import RULES, derivative_of
 from jax_lossscale._program.inline import Name, Step, inlined
 from jax_lossscale._program.inside import REBOUND, REMAT, inside
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of, with_dtype
@@ -133,9 +133,30 @@ class Rule:
             is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
             return Kind.CHOICE if is_countable else None
         if name == "custom_jvp_call":  # such as relu
-            kinds = {self._follows(step.eqn) for step in inlined(inside(eqn).bodies[0].closed).steps}
-            return Kind.CHOICE if Kind.CHOICE in kinds and None not in kinds else None
+            kinds = self._kinds(inside(eqn).bodies[0].closed, of_masks=None)
+            is_choice = Kind.CHOICE in kinds and None not in kinds and None not in self._kinds_in_derivative(eqn)
+            return Kind.CHOICE if is_choice else None
         return Kind.CHOICE if name in CHOICES else Kind.MOVE if name in ALL_MOVES else None
+
+    def _kinds(self, closed: ClosedJaxpr, of_masks: Kind | None) -> set[Kind | None]:
+        """Tell what the steps of a program do that is not differentiated once more."""
+        found: set[Kind | None] = set()
+        for step in inlined(closed).steps:
+            if step.eqn.primitive.name == "custom_jvp_call":
+                found |= self._kinds(inside(step.eqn).bodies[0].closed, of_masks)
+            else:
+                is_mask = all(variable.aval.dtype == bool for variable in step.eqn.outvars)
+                found.add(of_masks if is_mask else self._follows(step.eqn))
+        return found
+
+    def _kinds_in_derivative(self, eqn: Any) -> set[Kind | None]:
+        """Tell what the derivative of an equation does; masks, of rounded numbers, are part of a choice."""
+        floats = [n for n, atom in enumerate(eqn.invars) if jnp.issubdtype(atom.aval.dtype, jnp.floating)]
+        try:
+            with eqn.ctx.manager:
+                return self._kinds(derivative_of(eqn, floats), of_masks=Kind.CHOICE)
+        except Exception:  # A rule of the user's may raise.
+            return {None}
 
     def fits(self, atom: Name | Literal, constants: Constants) -> bool:
         """Whether a value is one number, known, that is the same in half precision."""

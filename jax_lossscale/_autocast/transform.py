@@ -29,11 +29,12 @@ def autocast(
     """Compute a function that was written for float32 in half precision.
 
     **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward. Operations that only
-    move numbers, or choose among them (relu, max, clip, sort), follow their operands. All other arithmetic is float32.
-    So nothing but a product can overflow, cancel or round away in 16 bits. A pool whose result goes into a product is
-    computed in ``dtype``. A product without a contracted axis, such as `jnp.outer`, is arithmetic. So is the largest or
-    smallest of more numbers than ``dtype`` can count (2048 in float16, 256 in bfloat16): JAX divides its gradient by
-    the number of equal ones, which it counts in the dtype of the numbers.
+    move numbers, or choose among them (relu, max, clip, sort), follow their operands; a function with a derivative of
+    its own does, if its derivative only chooses, too. All other arithmetic is float32. So nothing but a product can
+    overflow, cancel or round away in 16 bits. A pool whose result goes into a product is computed in ``dtype``. A
+    product without a contracted axis, such as `jnp.outer`, is arithmetic. So is the largest or smallest of more numbers
+    than ``dtype`` can count (2048 in float16, 256 in bfloat16): JAX divides its gradient by the number of equal ones,
+    which it counts in the dtype of the numbers.
 
     **The exceptions.** These products stay float32:
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._program.jaxpr import bind_primitive
 
@@ -30,14 +30,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-
-        def as_it_stands(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outputs, out_tangents = jax.jvp(_of(eqn, primals, moved), [primals[n] for n in moved], tangents)
-            return outputs, [t for t in out_tangents if t.dtype != jax.dtypes.float0]
-
-        types = _types(eqn)
-        jaxpr = jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
-        results = evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
+        results = evaluate(derivative_of(eqn, moved), [*primals, *(tangents[n] for n in moved)])
         outputs, out_tangents = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
         tangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         return outputs, [
@@ -46,6 +39,17 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     function.defjvp(rule, symbolic_zeros=True)
     return function(*inputs)
+
+
+def derivative_of(eqn: Any, moved: Sequence[int]) -> ClosedJaxpr:
+    """Return the jaxpr from the operands of an equation, and tangents of those ``moved``, to results and tangents."""
+
+    def as_it_stands(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outputs, out_tangents = jax.jvp(_of(eqn, primals, moved), [primals[n] for n in moved], tangents)
+        return outputs, [t for t in out_tangents if t.dtype != jax.dtypes.float0]
+
+    types = _types(eqn)
+    return jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
 
 
 def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -150,6 +154,17 @@ def shard_map(
         check_vma=eqn.params["check_vma"],
     )
     return list(function(*inputs))
+
+
+def inside_shard_map(call: Callable[[], None], eqn: Any) -> None:
+    """Call a function where the axes of a `jax.shard_map` are bound, on the way through it."""
+
+    def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
+        call()
+        return jaxpr_as_fun(closed)(*shards)
+
+    with eqn.ctx.manager:
+        jax.make_jaxpr(lambda *inputs: shard_map(evaluate, eqn, inputs))(*_types(eqn))
 
 
 # By primitive, how it is evaluated.

@@ -257,6 +257,19 @@ def test_a_constraint_inside_stays():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+def test_a_relu_in_shard_map_is_a_choice_from_outside(check_vma):
+    """Its derivative names the axes of the mesh, which are known inside only."""
+
+    def shard(w, x):
+        return jax.lax.pmean(jnp.mean(jax.nn.relu(x @ w) @ w), "data")
+
+    loss = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+    chosen = {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in ("max", "select_n")}
+    assert chosen == {"float16"}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_a_skip_connection_in_shard_map_is_rewritten_from_outside(check_vma):
     def loss_fn(w, x):
         for _ in range(2):
