@@ -230,6 +230,11 @@ RULES = {
     "what rounding changes": (lambda x, tangent: tangent * jnp.cos(x), 1e3, WIDE),
     "a large factor": (lambda x, tangent: tangent * 1e6, 1.0, WIDE),
     "a small factor": (lambda x, tangent: tangent * 1e-8, 1.0, WIDE),
+    "a large factor in a loop, and a mask": (
+        lambda x, tangent: jax.lax.map(lambda row: (row[0] > 0, row[1] * 1e6), (x, tangent))[1],
+        1.0,
+        WIDE,
+    ),
 }
 
 
@@ -245,6 +250,15 @@ def test_a_function_with_a_rule_of_its_own_is_a_choice_if_its_derivative_is(rule
     narrow = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute))
     assert set(dtypes_of(["max"], narrow, X)) == {dtype}
     assert distance(jax.grad(loss)(X), jax.grad(narrow)(X)) < 1e-2
+
+
+def test_what_calls_another_function_with_a_rule_is_what_that_is():
+    inner = jax.custom_jvp(jnp.sin)
+    inner.defjvp(lambda primals, tangents: (inner(*primals), tangents[0]))
+    function = jax.custom_jvp(lambda x: jnp.maximum(inner(x), 0))
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
+    expected, found = (wrap(lambda x: function(x * 1e3) @ W)(X) for wrap in (jax.jit, jls.autocast))
+    assert distance(expected, found) < 1e-2
 
 
 def test_the_result_of_a_rule_may_be_computed_otherwise():
