@@ -145,13 +145,14 @@ class Rule:
             if step.eqn.primitive.name == "custom_jvp_call":
                 found |= self._kinds(inside(step.eqn).bodies[0].closed, of_masks)
             else:
-                is_mask = all(variable.aval.dtype == bool for variable in step.eqn.outvars)
+                is_mask = all(getattr(variable.aval, "dtype", None) == np.dtype(bool) for variable in step.eqn.outvars)
                 found.add(of_masks if is_mask else self._follows(step.eqn))
         return found
 
     def _kinds_in_derivative(self, eqn: Any) -> set[Kind | None]:
         """Tell what the derivative of an equation does; masks, of rounded numbers, are part of a choice."""
-        floats = [n for n, atom in enumerate(eqn.invars) if jnp.issubdtype(atom.aval.dtype, jnp.floating)]
+        types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
+        floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
         try:
             with eqn.ctx.manager:
                 return self._kinds(derivative_of(eqn, floats), of_masks=Kind.CHOICE)

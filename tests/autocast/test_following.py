@@ -230,8 +230,8 @@ RULES = {
     "what rounding changes": (lambda x, tangent: tangent * jnp.cos(x), 1e3, WIDE),
     "a large factor": (lambda x, tangent: tangent * 1e6, 1.0, WIDE),
     "a small factor": (lambda x, tangent: tangent * 1e-8, 1.0, WIDE),
-    "a large factor in a loop, and a mask": (
-        lambda x, tangent: jax.lax.map(lambda row: (row[0] > 0, row[1] * 1e6), (x, tangent))[1],
+    "a large factor, computed together with a mask": (
+        lambda x, tangent: jax.checkpoint(lambda x, tangent: (x > 0, tangent * 1e6))(x, tangent)[1],
         1.0,
         WIDE,
     ),
@@ -259,6 +259,20 @@ def test_what_calls_another_function_with_a_rule_is_what_that_is():
     function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
     expected, found = (wrap(lambda x: function(x * 1e3) @ W)(X) for wrap in (jax.jit, jls.autocast))
     assert distance(expected, found) < 1e-2
+
+
+def test_what_holds_a_token_is_no_choice():
+    def with_a_token(x):
+        jax.lax.after_all(jax.lax.create_token())
+        return jnp.maximum(x, 0)
+
+    function = jax.custom_jvp(with_a_token)
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
+
+    def loss(w):
+        return jnp.sum(function(X @ w) @ w)
+
+    assert distance(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W)) < 1e-2
 
 
 def test_the_result_of_a_rule_may_be_computed_otherwise():
