@@ -173,7 +173,8 @@ class AutoLossScale(BoundedLossScale):
         # Of what is smaller than a normal number XLA may make zero.
         has_gradient = was_measured & (largest >= jnp.finfo(jnp.float32).tiny)
 
-        scale, *learned = (jnp.asarray(leaf) for leaf in jax.tree.leaves(self))
+        # By name, because a subclass can have additional leaves.
+        scale, *learned = (jnp.asarray(getattr(self, name)) for name in _LEAVES)
         now = (ceil_log2(scale), *learned)
         after_gradient = self._after_gradient(now, jnp.log2(jnp.where(has_gradient, largest, 1)))
         after_finite = _where(has_gradient, after_gradient, self._after_zeros(now))

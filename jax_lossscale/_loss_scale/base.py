@@ -21,6 +21,9 @@ from jax_lossscale._measure import AxisName, finite_and_largest
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
 
+# The most recently defined class of each name, because a notebook cell that defines a class can run several times.
+KINDS: dict[str, type[LossScale]] = {}
+
 
 class LossScale(abc.ABC):
     """A number by which the loss is multiplied, and the rule that changes it: an immutable value, a pytree.
@@ -53,6 +56,10 @@ class LossScale(abc.ABC):
 
     needs_largest: ClassVar[bool] = False
     """Whether `adjust` is told the largest gradient, too: ``adjust(grads_finite, largest=...)``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        KINDS[cls.__name__] = cls
 
     @property
     def upper_bound(self) -> ArrayLike | None:
@@ -98,10 +105,21 @@ class LossScale(abc.ABC):
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Whether configuration and state are the same; a batch is equal where every member is."""
+        """Return whether configuration and state are equal. Batches are equal if all of their members are equal.
+
+        Raises:
+          ValueError: if a leaf is traced, because its value is not known yet. A user can compare the scales themselves,
+            ``a() == b()``, which is a traced ``bool[]``.
+        """
         if type(self) is not type(other):
             return NotImplemented
-        (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        with jax.ensure_compile_time_eval():  # under `jax.jit`, the NumPy scalars of fresh loss scales become arrays
+            (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
+            raise ValueError(
+                f"`==` got a traced `{type(self).__name__}`, whose state is not known yet. Compare outside `jax.jit`, or "
+                "compare the scales: `a() == b()`."
+            )
         return bool(structure == other_structure) and all(map(np.array_equal, leaves, others))  # type: ignore[operator]
 
     def __hash__(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import checked_dtype, is_number, shown
 from jax_lossscale._loss_scale.auto import AutoLossScale
-from jax_lossscale._loss_scale.base import LossScale
+from jax_lossscale._loss_scale.base import KINDS, LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 
@@ -152,13 +151,6 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """Return the classes that can be made, by name; the last one defined, since a notebook cell may be run again."""
-    kinds: list[type[LossScale]] = [*_concrete_kinds(LossScale), *OWN_KINDS]  # type: ignore[type-abstract]
-    return {kind.__name__: kind for kind in kinds}
-
-
-def _concrete_kinds(kind: type[LossScale]) -> Iterator[type[LossScale]]:
-    for subclass in kind.__subclasses__():
-        if not inspect.isabstract(subclass):
-            yield subclass
-        yield from _concrete_kinds(subclass)
+    """Return the classes that can be instantiated, by name."""
+    concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
+    return concrete | {kind.__name__: kind for kind in OWN_KINDS}

@@ -1,7 +1,7 @@
 """`AutoLossScale`: its rule step by step, and what it does where gradients decay, jump, spike, vanish or hide."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import chex
@@ -483,3 +483,24 @@ def test_headroom_is_kept_free():
     scales, _, _ = run(Auto(log2_headroom=3), *trace)
     without, _, _ = run(Auto(), *trace)
     assert float(without[-1]) / float(scales[-1]) == 8
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[*STATE, "num_steps"],
+    meta_fields=["initial_loss_scale", "min_loss_scale", "max_loss_scale", "log2_headroom"],
+)
+@dataclass(frozen=True, eq=False)
+class CountingAutoLossScale(Auto):
+    num_steps: jax.Array = field(default_factory=lambda: jnp.int32(0), kw_only=True)
+
+    def adjust(self, grads_finite, largest=None):
+        return replace(super().adjust(grads_finite, largest), num_steps=self.num_steps + 1)
+
+
+def test_a_subclass_can_have_an_additional_leaf():
+    counting, auto = CountingAutoLossScale(), Auto()
+    for finite in (True, True, False, True):
+        counting, auto = counting.adjust(finite, largest=2.0**-10), auto.adjust(finite, largest=2.0**-10)
+    assert counting.num_steps == 4
+    assert state_of(counting) == state_of(auto)

@@ -97,3 +97,26 @@ def test_strict_promotion_changes_nothing(make):
                 scales.append(float(loss_scale()))
         results.append(scales)
     assert results[0] == results[1]
+
+
+# The user's own class compares as a dataclass does.
+each_of_ours = pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
+
+
+@each_of_ours
+def test_traced_loss_scales_are_not_compared(kind):
+    loss_scale = ONE_OF_EACH[kind]()
+    if not jax.tree.leaves(loss_scale):
+        assert jax.jit(lambda a, b: a == b)(loss_scale, loss_scale)
+        return
+    for compare in (lambda a: a == a, lambda a: a == loss_scale, lambda a: loss_scale == a, lambda a: a != a):
+        with pytest.raises(ValueError, match=r"`==` got a traced `\w+LossScale`.*outside `jax.jit`"):
+            jax.jit(compare)(loss_scale)
+
+
+@each_of_ours
+def test_concrete_loss_scales_are_compared_under_jit(kind):
+    make = ONE_OF_EACH[kind]
+    assert jax.jit(lambda: make() == make())()
+    assert not jax.jit(lambda: make() == jls.FixedLossScale(3))()
+    assert hash(make()) == hash(make())

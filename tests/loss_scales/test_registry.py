@@ -165,3 +165,15 @@ def test_a_users_class_does_not_take_over_what_was_saved_of_ours(kind):
     assert type(jls.get(jls.serialize(ours))) is kind
     with pytest.raises(ValueError, match="name of its own"):
         jls.serialize(impostor(8.0))
+
+
+def test_get_instantiates_the_class_that_was_defined_last():
+    """A redefinition with another base class, as when a notebook cell is edited and run again."""
+
+    def define(base, scale):
+        methods = {"__call__": lambda self: scale, "adjust": lambda self, grads_finite: self}
+        return jax.tree_util.register_static(type("Redefined", (base,), {**methods, "get_config": lambda self: {}}))
+
+    define(jls.LossScale, 1.0)
+    assert jls.get(jls.serialize(define(jls.NoOpLossScale, 2.0)()))() == 2.0
+    assert jls.get(jls.serialize(define(jls.LossScale, 3.0)()))() == 3.0
