@@ -42,10 +42,6 @@ class BoundedLossScale(LossScale):
         """Return the constructor's arguments, without the state."""
         return config_of(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a pickle holds, or a copy."""
-        self.__dict__.update(of_this_version(state))
-
     def _check_bounds(self) -> None:
         """Make Python floats of the three scales in the configuration.
 
@@ -83,17 +79,6 @@ class BoundedLossScale(LossScale):
         """Set fields of this frozen dataclass, in its constructor."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
-
-
-def of_this_version(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return what was saved of a loss scale as this version has it, by name.
-
-    An `AutoLossScale` of 0.3.0 and 0.4.0 had a counter, which is left out; that of 0.3.0 had no allowance.
-    """
-    if "num_finite_steps" not in saved:
-        return saved
-    kept = {name: value for name, value in saved.items() if name != "num_finite_steps"}
-    return {"log2_allowance": np.float32(0), **kept}
 
 
 def leaf(value: Any, name: str, check: Callable[[Any, str], float], dtype: Any = np.float32) -> ArrayLike:

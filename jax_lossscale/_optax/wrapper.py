@@ -192,21 +192,17 @@ def _warn_of_float16(params: optax.Params) -> None:
         )
 
 
-# What other functions take would go to the chain, silently, and the step would be applied.
-_REFUSED = {
-    "parts_finite": "went in 0.4.0. Pass `grads_finite=`: all parts must be finite.",
-    "before": "is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no parameter, use "
-    "`select_tree(state.consecutive_skips == 0, new, before)`.",
-}
-
-
 def _check_arguments(scaled_grads: optax.Updates, state: Any, told: Told, extra_args: dict[str, Any]) -> None:
     """Raise a `ValueError` that names what is not of its kind."""
     check_state(state)
     check_told(told)
     _tree.check_tree(scaled_grads, "update(scaled_grads=...)")
-    for name in extra_args.keys() & _REFUSED:
-        raise ValueError(f"`update({name}=...)` {_REFUSED[name]}")
+    # Otherwise, `before` would be passed on to the inner optimizer, which ignores it.
+    if "before" in extra_args:
+        raise ValueError(
+            "`update(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no "
+            "parameter, use `select_tree(state.consecutive_skips == 0, new, before)`."
+        )
     if state.loss_scale.checks_gradients:
         _check_not_masked(scaled_grads, "update(updates=...)")
         _check_not_scaled(extra_args, scaled_grads)

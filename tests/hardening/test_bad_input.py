@@ -192,8 +192,6 @@ TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
 TX.update(PARAMS, STATE, PARAMS, before=PARAMS)
     `update(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no parameter, use
     `select_tree(state.consecutive_skips == 0, new, before)`.
-TX.update(PARAMS, STATE, PARAMS, parts_finite=jnp.array(True))
-    `update(parts_finite=...)` went in 0.4.0. Pass `grads_finite=`: all parts must be finite.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)

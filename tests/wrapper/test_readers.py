@@ -219,3 +219,16 @@ def test_the_moments_of_named_arrays_are_left_alone():
         with pytest.raises(RuntimeError, match="cannot go lower"):
             jls.raise_if_stuck(tree)
         assert jls.value_and_scaled_grad(lambda x: x**2, tree)(3.0)[0] == 9
+
+
+def test_a_state_that_flax_restored_without_knowing_the_loss_scale_is_rejected():
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    restored = tx.init(PARAMS)._replace(loss_scale={"current_loss_scale": jnp.float32(8.0)})
+    message = r"has a dictionary in the place of the loss scale.*`import jax_lossscale.interop.flax`"
+    for read in (
+        lambda state: tx.update(PARAMS, state, PARAMS),
+        lambda state: jls.get_loss_scale((optax.EmptyState(), state)),
+        lambda state: jls.value_and_scaled_grad(jnp.sum, state),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(restored)

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.bounded import of_this_version
 from jax_lossscale._loss_scale.registry import OWN_KINDS
 
 try:
@@ -58,7 +57,6 @@ def register(kind: type[LossScale]) -> type[LossScale]:
 
     def from_state_dict(target: Any, state: dict[str, Any]) -> Any:
         with_paths, structure = children(target)
-        state = of_this_version(state)
         names = [path[0].name for path, _ in with_paths]
         if set(names) != set(state):
             raise ValueError(
