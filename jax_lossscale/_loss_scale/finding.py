@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any, TypeVar
 
 import chex
@@ -86,10 +87,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
     if not nodes and _holds_state_of_loss_scale(tree):
         raise ValueError(f"`{name}` {READ_WITHOUT_INTEROP}")
     if not nodes:
-        raise ValueError(
-            f"`{name}` holds no `{kind.__name__}`. It should be the state of an optimizer made with `loss_scaled`, as "
-            f"`tx.init(params)` or the last step has left it; got {shown(tree)}."
-        )
+        raise not_a_state(tree, name)
     chosen = [(keys, node) for keys, node in nodes if path is None or _begins_with(keys, path)]
     if len(chosen) != 1:
         below = "" if path is None else f" below the path {path!r}"
@@ -100,6 +98,23 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
         )
     ((_, node),) = chosen
     return node
+
+
+def not_a_state(argument: Any, name: str) -> ValueError:
+    """Return the error for an argument that should be an optimizer state; the message states what the argument is."""
+    got, fix = shown(argument), ""
+    if all(callable(getattr(argument, method, None)) for method in ("init", "update")):
+        got, fix = "the optimizer itself", "Pass its state: `tx.init(params)`, or the state after the last step."
+    elif isinstance(argument, LossScale):
+        got, fix = f"a `{type(argument).__name__}`", "Pass the optimizer state that contains it."
+    elif _holds_nnx_state(argument):
+        got = "an `nnx.State`, which does not contain the classes of its objects"
+        fix = "Merge it first, `nnx.merge(graphdef, state)`, and pass the optimizer or its `opt_state`."
+    elif _is_plain_copy(argument):
+        got = "a plain dictionary, as a checkpoint contains it"
+        fix = "Restore the checkpoint with a target: `tx.init(params)`."
+    expected = "the state of an optimizer made with `loss_scaled`, such as `tx.init(params)`"
+    return ValueError(f"`{name}` must be or contain {expected}; got {got}. {fix}".rstrip())
 
 
 def unwrapped(tree: _Tree) -> _Tree:
@@ -122,6 +137,21 @@ def _holds_state_of_loss_scale(tree: chex.ArrayTree) -> bool:
         for path in paths
         for above, key in itertools.pairwise(path)
     )
+
+
+def _holds_nnx_state(tree: chex.ArrayTree) -> bool:
+    """Return whether a tree is or contains an ``nnx.State``, as ``nnx.split`` returns it."""
+    nnx = sys.modules.get("flax.nnx")  # if the program has not imported nnx, no object is of its classes
+    if nnx is None:
+        return False
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.State))
+    return any(isinstance(leaf, nnx.State) for leaf in leaves)
+
+
+def _is_plain_copy(tree: chex.ArrayTree) -> bool:
+    """Return whether a dictionary in a tree has the fields of the state of `loss_scaled`."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return any(key == jax.tree_util.DictKey("consecutive_skips") for path in paths for key in path)
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:

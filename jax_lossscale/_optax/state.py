@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import READ_WITHOUT_INTEROP
+from jax_lossscale._loss_scale.finding import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.verdict import Verdict
@@ -122,15 +122,15 @@ def next_state(
     )
 
 
-def check_state(state: Any) -> None:
-    """Raise a `ValueError` unless ``state`` is what ``init`` makes."""
+def check_state(state: Any, method: str, order: str) -> None:
+    """Raise a `ValueError` unless ``state`` is what ``init`` returns.
+
+    ``method`` is the name of the called method, and ``order`` contains its positional arguments.
+    """
     if not isinstance(state, LossScaledState):
-        raise ValueError(
-            "`update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got "
-            f"{type(state).__name__}. The order is `update(scaled_grads, state, params)`."
-        )
+        raise ValueError(f"{not_a_state(state, f'{method}(state=...)')} The order is `{method}({order})`.")
     if isinstance(state.loss_scale, dict):
-        raise ValueError(f"`update(state=...)` {READ_WITHOUT_INTEROP}")
+        raise ValueError(f"`{method}(state=...)` {READ_WITHOUT_INTEROP}")
 
 
 def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:

@@ -102,9 +102,9 @@ def loss_scaled(
     Returns:
       A `LossScaledTransformation`. Beside ``init(params)``, it has these functions:
 
-      ``update(scaled_grads, state, params=None, *, value, skip_if, grads_finite, **extra_args)``
-        returns ``(updates, state)``. ``scaled_grads`` are the gradients of the scaled loss, as `value_and_scaled_grad`
-        gives them for this state. The other arguments are optional:
+      ``update(updates, state, params=None, *, value, skip_if, grads_finite, **extra_args)``
+        returns ``(updates, state)``. The argument ``updates`` contains the gradients of the scaled loss, as
+        `value_and_scaled_grad` gives them for this state. The other arguments are optional:
 
         - ``value``: the true loss, a real scalar, which is passed on to the chain;
         - ``skip_if``: ``bool[]``, skip for a reason of your own;
@@ -127,9 +127,8 @@ def loss_scaled(
     Raises:
       ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``, ``skip`` or
         ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if ``value``
-        is no real scalar, or one of the flags no boolean scalar; if another argument holds the scaled gradients
-        themselves; if `optax.masked` or `optax.partition` is around the wrapper and leaves something out: put it
-        inside.
+        is no real scalar, or one of the flags no boolean scalar; if `optax.masked` or `optax.partition` is around the
+        wrapper and leaves something out: put it inside.
 
     Warns:
       UserWarning: from ``init``, at float16 parameters, in which small updates are lost.

@@ -60,17 +60,17 @@ def decide(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told, axis
     return Verdict(_all(must_be_finite, value_finite, allowed), *flags, largest, loss_scale)
 
 
-def check_told(told: Told) -> None:
+def check_told(told: Told, method: str) -> None:
     """Raise a `ValueError` that names what is not of its kind."""
     if told.value is not None and not is_number(told.value):
         got = jax.typeof(told.value) if isinstance(told.value, jax.Array) else repr(told.value)
         raise ValueError(
-            f"`update(value=...)` must be a real scalar, the true loss, got {got}. Of `(loss, aux)`, pass the loss "
+            f"`{method}(value=...)` must be a real scalar, the true loss, got {got}. Of `(loss, aux)`, pass the loss "
             "alone."
         )
     for name, flag in (("skip_if", told.skip_if), ("grads_finite", told.grads_finite)):
         if flag is not None:
-            check_bool_scalar(flag, f"update({name}=...)")
+            check_bool_scalar(flag, f"{method}({name}=...)")
 
 
 def _look(scaled_grads: chex.ArrayTree, loss_scale: LossScale, told: Told) -> tuple[jax.Array, jax.Array | None]:

@@ -72,8 +72,8 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return ``(updates, state)``: those of the inner chain, or zeros for a skipped step; see `loss_scaled`."""
         told = Told(value, skip_if, grads_finite)
-        _check_arguments(updates, state, told, extra_args)
-        with _structures_named(updates, params):
+        _check_arguments("update", "updates", updates, state, told, extra_args)
+        with _structures_named("update(updates=...)", updates, params):
             new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
             return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
 
@@ -92,9 +92,9 @@ class Wrapper:
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
         told = Told(value, skip_if, grads_finite)
-        _check_arguments(scaled_grads, state, told, extra_args)
+        _check_arguments("update_and_apply", "scaled_grads", scaled_grads, state, told, extra_args)
         _tree.check_tree(params, "update_and_apply(params=...)")
-        with _structures_named(scaled_grads, params):
+        with _structures_named("update_and_apply(scaled_grads=...)", scaled_grads, params):
             trained = hidden.shown(params, scaled_grads)
             new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, told)
             return hidden.filled(new_params, lambda: params), state
@@ -192,25 +192,30 @@ def _warn_of_float16(params: optax.Params) -> None:
         )
 
 
-def _check_arguments(scaled_grads: optax.Updates, state: Any, told: Told, extra_args: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names what is not of its kind."""
-    check_state(state)
-    check_told(told)
-    _tree.check_tree(scaled_grads, "update(scaled_grads=...)")
+def _check_arguments(
+    method: str, grads_name: str, scaled_grads: optax.Updates, state: Any, told: Told, extra_args: dict[str, Any]
+) -> None:
+    """Raise a `ValueError` that names the method and the argument if an argument is not of its kind."""
+    check_state(state, method, f"{grads_name}, state, params")
+    check_told(told, method)
+    name = f"{method}({grads_name}=...)"
+    _tree.check_tree(scaled_grads, name)
     # Otherwise, `before` would be passed on to the inner optimizer, which ignores it.
     if "before" in extra_args:
         raise ValueError(
-            "`update(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no "
+            f"`{method}(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no "
             "parameter, use `select_tree(state.consecutive_skips == 0, new, before)`."
         )
     if state.loss_scale.checks_gradients:
-        _check_not_masked(scaled_grads, "update(updates=...)")
-        _check_not_scaled(extra_args, scaled_grads)
+        _check_not_masked(scaled_grads, name)
 
 
 @contextlib.contextmanager
-def _structures_named(scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
-    """Say of a failure that gradients and parameters are not of one structure, if that is so."""
+def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
+    """Say of a failure that gradients and parameters are not of one structure, if that is so.
+
+    ``name`` is the name of the gradients in the error.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -218,7 +223,7 @@ def _structures_named(scaled_grads: optax.Updates, params: optax.Params | None) 
             raise
         got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
         raise ValueError(
-            f"`update(scaled_grads=...)` must be of the structure of `params`, {expected}, got {got}. Of "
+            f"`{name}` must be of the structure of `params`, {expected}, got {got}. Of "
             "`loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`."
         ) from error
 
@@ -231,17 +236,6 @@ def _check_not_masked(tree: optax.Params, name: str) -> None:
             "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
             "`loss_scaled(optax.partition(...))`."
         )
-
-
-def _check_not_scaled(extra_args: dict[str, Any], scaled_grads: optax.Updates) -> None:
-    """Raise a `ValueError` if an argument that the chain gets as it is holds the scaled gradients themselves."""
-    scaled = {id(grad) for grad in jax.tree.leaves(scaled_grads) if isinstance(grad, (jax.Array, np.ndarray))}
-    for name, argument in extra_args.items():
-        if any(id(leaf) in scaled for leaf in jax.tree.leaves(argument)):
-            raise ValueError(
-                f"`update({name}=...)` got the scaled gradients, which the chain would take for true ones. Pass "
-                f"`{name}=state.loss_scale.unscale(scaled_grads)`."
-            )
 
 
 def _holds(tree: chex.ArrayTree, kind: type) -> bool:

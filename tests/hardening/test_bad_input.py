@@ -19,6 +19,7 @@ import matplotlib
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,11 +162,11 @@ jls.get_loss_scale(STATE, path="nope")
     `get_loss_scale(opt_state=...)` holds 0 of `LossScale` below the path 'nope'. There are: .loss_scale. Pass the
     part of the state that holds the one you mean, or to `get_loss_scale` its path.
 jls.metrics(PARAMS)
-    `metrics(opt_state=...)` holds no `LossScaledState`. It should be the state of an optimizer made with `loss_scaled`,
-    as `tx.init(params)` or the last step has left it; got float32[2].
+    `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
 diagnostics.explain(PARAMS)
-    `explain(opt_state=...)` holds no `LossScaledState`. It should be the state of an optimizer made with `loss_scaled`,
-    as `tx.init(params)` or the last step has left it; got float32[2].
+    `explain(opt_state=...)` STATE_EXPECTED; got float32[2].
+diagnostics.explain(PARAMS, STATE)
+    `explain(opt_state=...)` STATE_EXPECTED; got float32[2]. The order is `explain(opt_state, params)`.
 diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
 jls.in_half(3)
@@ -197,21 +198,20 @@ TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
     `update(skip_if=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, (), PARAMS)
-    `update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got tuple. The
-    order is `update(scaled_grads, state, params)`.
+    `update(state=...)` STATE_EXPECTED; got (). The order is `update(updates, state, params)`.
 TX.update("x", STATE, PARAMS)
-    `update(scaled_grads=...)` must be a pytree of arrays, got 'x'.
+    `update(updates=...)` must be a pytree of arrays, got 'x'.
 ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(scaled_grads=...)` must be of the structure of `params`, PyTreeDef(*), got PyTreeDef((*, *)). Of
+    `update(updates=...)` must be of the structure of `params`, PyTreeDef(*), got PyTreeDef((*, *)). Of
     `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
 TX.init(square)
     `init(params=...)` must be a pytree of arrays, got SQUARE.
 TX.update_and_apply(STATE, PARAMS, PARAMS)
-    `update(state=...)` must be a `LossScaledState`, made by the `init` of the same transformation, got ArrayImpl. The
-    order is `update(scaled_grads, state, params)`.
+    `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is
+    `update_and_apply(scaled_grads, state, params)`.
 TX.update_and_apply((LOSS, PARAMS), STATE, {"kernel": PARAMS})
-    `update(scaled_grads=...)` must be of the structure of `params`, PyTreeDef({'kernel': *}), got PyTreeDef((*, *)). Of
-    `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+    `update_and_apply(scaled_grads=...)` must be of the structure of `params`, PyTreeDef({'kernel': *}), got
+    PyTreeDef((*, *)). Of `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
 TX.update_and_apply(PARAMS, STATE, "x")
     `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
@@ -231,6 +231,10 @@ jls.scaled_grad(3, 8)
     `scaled_grad(fun=...)` must be a function, got 3.
 jls.scaled_grad(square, True)
     `scaled_grad(loss_scale=...)` must be ACCEPTED; got True.
+jls.scale_gradient(STATE, LOSS)
+    `scale_gradient(tree=...)` got a loss scale. The order is `scale_gradient(tree, scale)`.
+jls.unscale_gradient(STATE, LOSS)
+    `unscale_gradient(tree=...)` got a loss scale. The order is `unscale_gradient(tree, scale)`.
 jls.unscale_gradient(PARAMS, "8")
     `unscale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.unscale_gradient("x", 8)
@@ -325,7 +329,8 @@ def rows():
             yield line, message
 
 
-STANDS_FOR = {"ACCEPTED": ACCEPTED, "SQUARE": repr(square)}
+STATE_EXPECTED = "must be or contain the state of an optimizer made with `loss_scaled`, such as `tx.init(params)`"
+STANDS_FOR = {"ACCEPTED": ACCEPTED, "STATE_EXPECTED": STATE_EXPECTED, "SQUARE": repr(square)}
 
 
 def spelled_out(message):
@@ -350,6 +355,52 @@ def test_an_error_shows_200_characters_of_a_value(length):
     shown = repr(value) if length <= 200 else f"{repr(value)[:200]}..."
     with pytest.raises(ValueError, match=re.escape(f"must be a number, got {shown}.") + "$"):
         jls.FixedLossScale(value)
+
+
+# Each function that takes an optimizer state, and objects that users pass instead of one.
+
+TAKE_A_STATE = {
+    "metrics(opt_state=...)": jls.metrics,
+    "get_loss_scale(opt_state=...)": jls.get_loss_scale,
+    "raise_if_stuck(opt_state=...)": jls.raise_if_stuck,
+    "explain(opt_state=...)": diagnostics.explain,
+    "value_and_scaled_grad(loss_scale=...)": lambda state: jls.value_and_scaled_grad(square, state),
+    "scaled_grad(loss_scale=...)": lambda state: jls.scaled_grad(square, state),
+    "scale_gradient(scale=...)": lambda state: jls.scale_gradient(LOSS, state),
+    "unscale_gradient(scale=...)": lambda state: jls.unscale_gradient(LOSS, state),
+    "scaled_inside(loss_scale=...)": lambda state: jls.scaled_inside(square, state),
+    "accumulate_gradients(loss_scale=...)": lambda state: jls.accumulate_gradients(square, state, 2),
+    "filter_value_and_scaled_grad(loss_scale=...)": lambda state: NAMES["equinox"].filter_value_and_scaled_grad(
+        square, state
+    ),
+    "update(state=...)": lambda state: TX.update(PARAMS, state, PARAMS),
+    "update_and_apply(state=...)": lambda state: TX.update_and_apply(PARAMS, state, PARAMS),
+}
+RESTORED = {"applied_steps": 0, "consecutive_skips": 0, "inner_state": [], "loss_scale": {"current_loss_scale": 8.0}}
+NNX_STATE = nnx.split(nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param))[1]
+NOT_A_STATE = {
+    "the optimizer": (TX, "the optimizer itself. Pass its state: `tx.init(params)`, or the state after the last step."),
+    "another optimizer": (optax.sgd(0.1), "the optimizer itself. Pass its state: `tx.init(params)`, or the state"),
+    "an untargeted restore": ([RESTORED], "a plain dictionary, as a checkpoint contains it. Restore the checkpoint"),
+    "the parameters": ({"kernel": PARAMS}, "PyTreeDef({'kernel': *})."),
+    "an nnx.State": (NNX_STATE, "an `nnx.State`, which does not contain the classes of its objects. Merge it first, "),
+    "a loss scale": (jls.FixedLossScale(8.0), "a `FixedLossScale`. Pass the optimizer state that contains it."),
+}
+
+
+@pytest.mark.parametrize("function", TAKE_A_STATE)
+@pytest.mark.parametrize("wrong", NOT_A_STATE)
+def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function, wrong):
+    argument, got = NOT_A_STATE[wrong]
+    if wrong == "a loss scale" and ("loss_scale" in function or "scale=" in function):
+        TAKE_A_STATE[function](argument)  # which is accepted
+        return
+    with pytest.raises(ValueError) as caught:
+        TAKE_A_STATE[function](argument)
+    message = str(caught.value)
+    assert message.startswith(f"`{function}` {STATE_EXPECTED}; got {got}"), message
+    name = function.partition("(")[0]
+    assert (f"The order is `{name}(" in message) == name.startswith("update")
 
 
 # They take no arguments.

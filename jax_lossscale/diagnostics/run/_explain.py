@@ -96,7 +96,12 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients tolerate: there is nothing to do.
     """
-    state = own_numbers(opt_state, "explain(opt_state=...)")
+    try:
+        state = own_numbers(opt_state, "explain(opt_state=...)")
+    except ValueError as error:
+        if params is None:
+            raise
+        raise ValueError(f"{error} The order is `explain(opt_state, params)`.") from error
     check_is_concrete(state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
