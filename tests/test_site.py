@@ -165,6 +165,8 @@ lbfgs                                        guide/step/#line-searches-and-other
 numpyro                                      guide/libraries/#or-let-the-optimizer-take-the-gradient-numpyro
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
+gradients are not scaled                     wrong/#are-the-gradients-scaled
+trainer computes gradients                   guide/libraries/
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
 # The site's own worker, which a browser runs, given the index; its answer is a list of pages, each of

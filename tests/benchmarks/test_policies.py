@@ -4,13 +4,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unscaled import states
 
 import jax_lossscale as jls
 from benchmarks.policies.constants import NEEDS
 from benchmarks.policies.contenders import BEST_FIXED, contenders
 from benchmarks.policies.judge import judge, unused_bits
-from benchmarks.policies.traces import events, hostile, mixtures
+from benchmarks.policies.traces import (
+    events,
+    hostile,
+    mixtures,
+    mostly_zero,
+    not_a_number,
+    of_one_length,
+    recorded,
+    synthetic,
+)
 from benchmarks.policies.trainings import all_trainings, trained
+from jax_lossscale._optax.readers import seem_unscaled
 
 pytestmark = pytest.mark.ci
 
@@ -56,3 +67,67 @@ def test_no_training_is_lost(name):
     (expected,), (bad,) = trained(training, "float32", 1)
     assert loss <= 1.05 * expected + 0.01
     assert skipped <= bad + 3
+
+
+# --- Gradients that are not scaled ---
+
+
+def stacked(traces):
+    with np.errstate(invalid="ignore"):
+        return tuple(np.stack([getattr(trace, name) for trace in traces], axis=1) for name in LOGARITHMS)
+
+
+LOGARITHMS = ("log2_largest", "log2_first")
+RECORDED = of_one_length(recorded())
+HEALTHY = {
+    "recorded trainings": RECORDED,
+    "synthetic traces": synthetic(2000),
+    "events": events(4000),
+    "NaNs": [trace for share in (0.05, 0.02, 0.01) for trace in not_a_number(share, 2000)],
+    "mostly zero": [trace for one_in in (2, 10, 50) for trace in mostly_zero(one_in, 2000)],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_healthy_run_is_reported_as_unscaled(name):
+    reported = seem_unscaled(states(*stacked(HEALTHY[name])))
+    assert {HEALTHY[name][column].kind for column in np.nonzero(reported)[1]} == set()
+
+
+@pytest.mark.parametrize("inside", [0, 1, 2, 4, 6, 8, 12])
+@pytest.mark.parametrize("steps", [50, 100])
+def test_gradients_that_shrink_by_2_to_the_10_are_not_reported_as_unscaled(steps, inside):
+    first = np.arange(-20, 12, 0.25)
+    largest = first - 10 * np.minimum(np.arange(1000)[:, None] / steps, 1)
+    assert not seem_unscaled(states(largest, largest + inside)).any()
+
+
+@pytest.mark.parametrize("log2_start", [-24, -10, 0, 20, 40])
+def test_a_healthy_run_is_not_reported_wherever_the_scale_starts(log2_start):
+    loss_scale = jls.AutoLossScale(2.0**log2_start)
+    assert not seem_unscaled(states(*stacked(RECORDED), True, loss_scale)).any()
+
+
+def test_every_recorded_training_would_be_reported_if_it_were_not_scaled():
+    reported = seem_unscaled(states(*stacked(RECORDED), False))
+    assert not reported[:19].any()
+    assert reported[19:24].any(axis=0).all()
+
+
+SEVERAL_SIZES = {
+    "mixtures": mixtures(2000, runs=2),
+    "random traces": [hostile(np.random.default_rng([5, seed]), 2000) for seed in range(200)],
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_SIZES)
+def test_gradients_of_several_sizes_are_rarely_reported_as_unscaled(name):
+    """A gradient far below the peak can be as small as an unscaled one, so a report cannot always be avoided."""
+    assert seem_unscaled(states(*stacked(SEVERAL_SIZES[name]))).mean() <= 0.005
+
+
+def test_unscaled_gradients_are_reported_after_zeros_and_after_a_long_time():
+    zeros_at_first = np.concatenate([np.full(10, -np.inf), np.zeros(40)])
+    assert seem_unscaled(states(zeros_at_first[:, None], zeros_at_first[:, None], False))[19:].all()
+    decaying = -np.arange(3000) / 100
+    assert seem_unscaled(states(decaying[:, None], decaying[:, None], False))[2500:].all()

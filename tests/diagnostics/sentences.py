@@ -40,6 +40,8 @@ LINES = {
     "The largest gradient of the last step was *.": "largest",
     "The scale is 2^* below what that would allow in float16.": "room",
     "The scale times the largest gradient is *, far below float16's limit, *": "not scaled",
+    "Compute the gradients with `jls.value_and_scaled_grad`, clip them *": "",
+    "If the loss does not fall: are the gradients scaled? Compute *": "question",
     "The largest gradient of the last step could not be measured. *": "not measured",
     "All gradients of the last step were exactly zero. *": "all zero",
     "If they are not, float16 lost them, or they were never scaled: *": "",

@@ -28,16 +28,19 @@ def every_fifth(step):
 
 EXPLAINED = {
     # loss scale, recorded, steps: what is told after scale and steps, in this order
-    "a healthy run": ("dynamic", True, [GOOD] * 3, ""),
+    "a healthy run": ("dynamic", True, [GOOD] * 3, "question"),
     "before the first step": ("auto", True, [], ""),
     "no loss scale": (None, False, [GOOD], ""),
     "measured": (jls.AutoLossScale(64.0), False, [LARGE_GRADS], "largest"),
     "measured, and all zero": ("auto", True, [GOOD, NO_GRADS], "all zero"),
-    "all zero, not measured": ("dynamic", True, [NO_GRADS], ""),
+    "all zero, not measured": ("dynamic", True, [NO_GRADS], "question"),
     "measured, and not finite": ("auto", True, [GOOD, INF_GRADS], "skipped | an overflow"),
     "a scale that is too low": (jls.AutoLossScale(2.0), False, [GOOD], "largest | room"),
-    "never scaled": (jls.AutoLossScale(2.0**60), False, [GOOD], "largest | not scaled"),
-    "a fixed scale as high, on purpose": (2.0**60, False, [GOOD], ""),
+    "never scaled": (jls.AutoLossScale(2.0**60), False, [GOOD] * 20, "largest | not scaled"),
+    "never scaled, at first": (jls.AutoLossScale(2.0**60), False, [GOOD] * 19, "largest | room | question"),
+    "a fixed scale": (2.0**60, False, [GOOD], "question"),
+    "a fixed scale of 1": (1.0, False, [GOOD], ""),
+    "a fixed scale, with a skipped step": (SKIPPING, False, [INF_GRADS, GOOD], ""),
     "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | scale was lower"),
     "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], ""),
     "what no lower scale can have mended": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago"),

@@ -129,6 +129,103 @@ def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, eve
     assert told_in(explain(state, params)) == told
 
 
+# --- Gradients that are not scaled: mistakes of the user, each as one step of training ---
+
+
+def scaled_correctly(tx, params, state, loss_fn):
+    loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params)
+    return tx.update_and_apply(grads, state, params, value=loss)
+
+
+def computed_by_a_trainer(tx, params, state, loss_fn):
+    _, grads = jax.value_and_grad(loss_fn)(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def with_jax_value_and_grad(tx, params, state, loss_fn):
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return tx.update_and_apply(grads, state, params, value=loss)
+
+
+def clipped_outside(tx, params, state, loss_fn):
+    loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params)
+    grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    return tx.update_and_apply(grads, state, params, value=loss)
+
+
+def in_the_wrong_order(tx, params, state, loss_fn):
+    _, grads = jls.value_and_scaled_grad(loss_fn, state)(params)
+    updates, state = tx.update(params, state, grads)
+    return optax.apply_updates(params, updates), state
+
+
+MISTAKES = [computed_by_a_trainer, with_jax_value_and_grad, clipped_outside, in_the_wrong_order]
+
+
+def trained_with(step, loss_scale="auto", steps=100, factor=2.0**-7):
+    """Return the states after each of the steps."""
+    tx = jls.loss_scaled(optax.adam(0.01), loss_scale)
+    loss_fn = jls.autocast(lambda params: factor * regression(params, (X, Y, False)))
+
+    def body(carry, _):
+        params, state = step(tx, *carry, loss_fn)
+        return (params, state), state
+
+    states = jax.jit(lambda: jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=steps)[1])()
+    return [jax.tree.map(lambda leaf, number=number: leaf[number], states) for number in range(steps)]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_gradients_that_are_not_scaled_are_reported_from_step_20_on(mistake):
+    states = trained_with(mistake)
+    for state in states[0], states[18]:
+        jls.raise_if_stuck(state)
+        assert "not scaled" not in told_in(explain(state))
+    for state in states[19], states[20], states[49], states[99]:
+        assert told_in(explain(state)).endswith("largest | not scaled")
+        with pytest.raises(RuntimeError, match="the gradients are not scaled") as caught:
+            jls.raise_if_stuck([state])
+        for text in explain(state), str(caught.value):
+            assert "`jls.value_and_scaled_grad`" in text
+            assert "docs/guide/libraries.md" in text
+
+
+def test_gradients_that_are_scaled_are_not_reported():
+    for factor in 2.0**-20, 2.0**-7, 1.0, 2.0**10:
+        for state in trained_with(scaled_correctly, factor=factor):
+            jls.raise_if_stuck(state)
+            assert "scaled" not in told_in(explain(state))
+
+
+def test_clipped_gradients_are_reported_after_an_overflow_too():
+    *_, state = trained_with(clipped_outside, steps=400)
+    assert state.skipped_steps > 0
+    assert told_in(explain(state)).endswith("largest | not scaled")
+
+
+def test_clipped_gradients_that_overflow_early_are_a_question():
+    """The scale grows too little for a report."""
+    state = trained_with(clipped_outside, factor=1.0)[-1]
+    jls.raise_if_stuck(state)
+    assert told_in(explain(state)) == "largest | room | question"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10])
+def test_loss_scales_that_do_not_measure_end_with_a_question(mistake, loss_scale):
+    state = trained_with(mistake, loss_scale)[-1]
+    assert told_in(explain(state)) == "question"
+
+
+def test_a_batch_of_runs_with_one_that_is_not_scaled():
+    batch = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *(trained_with(step)[-1] for step in (scaled_correctly, MISTAKES[0]))
+    )
+    with pytest.raises(RuntimeError, match="not scaled"):
+        jls.raise_if_stuck(batch)
+
+
 @pytest.mark.slow
 def test_no_workload_that_trains_is_accused():
     for name in ("healthy", "normalized", "tiny_loss"):

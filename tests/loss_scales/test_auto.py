@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import F32_MAX, named
+from unscaled import states
 
 import jax_lossscale as jls
+from jax_lossscale._optax.readers import seem_unscaled
 
 Auto = jls.AutoLossScale
 STATE = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")
@@ -304,35 +306,43 @@ def noise(deviation, seed=0):
     return np.random.default_rng(seed).normal(size=STEPS) * deviation
 
 
-@pytest.mark.parametrize(
-    ("trace", "most_skips", "most_bits"),
-    named(
-        [
-            ("constant", of_log2(np.full(STEPS, -6.3)), 0, 2),
-            ("decaying", of_log2(-14 * TIME), 0, 2),
-            ("growing", of_log2(-20 + 14 * TIME), 0, 2),
-            ("noise", of_log2(-9 + noise(0.5)), 4, 4),
-            ("much_noise", of_log2(-9 + noise(1.5)), 8, 6),
-            ("decaying_with_noise", of_log2(-14 * TIME + noise(0.5)), 4, 4),
-            ("growing_with_noise", of_log2(-20 + 14 * TIME + noise(0.5)), 4, 4),
-            ("jump_up", of_log2(-14 + MIDDLE), 1, 2.1),
-            ("jump_down", of_log2(-6 - MIDDLE), 0, 3),
-            ("jump_up_with_noise", of_log2(-14 + MIDDLE + noise(0.5)), 5, 4),
-            ("spikes_with_noise", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700) + noise(0.5)), 8, 4),
-            ("every_second_step_zero", of_log2(np.where(np.arange(STEPS) % 2, -np.inf, -6.3)), 0, 4),
-            ("inside_2**3", of_log2(np.full(STEPS, -20.3), 3), 8, 1),
-            ("inside_2**12", of_log2(np.full(STEPS, -20.3), 12), 8, 1),
-            ("inside_comes", of_log2(np.full(STEPS, -20.0), MIDDLE), 4, 2),
-            ("inside_with_noise", of_log2(-20 + noise(0.5), 6), 8, 4),
-            ("inside_of_a_decay", of_log2(-14 * TIME + noise(0.5), 6), 8, 4),
-        ]
-    ),
+FOLLOWED = named(
+    [
+        ("constant", of_log2(np.full(STEPS, -6.3)), 0, 2),
+        ("decaying", of_log2(-14 * TIME), 0, 2),
+        ("growing", of_log2(-20 + 14 * TIME), 0, 2),
+        ("noise", of_log2(-9 + noise(0.5)), 4, 4),
+        ("much_noise", of_log2(-9 + noise(1.5)), 8, 6),
+        ("decaying_with_noise", of_log2(-14 * TIME + noise(0.5)), 4, 4),
+        ("growing_with_noise", of_log2(-20 + 14 * TIME + noise(0.5)), 4, 4),
+        ("jump_up", of_log2(-14 + MIDDLE), 1, 2.1),
+        ("jump_down", of_log2(-6 - MIDDLE), 0, 3),
+        ("jump_up_with_noise", of_log2(-14 + MIDDLE + noise(0.5)), 5, 4),
+        ("spikes_with_noise", of_log2(-9 + 7.0 * (np.arange(STEPS) % 1000 == 700) + noise(0.5)), 8, 4),
+        ("every_second_step_zero", of_log2(np.where(np.arange(STEPS) % 2, -np.inf, -6.3)), 0, 4),
+        ("inside_2**3", of_log2(np.full(STEPS, -20.3), 3), 8, 1),
+        ("inside_2**12", of_log2(np.full(STEPS, -20.3), 12), 8, 1),
+        ("inside_comes", of_log2(np.full(STEPS, -20.0), MIDDLE), 4, 2),
+        ("inside_with_noise", of_log2(-20 + noise(0.5), 6), 8, 4),
+        ("inside_of_a_decay", of_log2(-14 * TIME + noise(0.5), 6), 8, 4),
+    ]
 )
+
+
+@pytest.mark.parametrize(("trace", "most_skips", "most_bits"), FOLLOWED)
 def test_follows(trace, most_skips, most_bits):
     for float16 in True, False:
         skips, bits = skips_and_unused_bits(trace, float16)
         assert skips <= most_skips
         assert bits <= most_bits
+
+
+def test_gradients_that_are_followed_are_not_reported_as_unscaled():
+    with np.errstate(divide="ignore"):
+        largest, first = np.log2(np.stack([row.values[0] for row in FOLLOWED], axis=-1))
+    assert not seem_unscaled(states(largest, first)).any()
+    decaying = [row.id for row in FOLLOWED].index("decaying")
+    assert seem_unscaled(states(largest, first, False))[19:, decaying].any()
 
 
 # --- Evidence: each row (NaN or zeros in a run, its sizes; most skips, mean unused bits, and on 95 of 100 steps) ---

@@ -17,7 +17,14 @@ from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._loss_scale.auto import LOG2_MOVE
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
-from jax_lossscale._optax.readers import check_is_concrete, is_at_its_floor, own_numbers
+from jax_lossscale._optax.readers import (
+    HOW_TO_SCALE,
+    OVERFLOWS_OF_CLIPPED_GRADIENTS,
+    check_is_concrete,
+    is_at_its_floor,
+    own_numbers,
+    seem_unscaled,
+)
 from jax_lossscale._optax.state import CAUSES
 from jax_lossscale.diagnostics._report import power_of_two
 from jax_lossscale.diagnostics.tree._nonfinite import leaf_path, nonfinite_report
@@ -29,9 +36,8 @@ _FEW_STEPS = 100
 _MANY_SKIPS_IN_A_ROW = 16
 # Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
 _MUCH_ROOM = 6
-# Gradients that were never scaled seem to be as small as the scale is large: they stay far below float16's limit.
-_FAR_TOO_HIGH = 50
-_FAR_BELOW_THE_LIMIT = 8
+# From so much room on, the gradients may be unscaled, or clipped outside of `loss_scaled`, without any other sign.
+_ROOM_OF_UNSCALED = 12
 # Of the causes of a bad step, those in the gradients.
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
@@ -58,6 +64,7 @@ _BATCH = (
     "for NaN, for the norm of a zero vector, and for a mask that leaves nothing: `nonfinite_report(batch)`, and "
     "`range_report(loss_fn, params, batch)` names the line."
 )
+_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not fall: are the gradients scaled? {HOW_TO_SCALE}"
 _HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
 
 
@@ -66,7 +73,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
 
     Call it on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)``, it says when the
     last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
-    the gradients are if the loss scale measures them, as `AutoLossScale` does. For what the state does not show, it
+    the gradients are if the loss scale measures them, as `AutoLossScale` does. From step 20 on, an `AutoLossScale` also
+    shows whether the gradients are scaled, see `raise_if_stuck`. With another loss scale, if no step was skipped, the
+    text ends with a question to check. For what the state does not show, it
     refers to `compare_gradients` and `range_report`.
 
     Args:
@@ -142,6 +151,10 @@ def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str
         yield from _cures(cause, state)
     elif not cause and are_finite is not False:
         yield from _of_gradients(state)
+
+    measures = isinstance(loss_scale, AutoLossScale)
+    if applied and not skipped and not cause and are_finite is not False and scale != 1 and not measures:
+        yield _IF_THE_LOSS_DOES_NOT_FALL
 
     if are_finite is False:
         where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
@@ -306,14 +319,16 @@ def _of_gradients(state: LossScaledState) -> Iterator[str]:
         return
     yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
-    if room >= _FAR_BELOW_THE_LIMIT and scale > 2.0**_FAR_TOO_HIGH:
+    if seem_unscaled(state):
         yield (
-            f"The scale times the largest gradient is {largest * scale:.2g}, far below float16's limit, though the "
-            "scale is so high. Most likely the gradients are not scaled, and `jax.grad` stands where `jls.scaled_grad` "
-            "or `jls.value_and_scaled_grad` should."
+            f"The scale times the largest gradient is {largest * scale:.2g}, far below float16's limit, because the "
+            "gradient has shrunk as the scale has grown. Most likely the gradients are not scaled."
         )
+        yield HOW_TO_SCALE
     elif room >= _MUCH_ROOM:
         yield f"The scale is 2^{room} below what that would allow in float16."
+        if room >= _ROOM_OF_UNSCALED and state.skipped_steps <= OVERFLOWS_OF_CLIPPED_GRADIENTS:
+            yield _IF_THE_LOSS_DOES_NOT_FALL
 
 
 def _steps(number: int) -> str:
