@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -14,8 +14,12 @@ from jax_lossscale import _compat, _tree
 from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
+from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._measure import vary
+from jax_lossscale._program import nnx_objects
+
+_Carry = TypeVar("_Carry")
 
 
 class AccumulatedGradients(NamedTuple):
@@ -72,7 +76,8 @@ def accumulate_gradients(
     Raises:
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
         integer of at least 1. When called: if the batch is missing, cannot be divided evenly, or is itself
-        differentiated.
+        differentiated; if there is an nnx module among the arguments, for which
+        `jax_lossscale.interop.flax.Optimizer.accumulate_gradients` exists.
 
     Warns:
       UserWarning: as `value_and_scaled_grad`.
@@ -95,32 +100,20 @@ def accumulate_gradients(
     whole = "With 1 the batch stays whole."
     num_microbatches = count(num_microbatches, "accumulate_gradients(num_microbatches=...)", 1, whole)
     differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
-    batch_positions = _as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
+    batch_positions = as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
-        _check_argnums(_as_tuple(differentiated), batch_positions, len(args))
-        microbatches = _split(tuple(args[position] for position in batch_positions), num_microbatches)
-        warn_if_frozen(loss_scale)
+        _check_no_modules((fun, args, kwargs))
+        check_argnums(as_tuple(differentiated), batch_positions, len(args))
         seeded = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
         value_and_grads = jax.value_and_grad(seeded, differentiated, has_aux, allow_int=allow_int)
 
-        def summands(microbatch: tuple[Any, ...]) -> tuple[chex.ArrayTree, Any]:
-            arguments = list(args)
-            for position, argument in zip(batch_positions, microbatch, strict=True):
-                arguments[position] = argument
-            result, scaled_grads = value_and_grads(*arguments, **kwargs)
-            value, aux = result if has_aux else (result, None)
-            # Widened, since `NoOpLossScale.unscale` leaves narrow gradients narrow.
-            return _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux
+        def of_microbatch(_: None, arguments: tuple[Any, ...]) -> tuple[None, Any, chex.ArrayTree]:
+            return None, *value_and_grads(*arguments, **kwargs)
 
-        def add(sums: chex.ArrayTree, microbatch: tuple[Any, ...]) -> tuple[chex.ArrayTree, Any]:
-            terms, aux = summands(microbatch)
-            return jax.tree.map(jnp.add, sums, terms), aux
-
-        types, _ = jax.eval_shape(summands, jax.tree.map(lambda leaf: leaf[0], microbatches))
-        sums, aux = jax.lax.scan(add, jax.tree.map(_zeros, types), microbatches)
-        value, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
-        scaled_grads = loss_scale.scale(grads)
+        _, (value, scaled_grads, aux) = sum_over_microbatches(
+            of_microbatch, None, args, batch_positions, loss_scale, num_microbatches, has_aux
+        )
         if allow_int:
             scaled_grads = _with_float0(scaled_grads, jax.tree.map(lambda position: args[position], differentiated))
         return AccumulatedGradients(value, scaled_grads, aux)
@@ -128,11 +121,64 @@ def accumulate_gradients(
     return accumulate
 
 
-def _as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+def sum_over_microbatches(
+    value_and_grads: Callable[[_Carry, tuple[Any, ...]], tuple[_Carry, Any, chex.ArrayTree]],
+    carry: _Carry,
+    args: tuple[Any, ...],
+    batch_positions: tuple[int, ...],
+    loss_scale: LossScale,
+    num_microbatches: int,
+    has_aux: bool,
+) -> tuple[_Carry, AccumulatedGradients]:
+    """Scan over the micro-batches, and return the last carry and the mean of the values and of the gradients.
+
+    Args:
+      value_and_grads: a function of the carry and the positional arguments with one micro-batch. It returns the next
+        carry, the value (with ``has_aux``, a pair of the value and the auxiliary data) and the scaled gradients.
+      carry: the carry before the first micro-batch.
+      args: the positional arguments with the whole batch.
+      batch_positions: the positions of the batch in ``args``.
+      loss_scale: the loss scale of the gradients.
+      num_microbatches: the number of micro-batches.
+      has_aux: whether there is auxiliary data.
+    """
+    microbatches = _split(tuple(args[position] for position in batch_positions), num_microbatches)
+    warn_if_frozen(loss_scale)
+
+    def summands(carry: _Carry, microbatch: tuple[Any, ...]) -> tuple[_Carry, chex.ArrayTree, Any]:
+        arguments = list(args)
+        for position, argument in zip(batch_positions, microbatch, strict=True):
+            arguments[position] = argument
+        carry, result, scaled_grads = value_and_grads(carry, tuple(arguments))
+        value, aux = result if has_aux else (result, None)
+        # Widened, since `NoOpLossScale.unscale` leaves narrow gradients narrow.
+        return carry, _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux
+
+    def add(carry_and_sums: tuple[_Carry, chex.ArrayTree], microbatch: tuple[Any, ...]) -> tuple[Any, Any]:
+        carry, terms, aux = summands(carry_and_sums[0], microbatch)
+        return (carry, jax.tree.map(jnp.add, carry_and_sums[1], terms)), aux
+
+    _, types, _ = jax.eval_shape(summands, carry, jax.tree.map(lambda leaf: leaf[0], microbatches))
+    (carry, sums), aux = jax.lax.scan(add, (carry, jax.tree.map(_zeros, types)), microbatches)
+    value, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
+    return carry, AccumulatedGradients(value, loss_scale.scale(grads), aux)
+
+
+def _check_no_modules(tree: Any) -> None:
+    """Raise a `ValueError` if there is an nnx module, whose changes would be lost, among the arguments."""
+    if nnx_objects.has_module(tree):
+        raise ValueError(
+            "`accumulate_gradients` got an nnx module, whose changes, such as batch statistics, would be lost. Use the "
+            "method of the optimizer: "
+            "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
+        )
+
+
+def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
     return argnums if isinstance(argnums, tuple) else (argnums,)
 
 
-def _check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_args: int) -> None:
+def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_args: int) -> None:
     """Raise a `ValueError` unless both name arguments that were given, and no argument in common."""
     for name, positions in ("argnums", argnums), ("batch_argnums", batch_argnums):
         if not all(-num_args <= position < num_args for position in positions):

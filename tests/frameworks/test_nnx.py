@@ -230,3 +230,124 @@ def test_what_takes_an_optimizer_state_takes_that_of_nnx(page):
     assert "applied" in str(jls.diagnostics.explain(state))
     for gradient in jls.scaled_grad, lambda fun, scale: jls.value_and_scaled_grad(fun, scale):
         gradient(jnp.square, state)(1.0)
+
+
+# --- Gradient accumulation ---
+
+
+class Regularized(nnx.Module):
+    """Batch norm and dropout, whose variables each micro-batch changes."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.readout = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.readout(self.dropout(nnx.relu(self.norm(self.dense(x)))))
+
+
+X, TARGET = jnp.reshape(jnp.sin(jnp.arange(48.0)), (12, 4)), jnp.cos(jnp.arange(12.0))[:, None]
+
+
+def squared_error(model, x, target=TARGET):
+    return jnp.mean(jnp.square(model(x) - target))
+
+
+def loss_and_mean(model, x, target):
+    return squared_error(model, x, target), jnp.mean(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("transform", [lambda fun: fun, jls.autocast], ids=["float32", "autocast"])
+def test_accumulation_is_the_loop_over_micro_batches(compiled, transform):
+    fun, models = transform(loss_and_mean), [Regularized(nnx.Rngs(0)) for _ in range(2)]
+    opts = [Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 2.0**10), wrt=nnx.Param) for model in models]
+    before = pure(models[0], nnx.BatchStat)
+
+    def accumulate(opt, model):
+        return opt.accumulate_gradients(fun, 3, batch_argnums=(1, -1), has_aux=True)(model, X, TARGET)
+
+    mean = (nnx.jit(accumulate) if compiled else accumulate)(opts[0], models[0])
+
+    values, grads, auxs = [], [], []
+    for start in range(3):
+        (value, aux), scaled_grads = opts[1].value_and_scaled_grad(fun, has_aux=True)(
+            models[1], X[start::3], TARGET[start::3]
+        )
+        values.append(value)
+        auxs.append(aux)
+        grads.append(nnx.to_pure_dict(scaled_grads))
+    expected = jax.tree.map(lambda *leaves: sum(leaves) / 3, *grads)
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if transform is not jls.autocast else {"rtol": 2e-3, "atol": 2e-2}
+    np.testing.assert_allclose(mean.value, np.mean(values), rtol=1e-3)
+    np.testing.assert_allclose(mean.aux, auxs, rtol=1e-5)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, **tolerance), nnx.to_pure_dict(mean.grads), expected
+    )
+    ours, theirs = (pure(model, nnx.Not(nnx.RngKey)) for model in models)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6), ours, theirs)
+    assert int(ours["dropout"]["rngs"]["count"]) == 3
+    assert not jnp.array_equal(ours["norm"]["mean"], before["norm"]["mean"])
+    opts[0].update(models[0], mean.grads, value=mean.value)
+    assert opts[0].opt_state.applied_steps[...] == 1
+
+
+def test_accumulation_changes_other_modules_and_passes_other_arguments_on():
+    model, counter = Line(), Line()
+
+    def fun(model, x, factor, counter):
+        counter(jnp.ones(2))
+        return factor * jnp.sum(x @ model.slope[...])
+
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 8.0), wrt=nnx.Param)
+    mean = opt.accumulate_gradients(fun, 2)(model, jnp.ones((4, 2)), 3.0, counter=counter)
+    assert mean.value == 12
+    np.testing.assert_array_equal(mean.grads["slope"][...], [48, 48])
+    np.testing.assert_array_equal(counter.seen[...], [2, 2])
+
+
+class Growing(Line):
+    def __call__(self, x):
+        self.added = nnx.BatchStat(jnp.ones(2))
+        return x @ self.slope[...][:, None]
+
+
+def test_accumulation_refuses_what_it_cannot_do():
+    model = Line(4)
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 8.0), wrt=nnx.Param)
+    for call, message in (
+        (lambda: opt.accumulate_gradients(3, 2), r"Optimizer.accumulate_gradients\(fun=...\)` must be a function"),
+        (lambda: opt.accumulate_gradients(squared_error, 0), r"num_microbatches=...\)` must be at least 1"),
+        (lambda: opt.accumulate_gradients(squared_error, 5)(model, X), "must divide the 12 examples"),
+        (lambda: opt.accumulate_gradients(squared_error, 2, batch_argnums=0)(model, X), "in common"),
+        (
+            lambda: opt.accumulate_gradients(lambda m, x: jnp.sum(m(x)), 2)(Growing(4), X),
+            "added variables to the model",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: jls.accumulate_gradients(squared_error, 8.0, 2)(model, X),
+        lambda model: jls.accumulate_gradients(lambda w, x, model: w * jnp.sum(model(x)), 8.0, 2)(1.0, X, model),
+        lambda model: jls.accumulate_gradients(lambda w, x, *, m: w * jnp.sum(m(x)), 8.0, 2)(1.0, X, m=[model]),
+        lambda model: jls.accumulate_gradients(model.__call__, 8.0, 2, batch_argnums=0, argnums=1)(X, 1.0),
+        lambda model: jls.accumulate_gradients(model, 8.0, 2, batch_argnums=0, argnums=1)(X, 1.0),
+    ],
+    ids=["differentiated", "positional", "keyword", "method", "function"],
+)
+def test_the_accumulation_without_an_optimizer_refuses_modules(call):
+    with pytest.raises(ValueError, match=r"got an nnx module.*interop\.flax\.Optimizer\.accumulate_gradients"):
+        call(Regularized(nnx.Rngs(0)))
+
+
+def test_the_accumulation_without_an_optimizer_takes_the_state_of_a_module():
+    definition, state = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+    mean = jls.accumulate_gradients(lambda state, x: jnp.sum(nnx.merge(definition, state)(x)), 8.0, 2)(state, X)
+    np.testing.assert_allclose(mean.grads["bias"][...], 8 * 6)

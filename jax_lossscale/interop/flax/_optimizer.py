@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
 import jax
 from flax import nnx
 
-from jax_lossscale._check import check_function
+from jax_lossscale._check import as_argnums, check_function, count
+from jax_lossscale._gradients.accumulation import AccumulatedGradients, as_tuple, check_argnums, sum_over_microbatches
 from jax_lossscale._gradients.scaled import with_scaled_gradient
+from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._optax import LossScaledTransformation
+from jax_lossscale._program import nnx_objects
 from jax_lossscale._tree import select_tree
 
 
@@ -79,9 +82,86 @@ class Optimizer(nnx.Optimizer):
           UserWarning: as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.value_and_scaled_grad(fun=...)")
-        loss_scale = as_loss_scale(self.opt_state, "Optimizer.opt_state")
-        seeded = with_scaled_gradient(fun, loss_scale, has_aux)
-        return nnx.value_and_grad(seeded, argnums=nnx.DiffState(0, self.wrt), has_aux=has_aux, **self._options)
+        return self._value_and_grad(with_scaled_gradient(fun, self._loss_scale(), has_aux), has_aux)
+
+    def accumulate_gradients(
+        self,
+        fun: Callable[..., Any],
+        num_microbatches: int,
+        *,
+        batch_argnums: int | Sequence[int] = 1,
+        has_aux: bool = False,
+    ) -> Callable[..., AccumulatedGradients]:
+        """Like `jax_lossscale.accumulate_gradients`, for a function of an nnx model and with this optimizer's scale.
+
+        The micro-batches are processed one after another. Each one starts with the batch statistics and random counts
+        that the previous one has left, as in a loop that calls `value_and_scaled_grad`.
+
+        Args:
+          fun: a scalar-valued function of the model, and of any other arguments. Its gradient is computed with respect
+            to ``wrt``.
+          num_microbatches: the number of micro-batches, as in `jax_lossscale.accumulate_gradients`.
+          batch_argnums: the positional arguments of ``fun`` that are split into micro-batches.
+          has_aux: whether ``fun`` returns a pair ``(value, aux)``.
+
+        Returns:
+          A function of the arguments of ``fun`` that returns `AccumulatedGradients`. What ``fun`` changes in the model,
+          and in other modules among its arguments, is changed.
+
+        Raises:
+          ValueError: if ``fun`` is no function, or ``num_microbatches`` is not an integer of at least 1. When called:
+            if the batch is missing, cannot be divided evenly, or is the model; if ``fun`` adds variables to the model
+            or removes some.
+
+        Warns:
+          UserWarning: as `value_and_scaled_grad`.
+        """
+        check_function(fun, "Optimizer.accumulate_gradients(fun=...)")
+        whole = "With 1 the batch stays whole."
+        num_microbatches = count(num_microbatches, "Optimizer.accumulate_gradients(num_microbatches=...)", 1, whole)
+        batch_positions = as_tuple(as_argnums(batch_argnums, "Optimizer.accumulate_gradients(batch_argnums=...)"))
+
+        def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
+            check_argnums((0,), batch_positions, len(args))
+            loss_scale = self._loss_scale()
+            value_and_grad = self._value_and_grad(
+                with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True), has_aux
+            )
+            split_positions = {position % len(args) for position in batch_positions}
+            not_split = [None if position in split_positions else arg for position, arg in enumerate(args)]
+            flattened = nnx_objects.flattened((not_split, kwargs))
+            state = nnx.state(flattened.objects)
+            leaves, structure = jax.tree.flatten(state)
+            constants = flattened.leaves[: len(flattened.leaves) - len(leaves)]
+
+            def of_microbatch(leaves: list[Any], arguments: tuple[Any, ...]) -> tuple[list[Any], Any, chex.ArrayTree]:
+                (not_split, kwargs), objects = flattened.with_leaves([*constants, *leaves])
+                merged = (
+                    arguments[position] if position in split_positions else arg
+                    for position, arg in enumerate(not_split)
+                )
+                result, grads = value_and_grad(*merged, **kwargs)
+                leaves, new_structure = jax.tree.flatten(nnx.state(objects))
+                if new_structure != structure:
+                    raise ValueError(
+                        "`Optimizer.accumulate_gradients(fun=...)` added variables to the model, or removed some. "
+                        "Create them before the training step, and remove intermediate values inside the function."
+                    )
+                return leaves, result, grads
+
+            leaves, mean = sum_over_microbatches(
+                of_microbatch, leaves, args, batch_positions, loss_scale, num_microbatches, has_aux
+            )
+            nnx.update(flattened.objects, jax.tree.unflatten(structure, leaves))
+            return mean
+
+        return accumulate
+
+    def _loss_scale(self) -> LossScale:
+        return as_loss_scale(self.opt_state, "Optimizer.opt_state")
+
+    def _value_and_grad(self, fun: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, chex.ArrayTree]]:
+        return nnx.value_and_grad(fun, argnums=nnx.DiffState(0, self.wrt), has_aux=has_aux, **self._options)
 
     def update(self, model: Any, grads: chex.ArrayTree, /, *, before: Any = None, **told: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.
