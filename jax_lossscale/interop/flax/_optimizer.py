@@ -142,7 +142,7 @@ class Optimizer(nnx.Optimizer):
                 )
                 result, grads = value_and_grad(*merged, **kwargs)
                 leaves, new_structure = jax.tree.flatten(nnx.state(objects))
-                if new_structure != structure:
+                if new_structure != structure:  # type: ignore[operator]
                     raise ValueError(
                         "`Optimizer.accumulate_gradients(fun=...)` added variables to the model, or removed some. "
                         "Create them before the training step, and remove intermediate values inside the function."
