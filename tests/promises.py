@@ -51,8 +51,8 @@ BREAKS = {
     "Accumulated gradients are added up in float32": [
         (
             "_gradients/accumulation.py",
-            "return _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux",
-            "return _tree.cast_floating((value, loss_scale.unscale(scaled_grads)), jnp.float16), aux",
+            "return carry, _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux",
+            "return carry, _tree.cast_floating((value, loss_scale.unscale(scaled_grads)), jnp.float16), aux",
         )
     ],
     "A part with a scale of its own has its true derivatives": [

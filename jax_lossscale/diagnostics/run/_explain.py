@@ -75,8 +75,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
     the gradients are if the loss scale measures them, as `AutoLossScale` does. From step 20 on, an `AutoLossScale` also
     shows whether the gradients are scaled, see `raise_if_stuck`. With another loss scale, if no step was skipped, the
-    text ends with a question to check. For what the state does not show, it
-    refers to `compare_gradients` and `range_report`.
+    text ends with a question to check. For what the state does not show, it refers to `compare_gradients` and
+    `range_report`.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`.
@@ -108,7 +108,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     try:
         state = own_numbers(opt_state, "explain(opt_state=...)")
     except ValueError as error:
-        if params is None:
+        leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, LossScaledState))
+        if not any(isinstance(leaf, LossScaledState) for leaf in leaves):
             raise
         raise ValueError(f"{error} The order is `explain(opt_state, params)`.") from error
     check_is_concrete(state, "explain(opt_state=...)")
