@@ -166,7 +166,7 @@ numpyro                                      guide/libraries/#or-let-the-optimiz
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
 gradients are not scaled                     wrong/#are-the-gradients-scaled
-trainer computes gradients                   guide/libraries/
+trainer computes gradients                   guide/libraries/#do-not-pass-loss_scaled-to-a-trainer-that-computes-gradients-itself
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
 # The site's own worker, which a browser runs, given the index; its answer is a list of pages, each of
