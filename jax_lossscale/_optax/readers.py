@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._check import count
-from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import LossScale, auto
 from jax_lossscale._loss_scale.finding import find_one, unwrapped
 from jax_lossscale._optax.state import LossScaledState
@@ -21,8 +19,7 @@ _FIRST_REPORT = 20  # in steps
 _LEAST_SHRINKAGE = 12  # in bits, of the last gradient below the peak
 _FURTHER_SHRINKAGE = (-2, 4)  # in bits: the change of the gradients themselves since the first step
 OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# Without a known first step: a scale so high, and a scaled gradient so far below float16's limit, in bits.
-_HIGHEST_SCALE, _FAR_BELOW_THE_LIMIT = 50, 8
+_HIGHEST_SCALE = 50  # in bits: above it, the first step need not be known
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
@@ -159,12 +156,10 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
         further = shrinkage + forgotten - (log2_scale - np.log2(loss_scale.initial_loss_scale))
         is_clipped = (skipped <= OVERFLOWS_OF_CLIPPED_GRADIENTS) & (log2_largest + log2_scale <= 0)
         least, most = _FURTHER_SHRINKAGE
-        follows = (shrinkage >= _LEAST_SHRINKAGE) & (further >= least) & (further <= most)
-        bits_below = np.log2(limits_of(jnp.float16).largest) - log2_largest - log2_scale
-        is_far = (log2_scale > _HIGHEST_SCALE) & (bits_below >= _FAR_BELOW_THE_LIMIT)
-        is_measured = np.isfinite(log2_largest)
+        follows_scale = (further >= least) & (further <= most) & ((skipped == 0) | is_clipped)
+        shrinks = np.isfinite(log2_largest) & (shrinkage >= _LEAST_SHRINKAGE)
     is_late = applied + skipped >= _FIRST_REPORT
-    return np.asarray(is_late & is_measured & (follows & ((skipped == 0) | is_clipped) | is_far))
+    return np.asarray(is_late & shrinks & (follows_scale | (log2_scale > _HIGHEST_SCALE)))
 
 
 def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:

@@ -126,6 +126,14 @@ def test_gradients_of_several_sizes_are_rarely_reported_as_unscaled(name):
     assert seem_unscaled(states(*stacked(SEVERAL_SIZES[name]))).mean() <= 0.005
 
 
+def test_tiny_gradients_whose_size_alternates_are_not_reported_as_unscaled():
+    """Their loss scale is above 2^50, and half of them are 10 bits below the largest."""
+    largest = np.tile([-50.0, -60.0], 300)[:, None]
+    run = states(largest, largest)
+    assert np.log2(run.loss_scale()).max() > 50
+    assert not seem_unscaled(run).any()
+
+
 def test_unscaled_gradients_are_reported_after_zeros_and_after_a_long_time():
     zeros_at_first = np.concatenate([np.full(10, -np.inf), np.zeros(40)])
     assert seem_unscaled(states(zeros_at_first[:, None], zeros_at_first[:, None], False))[19:].all()
