@@ -50,7 +50,7 @@ POLICY_BASE = {"base", "bounded", "powers"}
 NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
 
 # The rooms of the diagnostics, in order.
-ROOMS = ["tree", "asked", "shadow", "errors", "ranges", "compare", "precision", "autocast", "run"]
+ROOMS = ["_tree", "_asked", "_shadow", "_errors", "_ranges", "_compare", "_precision", "_autocast", "_run"]
 
 
 def layer_of(module):

@@ -117,6 +117,19 @@ def test_no_public_module_is_gone():
     assert list(written()) == public_modules()
 
 
+@pytest.mark.parametrize("package", ["jax_lossscale", "jax_lossscale.diagnostics", "jax_lossscale.plotting"])
+def test_every_name_without_underscore_is_exported(package):
+    module = importlib.import_module(package)
+    names = {name for name in dir(module) if not name.startswith("_")}
+    assert names - {"interop", "demo"} <= set(module.__all__)  # public subpackages, which must be imported explicitly
+
+
+def test_interop_contains_only_public_modules():
+    interop = importlib.import_module("jax_lossscale.interop")
+    names = {f"jax_lossscale.interop.{name}" for name in dir(interop) if not name.startswith("_")}
+    assert names <= set(public_modules())
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(FILE.parent.parent))
     write()

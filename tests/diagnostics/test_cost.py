@@ -9,11 +9,11 @@ import workloads
 import jax_lossscale as jls
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import compare_gradients, range_report
-from jax_lossscale.diagnostics.compare import _compare_gradients
-from jax_lossscale.diagnostics.errors import _gradient_errors
-from jax_lossscale.diagnostics.precision import _find_precision
-from jax_lossscale.diagnostics.shadow import _shadow
-from jax_lossscale.diagnostics.tree._bits import reduced
+from jax_lossscale.diagnostics._compare import _compare_gradients
+from jax_lossscale.diagnostics._errors import _gradient_errors
+from jax_lossscale.diagnostics._precision import _find_precision
+from jax_lossscale.diagnostics._shadow import _shadow
+from jax_lossscale.diagnostics._tree._bits import reduced
 
 pytestmark = pytest.mark.ci
 

@@ -16,10 +16,17 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics._asked._facts import ProductFacts, products_among
+from jax_lossscale.diagnostics._asked._operations import (
+    OperationPrecision,
+    casts,
+    live,
+    not_in_half,
+    opaque,
+    operations,
+)
+from jax_lossscale.diagnostics._asked._question import Call, called
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics.asked._facts import ProductFacts, products_among
-from jax_lossscale.diagnostics.asked._operations import OperationPrecision, casts, live, not_in_half, opaque, operations
-from jax_lossscale.diagnostics.asked._question import Call, called
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]

@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics._asked._facts import ProductFacts
+from jax_lossscale.diagnostics._asked._question import asked, called
+from jax_lossscale.diagnostics._compare._finding import Finder
+from jax_lossscale.diagnostics._errors._gradient_errors import LeafGradientError, errors_by_scale
+from jax_lossscale.diagnostics._ranges._range_report import ranges_at
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
-from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import asked, called
-from jax_lossscale.diagnostics.compare._finding import Finder
-from jax_lossscale.diagnostics.errors._gradient_errors import LeafGradientError, errors_by_scale
-from jax_lossscale.diagnostics.ranges._range_report import ranges_at
 
 _MOST_ROWS = 12
 

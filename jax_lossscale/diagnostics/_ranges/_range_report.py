@@ -16,13 +16,13 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
+from jax_lossscale.diagnostics._asked._facts import ProductFacts
+from jax_lossscale.diagnostics._asked._question import Question, asked, called
+from jax_lossscale.diagnostics._errors._gradient_errors import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
-from jax_lossscale.diagnostics.asked._facts import ProductFacts
-from jax_lossscale.diagnostics.asked._question import Question, asked, called
-from jax_lossscale.diagnostics.errors._gradient_errors import errors_by_scale, noted_error_of_loss
-from jax_lossscale.diagnostics.shadow._blame import MANY_ZEROS, blame, cure_of
-from jax_lossscale.diagnostics.shadow._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics.shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
+from jax_lossscale.diagnostics._shadow._blame import MANY_ZEROS, blame, cure_of
+from jax_lossscale.diagnostics._shadow._shadow import ShadowEvaluator, Statistics
+from jax_lossscale.diagnostics._shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
 
 # What the seeding of the gradients computes is no operation of the user's.
 _OURS = str(Path(__file__).parents[2])
