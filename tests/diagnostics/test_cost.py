@@ -96,7 +96,7 @@ def reductions(jaxpr):
 @pytest.mark.parametrize(
     ("measured", "number"),
     [
-        (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 3),
+        (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 4),
         (lambda x: _find_precision._statistics(x, x, jnp.float16, True), 2),
     ],
 )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lines import line
+from workloads import draw
 
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
@@ -159,3 +160,87 @@ def test_what_is_left_of_a_sum_in_float32_and_lost_in_float16_is():
     report = range_report(fun, jnp.zeros(()), loss_scale=1.0)
     assert [(of.operation, of.is_backward) for of in report.bad] == [("reduce_sum", True)]
     assert compare_gradients(fun, jnp.zeros(()), loss_scales=[1.0]).suffering == ("",)
+
+
+# Outliers, such as the fill value of a mask, do not hide the error of the other elements.
+
+CAUSAL = jnp.tril(jnp.ones((32, 32), bool))
+WINDOW = CAUSAL & ~jnp.tril(CAUSAL, -3)
+SINGLE, HALF = (float(jnp.finfo(dtype).min) for dtype in (jnp.float32, half))
+FILLS = {"-inf": -jnp.inf, "-1e9": -1e9, "-1e4": -1e4, "float32": SINGLE, "float16": HALF, "where=": None}
+ATTENTION = [draw(8, 8, seed=n, scale=0.3) for n in range(3)]
+
+
+def rotated(x, positions):
+    angles = (positions[:, None] * 2.0 ** -jnp.arange(4.0)[None]).astype(half)
+    cos, sin = jnp.cos(angles.astype(jnp.float32)), jnp.sin(angles.astype(jnp.float32))  # here
+    left, right = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], -1)
+
+
+def filled(scores, mask, fill, is_added=False):
+    if is_added:
+        scores, mask = scores + jnp.where(mask, 0.0, 0.0 if fill is None else fill), mask if fill is None else None
+    elif fill is not None:
+        scores, mask = jnp.where(mask, scores, fill), None
+    return jax.nn.softmax(scores, where=mask)
+
+
+def attention(fill, mask=CAUSAL, is_added=False):
+    def loss(weights, x):
+        query, key, value = (x @ kernel for kernel in weights)
+        query, key = (rotated(each, 4000 + jnp.arange(32.0)) for each in (query, key))
+        return jnp.mean((filled(query @ key.T, mask, fill, is_added) @ value) ** 2)
+
+    return loss
+
+
+def places(report):
+    return [(each.operation, each.source) for each in report.begin_forward()]
+
+
+@pytest.mark.parametrize("is_added", [False, True], ids=["where", "added"])
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=["causal", "window"])
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+def test_the_fill_value_of_a_mask_does_not_change_the_reported_operations(fill, mask, is_added):
+    report = range_report(attention(fill, mask, is_added), ATTENTION, faults.X, loss_scale=1.0)
+    assert places(report)[0] in {("cos", line(rotated)), ("sin", line(rotated))}
+    assert {operation for operation, _ in places(report)} == {"cos", "sin"}
+
+
+@pytest.mark.parametrize("fill", [-jnp.inf, -1e9, SINGLE])
+def test_the_verdict_names_the_operation_whatever_the_fill_value(fill):
+    verdict = compare_gradients(attention(fill), ATTENTION, faults.X, loss_scales=[1.0, 2.0**8]).verdict
+    assert f"({line(rotated)})" in verdict
+    assert "`exp`" not in verdict
+
+
+@pytest.mark.parametrize("sentinel", [0.0, 1e6])
+def test_a_sentinel_does_not_change_the_reported_operation(sentinel):
+    def fun(x):
+        large = x.astype(half) + 1000
+        distances = (large - 1000).astype(jnp.float32)  # here
+        return jnp.mean(jnp.exp(-jnp.append(distances * 3, sentinel)))
+
+    report = range_report(fun, jnp.linspace(0.1, 2, 32), loss_scale=1.0)
+    assert report[0].source == line(fun)
+    assert "exp" not in {each.operation for each in report.bad}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "counted"),
+    [([1.0003, 2.0006, 3.3, 1e4], 3), ([1.0003, 30.01, -1e4, 4e4], 2), ([1.0003, 300.3, 2049.7], 3), ([0.0, 1.3], 2)],
+)
+def test_the_error_excludes_elements_that_are_far_larger_than_all_others(numbers, counted):
+    of = measured(lambda x: jnp.sum(x.astype(half).astype(jnp.float32)), jnp.float32(numbers))
+    exact = np.float32(numbers)[:counted]
+    error = np.linalg.norm(exact.astype(np.float16).astype(np.float32) - exact) / np.linalg.norm(exact)
+    assert of["convert_element_type"].error == pytest.approx(error, rel=1e-4)
+
+
+def test_a_gradient_is_right_if_its_norm_is_right():
+    """The small elements of this gradient underflow, but they do not matter beside the large one."""
+    factors = jnp.float32([100, 1e-8, 2e-8])
+    report = range_report(lambda x: jnp.sum(x.astype(half) * factors.astype(half)).astype(jnp.float32), jnp.ones(3))
+    assert max(each.error for each in report) == 1
+    assert report.bad == ()

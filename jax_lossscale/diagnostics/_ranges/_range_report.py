@@ -52,7 +52,8 @@ class OperationRange:
       log2_below: by how many powers of two the largest is below the smallest normal number; 0 if it is not.
       cure: what helps, if anything is wrong; else "".
       error: how far off the result is, computed as the function does, from float32: the norm of the difference over
-        the norm in float32. 0 where next to nothing is left of a sum, which is rounding in float32, too.
+        the norm in float32. 0 where next to nothing is left of a sum, which is rounding in float32, too. Elements that
+        are far larger than all others, such as the fill value of a mask, are left out if this makes the error larger.
       error_in: the largest of those of its operands.
       amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
       changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient.
@@ -333,7 +334,7 @@ def _operation_range(
         log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
     elif 0 < measured.largest < float(info.smallest_normal):
         log2_below = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
-    numbers = measured._asdict()
+    numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
     is_nan = numbers.pop("nan") > 0 and not measured.overflow
     numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
     return OperationRange(

@@ -31,6 +31,8 @@ def blame(
       results: the nodes that the results are.
       least: an error above this is followed.
     """
+    # An outlier may hide the error of the other elements, but a result is only wrong if its norm is.
+    results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(graph, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
     # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.

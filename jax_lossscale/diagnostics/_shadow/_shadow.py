@@ -28,6 +28,10 @@ from jax_lossscale.diagnostics._tree._bits import reduced
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
 _ROUNDING = 2.0**-20
+# Elements are outliers if they lie within this factor of the largest magnitude, if no other element lies within its
+# square, and if at least this share of the nonzero elements is smaller. The fill value of a mask is such an outlier.
+_OUTLIER_FACTOR = 4.0
+_SMALLEST_SHARE = 1 / 256
 
 
 # What is measured, in the order of the program: of each measurement a few numbers, of which larger ones are worse.
@@ -185,9 +189,11 @@ class Statistics(NamedTuple):
       nan: the share of numbers that are NaN in float32, though no operand is.
       zero: the share of the numbers that are not zero that would become zero.
       subnormal: the share of these that would become subnormal.
-      error: the norm of the difference from float32, over the norm in float32.
+      error: the norm of the difference from float32, over the norm in float32; or the same without outliers (elements
+        that are far larger than all others), if that is more.
       error_in: the largest error of an operand.
       amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
+      error_of_all: ``error`` with outliers.
     """
 
     largest: Any
@@ -198,6 +204,7 @@ class Statistics(NamedTuple):
     error: Any
     error_in: Any
     amplification: Any
+    error_of_all: Any
 
 
 class Pair(NamedTuple):
@@ -295,22 +302,39 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: boo
     is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
     magnitude = jnp.where(is_nan, 0, jnp.abs(wide))
     largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
-    unit = jnp.where(unit > 0, unit, 1)
-    difference = jnp.where((narrow == wide) | (jnp.isnan(narrow) & is_nan), 0, (narrow - wide) / unit)
+    is_inlier = magnitude < unit / _OUTLIER_FACTOR
+    (largest_inlier,) = reduced(largest=[jnp.where(is_inlier, magnitude, 0)])
+    is_equal = (narrow == wide) | (jnp.isnan(narrow) & is_nan)
+
+    def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
+        """Return the squares of the differences and of the finite elements, in units in which they do not overflow."""
+        unit = jnp.where(unit > 0, unit, 1)
+        difference = jnp.where(is_equal | ~where, 0, (narrow - wide) / unit)
+        return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, wide / unit, 0))]
+
     flags = (
         is_finite & (magnitude >= limits.overflow) & is_narrow,
         is_nan,
         (magnitude > 0) & (magnitude <= limits.zero) & is_narrow,
         (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_narrow,
         magnitude > 0,
+        is_inlier & (magnitude > 0),
     )
-    squares = jnp.square(difference), jnp.square(jnp.where(is_finite, wide / unit, 0))
-    *counts, off, norm = reduced(sums=[*flags, *squares])
-    overflow, nan, zero, subnormal, nonzero = (count.astype(jnp.float32) for count in counts)
+    *counts, off, norm, off_inliers, norm_inliers = reduced(
+        sums=[*flags, *squares(jnp.ones_like(is_nan), unit), *squares(is_inlier, largest_inlier)]
+    )
+    overflow, nan, zero, subnormal, nonzero, inliers = (count.astype(jnp.float32) for count in counts)
     size, nonzero = max(wide.size, 1), jnp.maximum(nonzero, 1)
-    error = jnp.where(off == 0, 0, jnp.where(jnp.isfinite(off), jnp.sqrt(off / norm), jnp.inf))
     shares = [overflow / size, nan / size, zero / nonzero, subnormal / nonzero]
-    return jnp.stack([largest, *shares, error, jnp.zeros(()), jnp.zeros(())])
+    has_outliers = (largest_inlier < unit / _OUTLIER_FACTOR**2) & (inliers >= _SMALLEST_SHARE * nonzero)
+    error_of_all = _relative(off, norm)
+    error = jnp.where(has_outliers, jnp.maximum(error_of_all, _relative(off_inliers, norm_inliers)), error_of_all)
+    return jnp.stack([largest, *shares, error, jnp.zeros(()), jnp.zeros(()), error_of_all])
+
+
+def _relative(off: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return the root of a quotient of sums of squares, which is infinite if ``off`` is not finite."""
+    return jnp.where(off == 0, 0, jnp.where(jnp.isfinite(off), jnp.sqrt(off / norm), jnp.inf))
 
 
 @partial(jax.jit, static_argnums=3)
