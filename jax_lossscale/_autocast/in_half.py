@@ -8,7 +8,7 @@ comes before `autocast` finds both in it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -125,9 +125,9 @@ def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
     return [(aval.dtype, variable.aval.dtype) == (dtype, _FLOAT32) for aval, variable in types]
 
 
-def is_otherwise(stack: str) -> bool:
-    """Whether a name stack says that the derivative of ``otherwise`` is computed."""
-    return is_in_scope(_SCOPE, stack)
+def is_otherwise(eqns: Iterable[Any]) -> bool:
+    """Whether one of the equations computes the derivative of ``otherwise``, according to its name stack."""
+    return is_in_scope(_SCOPE, eqns)
 
 
 def _or_error(make: Callable[..., Any], *args: Any) -> Any:

@@ -32,6 +32,8 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       rule: what decides about each step.
+      has_custom_vjp: whether a program contains a `jax.custom_vjp` function. Its backward pass is planned only when the
+        program is differentiated.
       exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
         outermost first, itself the last; and why.
     """
@@ -39,6 +41,7 @@ class Planner:
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
         self.dtype = dtype
         self.policy = policy
+        self.has_custom_vjp = False
         self.exceptions: list[tuple[tuple[Any, ...], str]] = []
         self.rule = Rule(dtype, policy)
         self._feeding = Feeding()
@@ -85,7 +88,9 @@ class Planner:
             if decisions[position].kind is Kind.CALL:
                 found = self._inner(step, at, feeding, constants, narrow, given)
                 # What a backward pass of its own computes is known only when it is traced.
-                if step.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in found.plans):
+                is_custom_vjp = step.eqn.primitive.name == "custom_vjp_call"
+                self.has_custom_vjp |= is_custom_vjp
+                if is_custom_vjp or any(plan.is_rewritten for plan in found.plans):
                     inner[position] = found
                     results: Sequence[bool] = found.results
                 else:

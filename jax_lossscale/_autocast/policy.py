@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar, overload
 
@@ -25,7 +26,9 @@ _PRECISIONS = ("narrow", "wide", "wide_result")
 class PrecisionRule:
     """What is computed in which precision, of the operations that match every pattern.
 
-    Patterns are those of `fnmatch`: ``*`` stands for anything, ``?`` for one character.
+    In a pattern, ``*`` stands for any number of characters and ``?`` for one character. All other characters match
+    literally, brackets too: ``layer="blocks[0]"`` matches only that block, ``layer="blocks[*]"`` matches all of them.
+    Every layer, function and line that a report prints can therefore be used as a pattern.
 
     Args:
       precision: ``"narrow"``: in the dtype of `autocast`. ``"wide"``: in float32. ``"wide_result"``, for matrix
@@ -34,7 +37,8 @@ class PrecisionRule:
       layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
-      source: file and line, such as ``"model.py:41"``; folders may be left out.
+      source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. It is compared with the end of the absolute
+        path, at whole directory names, so it does not depend on the working directory.
       parameter: the path of the leaf of an argument that the operation takes, such as ``"[7]['w']"``, as
         `compare_gradients` shows it: what tells layers apart that share a line. As it stands, or a pattern; "" for an
         operation that takes none.
@@ -78,12 +82,14 @@ class PrecisionRule:
 
     def matches(self, operation: str, place: Place) -> bool:
         """Tell whether the rule speaks of an operation at a place."""
+        # A place contains the path of the file relative to the working directory.
+        source = os.path.abspath(place.source) if place.source else ""
         return (
-            fnmatch.fnmatchcase(operation, self.operation)
-            and any(fnmatch.fnmatchcase(place.layer, pattern) for pattern in (self.layer, f"{self.layer}/*"))
-            and any(fnmatch.fnmatchcase(place.source, pattern) for pattern in (self.source, f"*/{self.source}"))
-            and (self.parameter in ("*", place.parameter) or fnmatch.fnmatchcase(place.parameter, self.parameter))
-            and (self.function == "*" or any(fnmatch.fnmatchcase(name, self.function) for name in place.functions))
+            _fits(operation, self.operation)
+            and (_fits(place.layer, self.layer) or _fits(place.layer, f"{self.layer}/*"))
+            and (_fits(source, self.source) or _fits(source, f"*/{self.source}"))
+            and _fits(place.parameter, self.parameter)
+            and (self.function == "*" or any(_fits(name, self.function) for name in place.functions))
         )
 
     def get_config(self) -> dict[str, str]:
@@ -184,6 +190,11 @@ class PrecisionPolicy:
             return cls(**config)
         except TypeError as error:
             raise ValueError(f"Could not make a `PrecisionPolicy` of the config {config!r}: {error}.") from error
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a name matches a pattern, in which brackets have no special meaning."""
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 def _checked_recompute(recompute: Any) -> bool | float:

@@ -196,4 +196,4 @@ def _said_by(rule: PrecisionRule) -> str:
 
 
 def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
-    return any(is_in_scope(KEEP_FLOAT32, str(holder.source_info.name_stack)) for holder in (*around, eqn))
+    return is_in_scope(KEEP_FLOAT32, (*around, eqn))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|cu
 _RECOMPUTED = "rematted_computation"
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # which handles effects, in numpyro
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
-_OURS = str(Path(__file__).parent.parent)
-_JAX = str(Path(jax.__file__).parent)
+# Each directory ends in a separator. Otherwise that of `jax` would be a prefix of that of `jaxopt`.
+_LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
+_OURS = os.path.join(Path(__file__).parent.parent, "")
+_JAX = os.path.join(Path(jax.__file__).parent, "")
 _TRACED = str(Path(__file__).with_name("jaxpr.py"))
 
 
@@ -79,9 +81,9 @@ def place_within(eqn: Any, within: Sequence[Any]) -> Place:
     return place_of(eqn, place)
 
 
-def is_in_scope(name: str, stack: str) -> bool:
-    """Whether a name stack holds a scope of this name."""
-    return re.search(rf"\b{name}\b", stack) is not None
+def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
+    """Whether one of the equations lies in a scope with exactly this name."""
+    return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
 
 
 def _layer(stack: str) -> str:

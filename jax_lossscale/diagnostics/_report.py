@@ -98,9 +98,11 @@ def off(error: float) -> str:
     return f"off by {percent(error)}" if error < 1 else "wrong altogether"
 
 
-def at(layer: str, source: str) -> str:
+def at(layer: str, source: str, instance: str = "") -> str:
     """Write where something is, after its name."""
-    return f"{f' in {layer}' if layer else ''} ({source or 'no line of your code'})"
+    return (
+        f"{f' in {layer}' if layer else ''} ({'; '.join(filter(None, [source or 'no line of your code', instance]))})"
+    )
 
 
 def end_of(dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,17 @@ def test_so_do_its_derivatives(function, expected):
     assert found.count(WIDE) >= 2 * expected.count(WIDE)
 
 
+@pytest.mark.parametrize(
+    "name", ["keep_float32_not", "no keep_float32", "keep_float32[0]", "keep_float32.head", "(keep_float32)"]
+)
+def test_a_scope_whose_name_contains_the_mark_is_not_the_mark(name):
+    def function(w, x):
+        with jax.named_scope(name):
+            return x @ w
+
+    assert product_dtypes(jls.autocast(function), W, X) == [NARROW]
+
+
 def test_operands_that_nothing_rounded_before_are_not_rounded():
     def function(w, x):
         return kept(w.T, jnp.sin(x)), w @ w
@@ -146,6 +158,89 @@ def test_a_rule_speaks_of_code_whose_source_cannot_be_read(rule):
     exec("def unreadable(w, x):\n    with jax.named_scope('encoder'):\n        return x @ w", names)
     policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", **rule)])
     assert product_dtypes(jls.autocast(names["unreadable"], policy=policy), W, X) == [WIDE]
+
+
+def in_blocks(w, x):
+    for number in range(3):
+        with jax.named_scope(f"blocks[{number}]"):
+            x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        ("blocks[1]", [NARROW, WIDE, NARROW]),
+        ("blocks[*]", [WIDE, WIDE, WIDE]),
+        ("*[2]", [NARROW, NARROW, WIDE]),
+        ("blocks[?]", [WIDE, WIDE, WIDE]),
+    ],
+)
+def test_brackets_in_a_pattern_match_literally(layer, expected):
+    assert product_dtypes(following("wide", layer=layer)(in_blocks), W, X) == expected
+
+
+def test_brackets_are_literal_in_parameters_and_functions():
+    def loss(params, x):
+        return [x @ w for w in params["w"]]
+
+    narrow = following("wide", parameter="['w'][1]", function="*<locals>.loss")(loss)
+    assert product_dtypes(narrow, {"w": [W, W + 1]}, X) == [NARROW, WIDE]
+
+
+MODEL = """
+class Block:
+    def __call__(self, w, x):
+        return project(w, x)
+
+def project(w, x):
+    return x @ w
+"""
+
+
+@pytest.mark.parametrize("folder", [f"{jax.__path__[0]}opt", f"{jls.__path__[0]}_runs"], ids=["jaxopt", "ours"])
+def test_a_package_whose_name_starts_like_another_is_a_package_of_its_own(folder):
+    model = {}
+    exec(compile(MODEL, f"{folder}/model.py", "exec"), model)
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", function="project")])
+    report = jls.diagnostics.autocast_report(
+        lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
+    )
+    assert {(product.layer, product.dtype) for product in report.products} == {("Block", WIDE)}
+
+
+def test_a_rule_by_source_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
+    file = Path(__file__)
+    report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(network(w, x)), W, X)
+    sources = [f"{file}:*", f"autocast/{file.name}:*", f"{file.name}:{FIRST_LINE}", report.products[0].source]
+    for folder in ("/", file.parent, file.parents[1], tmp_path):
+        monkeypatch.chdir(folder)
+        for source in sources:
+            assert WIDE in product_dtypes(following("wide", source=source)(network), W, X)
+
+
+@pytest.mark.parametrize("source", ["policy.py:*", "test_policy.py", f"ocast/test_policy.py:{FIRST_LINE}"])
+def test_a_rule_by_source_matches_whole_components_of_the_path(source):
+    with pytest.warns(UserWarning, match="no operation matches"):
+        following("wide", source=source)(network)(W, X)
+
+
+@jax.custom_vjp
+def with_a_layer_in_its_rule(w, x):
+    return x @ w
+
+
+def backward_in_a_layer(kept, y):
+    with jax.named_scope("backward"):
+        return kept[1].T @ y, y @ kept[0].T
+
+
+with_a_layer_in_its_rule.defvjp(lambda w, x: (x @ w, (w, x)), backward_in_a_layer)
+
+
+def test_a_rule_for_a_backward_pass_of_its_own_does_not_warn():
+    loss = following("wide", layer="backward")(lambda w, x: jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x))))
+    assert product_dtypes(jax.grad(loss, (0, 1)), W, X) == [NARROW, WIDE, WIDE]
 
 
 def test_a_rule_that_speaks_of_nothing_warns():

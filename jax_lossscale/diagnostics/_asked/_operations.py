@@ -132,7 +132,7 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
         if path[-1].primitive.name == IN_HALF:
             sources_by_reason.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
     for step in _steps(program):
-        if is_otherwise(step.place.stack):
+        if is_otherwise((*step.within, step.eqn)):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
@@ -161,7 +161,7 @@ def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
     for eqn in step.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which is computed as it was"
-    if is_otherwise(step.place.stack):
+    if is_otherwise((*step.within, step.eqn)):
         return "in `otherwise` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)

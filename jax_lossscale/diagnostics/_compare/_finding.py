@@ -264,7 +264,8 @@ class Finder:
             return ""
         operation = places[0]
         of = operation.derivative_of
-        it = (f"the derivative of `{of}`" if of else f"`{operation.operation}`") + at(operation.layer, operation.source)
+        name = f"the derivative of `{of}`" if of else f"`{operation.operation}`"
+        it = name + at(operation.layer, operation.source, operation.instance)
         if math.isnan(operation.largest):
             what = f"{it} gives NaN"
         elif operation.overflow:

@@ -10,7 +10,6 @@ its cotangent belongs to: the two tell what rounding this value changes.
 from __future__ import annotations
 
 import dataclasses
-import glob
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -689,7 +688,7 @@ def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
 def _names(site: _ProductSite) -> list[dict[str, str]]:
     """List ways to name a product, the one that survives most edits first."""
     place, operation = site.place, {"operation": site.operation}
-    layer = {"layer": glob.escape(place.layer)} if place.layer else {}
+    layer = {"layer": place.layer} if place.layer else {}
     parameter = {"parameter": place.parameter}  # "" if it takes none
     function = {"function": place.functions[0]} if place.functions else {}
     ways = [layer, parameter if place.parameter else {}, function]

@@ -38,8 +38,7 @@ class OperationRange:
       derivative_of: the operation whose derivative this is, if it belongs to one that is computed in the forward pass;
         else "".
       layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
-        there are none. Where a line is run more than once, the path of the parameter that entered last is added, such
-        as ``Block, model.blocks[2].kernel``; or if that is the same, a number, such as ``run 2 of 5``.
+        there are none.
       source: file and line, of the innermost function that belongs to no installed library.
       is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
       shape: the shape of the result.
@@ -57,6 +56,8 @@ class OperationRange:
       error_in: the largest of those of its operands.
       amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
       changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient.
+      instance: if the line is executed more than once, which execution this is: the path of the parameter that entered
+        last, such as ``model.blocks[2].kernel``, or if the parameter is the same, a number, such as ``run 2 of 5``.
     """
 
     operation: str
@@ -77,6 +78,7 @@ class OperationRange:
     error_in: float = 0.0
     amplification: float = 0.0
     changes_result: bool = False
+    instance: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -164,8 +166,10 @@ class RangeReport(Report[OperationRange]):
     def _rows(self) -> list[list[str]]:
         if not self.bad:
             return []
-        cures = self._cures()
-        return [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in self.bad[:_MOST_ROWS])]
+        cures, shown = self._cures(), self.bad[:_MOST_ROWS]
+        rows = [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in shown)]
+        n = _HEADINGS.index("instance")
+        return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
 
     def _notes(self) -> list[str]:
         notes = [f"{constant}, in float32, too." for constant in self.lost_constants]
@@ -180,7 +184,7 @@ class RangeReport(Report[OperationRange]):
         return list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
 
 
-_HEADINGS = ["operation", "layer", "line", "pass", "shape", "largest", "off by"]
+_HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "off by"]
 _HEADINGS += ["overflow", "zero", "subnormal", "error in", "error", "cure"]
 
 
@@ -188,7 +192,7 @@ def _cells(operation: OperationRange) -> list[str]:
     of, log2_off = operation.derivative_of, operation.log2_above - operation.log2_below
     name = f"{operation.operation} (derivative of {of})" if of else operation.operation
     direction = "backward" if operation.is_backward else "forward"
-    where = name, operation.layer, operation.source, direction, str(list(operation.shape))
+    where = name, operation.layer, operation.source, direction, operation.instance, str(list(operation.shape))
     shares = operation.overflow, operation.zero, operation.subnormal, operation.error_in, operation.error
     return [*where, f"{operation.largest:.2g}", f"2^{log2_off}" if log2_off else "", *map(_share, shares)]
 
@@ -264,7 +268,7 @@ def range_report(
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
     """Make the report at a scale."""
-    traced, dtype, graph = question.program, question.dtype, Graph()
+    traced, dtype, graph = question.program, question.dtype, Graph(question.products.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in question.parameters}
     ends = graph.outputs(traced.jaxpr, [Ancestry(parameter=entering.get(name)) for name in question.inputs])
     value, grads = traced.result([end.nodes for end in ends])
@@ -349,5 +353,6 @@ def _operation_range(
         log2_below=log2_below,
         cure=cure,
         changes_result=is_harmful or measured.nan > 0,
+        instance=site.instance,
         **numbers,
     )

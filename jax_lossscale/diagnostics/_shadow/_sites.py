@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import is_narrow, is_reference
 from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import ALL_MOVES, CHOICES, PRODUCTS, STEEP_AT_ZERO, SUMS_OF_MANY, moved_operands
+from jax_lossscale._program.primitives import (
+    ALL_MOVES,
+    CHOICES,
+    PRODUCTS,
+    STEEP_AT_ZERO,
+    SUMS_OF_MANY,
+    is_product,
+    moved_operands,
+)
 
 # These only move or choose among numbers that were measured where they were made, or turn their signs.
 _MOVES = ALL_MOVES | CHOICES | {"abs", "neg", "top_k"}
@@ -45,6 +53,7 @@ class Site(NamedTuple):
       aval: its type.
       derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
       parameter: the parameter that entered it last.
+      instance: what distinguishes it from similar sites in the same layer, on the same line.
     """
 
     operation: str
@@ -52,6 +61,7 @@ class Site(NamedTuple):
     aval: Any
     derivative_of: str
     parameter: Parameter | None
+    instance: str = ""
 
 
 class Ancestry(NamedTuple):
@@ -81,11 +91,12 @@ class Graph(Flow[Ancestry]):
       ends_of_loops: by node of a carry, what it is after an iteration.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_autocast: bool = False) -> None:
         self.sites: dict[int, Site] = {}
         self.made_of: list[frozenset[int]] = []
         self.ends_of_loops: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
+        self._is_autocast = is_autocast
 
     def value_of(self, constant: Any, aval: Any) -> Ancestry:
         return Ancestry()
@@ -104,7 +115,7 @@ class Graph(Flow[Ancestry]):
     def operation(self, eqn: Any, place: Place, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
-        self._place_casts(nodes, place)
+        self._place_casts(nodes, place, is_product(eqn))
         if name == "div":
             self._divisions.add(place.column)
         parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
@@ -132,12 +143,16 @@ class Graph(Flow[Ancestry]):
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return entered._replace(is_backward=True) if entered and place.is_backward and not entered.is_bare else entered
 
-    def _place_casts(self, operands: frozenset[int], place: Place) -> None:
-        """Give what `autocast` adds, which no line of the user's has made, the place of what it is made for."""
+    def _place_casts(self, operands: frozenset[int], place: Place, is_product: bool) -> None:
+        """Give each cast that `autocast` adds the place of the operation for which the operand is cast."""
         for node in operands:
             site = self.sites.get(node)
-            if site is not None and place.source and not site.place.source:
-                self.sites[node] = site._replace(place=place._replace(is_backward=site.place.is_backward))
+            if site is None or not place.source:
+                continue
+            is_added = self._is_autocast and is_product and site.operation == "convert_element_type"
+            if is_added or not site.place.source:
+                own = {name: getattr(site.place, name) for name in ("is_backward", "instructions")}
+                self.sites[node] = site._replace(place=place._replace(**own))
 
     def _node(self, made_of: frozenset[int]) -> int:
         self.made_of.append(made_of)
@@ -173,7 +188,7 @@ def _operation(name: str, operands: Sequence[Ancestry]) -> str:
 
 
 def told_apart(graph: Graph, gradients: Mapping[str, Collection[int]]) -> list[Site]:
-    """Give the sites of the graph, with layers that tell apart those of a line that is run more than once.
+    """Give the sites of the graph, with an ``instance`` for each of those on a line that is run more than once.
 
     Sites that are alike are told apart by a parameter, and those of the forward pass that still are, by a number. The
     parameter is the one that entered last before the site. In the backward pass, where none enters, it is that of the
@@ -221,11 +236,10 @@ def _groups(sites: Sequence[Site]) -> list[list[int]]:
     groups: dict[Any, list[int]] = defaultdict(list)
     for n, site in enumerate(sites):
         at = site.place
-        kind = site.operation, site.aval.dtype, site.derivative_of, at.layer, at.source, at.instructions
+        kind = site.operation, site.aval.dtype, site.derivative_of, at.layer, at.source, at.instructions, site.instance
         groups[kind].append(n)
     return list(groups.values())
 
 
 def _with(site: Site, which: str) -> Site:
-    layer = ", ".join(filter(None, [site.place.layer, which]))
-    return site._replace(place=site.place._replace(layer=layer))
+    return site._replace(instance=", ".join(filter(None, [site.instance, which])))
