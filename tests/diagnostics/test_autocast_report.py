@@ -242,3 +242,49 @@ def test_a_function_without_products():
     assert str(report.facts) == "Matrix products and convolutions: none."
     assert report.products == ()
     assert "dot_general" not in str(report)
+
+
+dense = jax.jit(jnp.matmul)
+
+
+def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
+    def loss_fn(w, x):
+        with jls.keep_float32():
+            x = dense(x, w)
+        with jax.named_scope("head"):
+            return jnp.sum(dense(x, w))
+
+    rule = jls.PrecisionRule("wide", layer="head")
+    report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
+    assert {(product.layer, product.reason) for product in report.products} == {
+        ("keep_float32", "inside `keep_float32`"),
+        ("head", f"a rule of the policy: {rule!r}"),
+    }
+
+
+def first(w, x):
+    return dense(x, w)
+
+
+def second(w, x):
+    return dense(x, w)
+
+
+def test_a_jitted_function_on_two_lines_has_the_reason_of_each():
+    rules = [jls.PrecisionRule("wide", function=name, reason=f"why {name}") for name in ("first", "second")]
+    report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
+    lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
+    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.products} == {
+        (line, f"a rule of the policy: {rule!r}") for line, rule in zip(lines, rules, strict=True)
+    }
+
+
+def test_a_jitted_function_in_the_layer_of_a_class_keeps_its_reason():
+    class Block:
+        def __call__(self, w, x):
+            return dense(x, w)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="Block")])
+    report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
+    reasons = {product.dtype: product.reason for product in report.products}
+    assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

@@ -80,10 +80,10 @@ def operations(
       dtype: the dtype of `autocast`.
       exceptions: the products that `autocast` left wide, each by the equations that it lies in, and why.
     """
-    # What is made of an equation, its derivative too, has its very traceback.
-    reasons: dict[int, dict[str, None]] = {}
+    reasons: dict[tuple[Any, ...], dict[str, None]] = {}
     for path, reason in exceptions:
-        reasons.setdefault(id(path[-1].source_info.traceback), {})[reason] = None
+        for key in _keys(path[-1], place_within(path[-1], path[:-1])):
+            reasons.setdefault(key, {})[reason] = None
     found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # of each kind, the positions and the work
     for position, step in enumerate(_steps(program)):
         eqn, name = step.eqn, _name(step.eqn)
@@ -94,7 +94,8 @@ def operations(
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         where = name, step.place.layer, step.place.source, step.place.is_backward
         is_exception = work > 0 and {widest, result} != {dtype}
-        reason = _reason(step, reasons.get(id(eqn.source_info.traceback), {})) if is_exception else ""
+        of_step = next((reasons[key] for key in _keys(eqn, step.place) if key in reasons), {})
+        reason = _reason(step, of_step) if is_exception else ""
         kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, is_product=work > 0, position=0)
         found.setdefault(kind, []).append((position, step.times * work))
     return [
@@ -155,6 +156,16 @@ def _is_inexact(atoms: Sequence[Any]) -> bool:
     return not any(map(is_reference, atoms)) and all(
         jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
     )
+
+
+def _keys(eqn: Any, place: Place) -> list[tuple[Any, ...]]:
+    """Return keys under which the reasons of an equation are found, the most specific first.
+
+    An equation and its derivative have the same traceback. So do the equations of a jitted function in all calls, which
+    the layer and the line of the call distinguish. `autocast` loses that line if it inlines the call.
+    """
+    traceback = id(eqn.source_info.traceback)
+    return [(traceback, place.layer, place.source), (traceback, place.layer), (traceback,)]
 
 
 def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
