@@ -263,3 +263,12 @@ def test_every_printed_place_matches_as_a_rule(body):
     for name, place in places:
         policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", **{name: place})])
         jax.grad(autocast(loss, policy=policy))(*args)  # warns if the rule matches no operation
+
+
+def test_the_cast_of_a_carry_has_the_place_of_its_matmul():
+    def loss(ws, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (1e6 * Layer()(w, x), None), x, jnp.stack(ws))[0])
+
+    worst = range_report(autocast(loss), [workloads.draw(4, 4, seed=n) for n in range(3)], X, loss_scale=1.0)[0]
+    assert (worst.operation, worst.layer) == ("convert_element_type", "Layer")
+    assert int(worst.source.rpartition(":")[2]) == Layer.__call__.__code__.co_firstlineno + 1

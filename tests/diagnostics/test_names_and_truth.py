@@ -233,3 +233,45 @@ def test_one_scale_that_is_too_low_is_not_called_rounding():
     report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])
     assert (report.cause, report.will_train) == ("underflow", False)
     assert "Compare larger scales" in report.verdict
+
+
+# The advice about queries is given for the scores of an attention.
+
+
+def attention(params, x):
+    query, key, value = (x @ kernel for kernel in params["attention"])
+    scores = 100 * query @ jnp.swapaxes(100 * key, -1, -2)  # here
+    return jnp.mean(jax.nn.softmax(scores / 1e4) @ value)
+
+
+def attention_over_heads(params, x):
+    return jax.vmap(lambda x: jnp.mean(attention(params, x)))(x.reshape(2, 4, 4)).mean()
+
+
+def contrastive(params, x):
+    left, right = x @ params["attention"][0], x @ params["attention"][1]
+    return jnp.mean(jax.nn.logsumexp((300 * left) @ (300 * right).T, axis=-1))
+
+
+def head_by_parameter(params, x):
+    return -jnp.mean(jax.nn.log_softmax(6e4 * x @ params["head"])[:, 0])
+
+
+def gram_then_classified(params, x):
+    y = 300 * x @ params["attention"][0]
+    return -jnp.mean(jax.nn.log_softmax(jnp.log1p(jnp.abs(y @ y.T)) @ params["mix"])[:, 0])
+
+
+PARAMS = {"attention": [workloads.draw(4, 4, seed=n) for n in range(3)], "head": 3 * workloads.draw(4, 3, seed=4)}
+PARAMS["mix"] = workloads.draw(8, 3, seed=5)
+SCORES = (attention, attention_over_heads, contrastive)
+OTHERS = (head_by_parameter, gram_then_classified)
+
+
+@pytest.mark.parametrize("fun", SCORES + OTHERS)
+def test_the_advice_about_queries_is_for_attention_only(fun):
+    report = range_report(autocast(fun), PARAMS, workloads.draw(8, 4, seed=6), loss_scale=1.0)
+    cures = {each.cure for each in report.forward_overflows() if each.operation == "dot_general"}
+    (cure,) = cures
+    assert ("ueries" in cure) == (fun in SCORES)
+    assert "give it a float32 result" in cure

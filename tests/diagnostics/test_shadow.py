@@ -10,6 +10,7 @@ import pytest
 from lines import line
 from workloads import draw
 
+import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, range_report
 
 half = jnp.float16
@@ -205,13 +206,13 @@ def places(report):
 def test_the_fill_value_of_a_mask_does_not_change_the_reported_operations(fill, mask, is_added):
     report = range_report(attention(fill, mask, is_added), ATTENTION, faults.X, loss_scale=1.0)
     assert places(report)[0] in {("cos", line(rotated)), ("sin", line(rotated))}
-    assert {operation for operation, _ in places(report)} == {"cos", "sin"}
+    assert {operation for operation, _ in places(report)} == {"cos", "sin", "convert_element_type"}
 
 
 @pytest.mark.parametrize("fill", [-jnp.inf, -1e9, SINGLE])
 def test_the_verdict_names_the_operation_whatever_the_fill_value(fill):
     verdict = compare_gradients(attention(fill), ATTENTION, faults.X, loss_scales=[1.0, 2.0**8]).verdict
-    assert f"({line(rotated)})" in verdict
+    assert f"({line(rotated)}" in verdict
     assert "`exp`" not in verdict
 
 
@@ -244,3 +245,46 @@ def test_a_gradient_is_right_if_its_norm_is_right():
     report = range_report(lambda x: jnp.sum(x.astype(half) * factors.astype(half)).astype(jnp.float32), jnp.ones(3))
     assert max(each.error for each in report) == 1
     assert report.bad == ()
+
+
+# An operation that makes rounding errors larger is reported together with the operands that are rounded.
+
+FOURIER = {"frequencies": 100 * draw(8, 16, seed=1), "kernel": draw(16, 4, seed=2)}
+
+
+def fourier_features(params, x):
+    angles = x @ params["frequencies"]  # operand
+    return jnp.mean((jnp.cos(angles) @ params["kernel"] - 1) ** 2)  # here
+
+
+def times_in_half_precision(params, x):
+    times = (5000 * x).astype(half)  # operand
+    return jnp.mean((jnp.sin(2 * times.astype(jnp.float32)) @ params["frequencies"] - 1) ** 2)  # here
+
+
+@pytest.mark.parametrize(
+    ("fun", "cast", "operations"),
+    [
+        (fourier_features, jls.autocast, ("cos", "dot_general")),
+        (times_in_half_precision, lambda fun: fun, ("sin", "convert_element_type")),
+    ],
+)
+def test_the_rounded_angle_is_reported_with_its_sine(fun, cast, operations):
+    report = range_report(cast(fun), FOURIER, faults.X, loss_scale=1.0)
+    expected = list(zip(operations, (line(fun), line(fun, "operand")), strict=True))
+    assert [(each.operation, each.source) for each in report.bad] == expected
+    assert all(each.changes_result for each in report.bad)
+    assert f"`{operations[0]}` ({line(fun)}" in report.bad[1].cure
+    assert "makes its rounding error larger. Compute both in float32" in report.bad[1].cure
+
+
+def test_the_suggestion_for_a_rounded_angle_makes_the_report_empty():
+    rule = jls.PrecisionRule("wide", source=line(fourier_features, "operand"))
+    fun = jls.autocast(fourier_features, policy=jls.PrecisionPolicy([rule]))
+    assert range_report(fun, FOURIER, faults.X, loss_scale=1.0).bad == ()
+
+
+def test_an_operation_that_underflows_by_itself_is_reported_without_its_operands():
+    of_line = {each.operation for each in reported("cosines_of_small_vectors").bad if not each.is_backward}
+    assert of_line == {"mul", "reduce_sum"}
+    assert not any("makes its rounding error larger" in each.cure for each in reported("cosines_of_small_vectors"))

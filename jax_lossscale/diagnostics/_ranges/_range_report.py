@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics._asked._facts import ProductFacts
 from jax_lossscale.diagnostics._asked._question import Question, asked, called
 from jax_lossscale.diagnostics._errors._gradient_errors import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
-from jax_lossscale.diagnostics._shadow._blame import MANY_ZEROS, blame, cure_of
+from jax_lossscale.diagnostics._shadow._blame import MANY_ZEROS, attention_scores, blame, cure_of, sources_of_rounding
 from jax_lossscale.diagnostics._shadow._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
 
@@ -55,7 +55,8 @@ class OperationRange:
         are far larger than all others, such as the fill value of a mask, are left out if this makes the error larger.
       error_in: the largest of those of its operands.
       amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
-      changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient.
+      changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient. The
+        rounding error of an angle, for example, goes on by way of its cosine.
       instance: if the line is executed more than once, which execution this is: the path of the parameter that entered
         last, such as ``model.blocks[2].kernel``, or if the parameter is the same, a number, such as ``run 2 of 5``.
     """
@@ -117,7 +118,8 @@ class RangeReport(Report[OperationRange]):
     def bad(self) -> tuple[OperationRange, ...]:
         """The operations that overflow or give NaN, and those that change the result.
 
-        Of the latter, those of which more than half becomes zero, and those where an error begins.
+        Of the latter, those of which more than half becomes zero, those where an error begins, and if such an
+        operation makes rounding errors larger, those whose half-precision results it takes.
         """
         return tuple(operation for operation in self.operations if operation.cure)
 
@@ -282,9 +284,21 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
     sites = told_apart(graph, dict(zip(question.parameters, jax.tree.leaves(grads), strict=True)))
+    site_of = dict(zip(measured, sites, strict=True))
+    amplified, scores = sources_of_rounding(graph, measured, origins), attention_scores(graph)
     operations = []
-    for site, (node, statistics) in zip(sites, measured.items(), strict=True):
-        operation = _operation_range(site, statistics, question.products, node in harmful, node in origins)
+    for node, statistics in measured.items():
+        site = site_of[node]
+        cure = cure_of(
+            site,
+            statistics,
+            is_harmful=node in harmful,
+            is_origin=node in origins,
+            is_autocast=question.products.is_autocast,
+            is_score=node in scores,
+            amplified_by=site_of.get(amplified.get(node, -1)),
+        )
+        operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, cure)
         if is_narrow(site.aval) or operation.cure:
             operations.append(operation)
     operations.sort(key=_severity)
@@ -328,11 +342,8 @@ def _scale_of(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def _operation_range(
-    site: Site, measured: Statistics, products: ProductFacts, is_harmful: bool, is_origin: bool
-) -> OperationRange:
-    info = jnp.finfo(products.dtype)
-    cure = cure_of(site, measured, is_harmful=is_harmful, is_origin=is_origin, is_autocast=products.is_autocast)
+def _operation_range(site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, cure: str) -> OperationRange:
+    info = jnp.finfo(dtype)
     log2_above = log2_below = 0
     if measured.overflow:
         log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))

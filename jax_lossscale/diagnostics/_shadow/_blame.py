@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.primitives import PRODUCTS, SUMS, SUMS_OF_MANY
+from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow._shadow import Statistics
 from jax_lossscale.diagnostics._shadow._sites import Graph, Site
 
@@ -55,11 +56,52 @@ def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], boo
     return reached
 
 
+def sources_of_rounding(graph: Graph, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
+    """Find the rounded operands of the operations of the forward pass that make rounding errors larger.
+
+    Such an operation, for example the cosine of an angle, may be in float32 itself. To compute it correctly, the last
+    half-precision results before it must be computed in float32, too.
+
+    Returns:
+      These results, each with the operation that makes its rounding error larger.
+    """
+    found: dict[int, int] = {}
+    for origin in origins:
+        site, of_origin = graph.sites[origin], measured[origin]
+        is_in_range = not of_origin.overflow and of_origin.zero <= MANY_ZEROS
+        is_amplified = of_origin.amplification >= ACCUMULATED and not _adds_up_in_half(site)
+        if is_in_range and is_amplified and not site.place.is_backward:
+            operands = _ends(
+                graph, [origin], lambda node: node not in measured or not is_narrow(graph.sites[node].aval)
+            )
+            found.update({node: origin for node in operands if measured[node].error > 0})
+    return found
+
+
+def attention_scores(graph: Graph) -> set[int]:
+    """Find the matmuls of two activations whose results are exponentiated, such as the scores of an attention."""
+    exponentials = [node for node, site in graph.sites.items() if site.operation == "exp"]
+    matmuls = _ends(
+        graph, exponentials, lambda node: node not in graph.sites or graph.sites[node].operation not in PRODUCTS
+    )
+    return {node for node in matmuls if not graph.sites[node].takes_parameter}
+
+
+def _ends(graph: Graph, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
+    """Go back from some nodes through those that are passed, and collect the first ones that are not."""
+    passed = _followed(graph, [operand for node in nodes for operand in graph.made_of[node]], is_passed)
+    return {operand for node in (*nodes, *passed) for operand in graph.made_of[node]} - passed
+
+
+def _adds_up_in_half(site: Site) -> bool:
+    return is_narrow(site.aval) and site.operation in SUMS_OF_MANY
+
+
 # What helps where nothing else is known of an overflow.
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
-    "dot_general": "Make the operands smaller (divide queries by the square root of their width before the product), "
-    "or give it a float32 result: with `jls.keep_float32` under `autocast`, with `preferred_element_type` by hand.",
+    "dot_general": "Make the operands smaller, or give it a float32 result: with `jls.keep_float32` under `autocast`, "
+    "with `preferred_element_type` in code with manual casts.",
     "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
     "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
     "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",
@@ -68,7 +110,22 @@ _FORWARD_OVERFLOWS = {
 }
 
 
-def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bool, is_autocast: bool) -> str:
+_OVERFLOW_OF_SCORES = (
+    "Divide the queries by the square root of their dimension before the matmul, or give it a float32 result: with "
+    "`jls.keep_float32` under `autocast`, with `preferred_element_type` in code with manual casts."
+)
+
+
+def cure_of(
+    site: Site,
+    measured: Statistics,
+    *,
+    is_harmful: bool,
+    is_origin: bool,
+    is_autocast: bool,
+    is_score: bool = False,
+    amplified_by: Site | None = None,
+) -> str:
     """Say what helps against what is wrong with an operation; "" if nothing is.
 
     Args:
@@ -77,6 +134,8 @@ def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bo
       is_harmful: whether it makes a result wrong, as `blame` says.
       is_origin: whether that begins with it.
       is_autocast: whether it is of a function under `autocast`, which makes its casts.
+      is_score: whether it computes scores of an attention, as `attention_scores` says.
+      amplified_by: the operation that makes its rounding error larger, as `sources_of_rounding` says.
     """
     is_backward, operation = site.place.is_backward, site.derivative_of
     if measured.nan and not measured.overflow:
@@ -102,6 +161,8 @@ def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bo
             "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
             "must leave room for what it is added to, such as -1e4. Or take the softmax in float32."
         )
+    if measured.overflow and is_score:
+        return _OVERFLOW_OF_SCORES
     if measured.overflow:
         return _FORWARD_OVERFLOWS.get(site.operation, "Compute it in float32.")
     vanishes = is_harmful and measured.zero > MANY_ZEROS
@@ -112,6 +173,10 @@ def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bo
         )
     if vanishes:
         return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
+    if not is_origin and amplified_by is not None:
+        where = at(amplified_by.place.layer, amplified_by.place.source, amplified_by.instance)
+        cure = f"`{amplified_by.operation}`{where} makes its rounding error larger. Compute both in float32"
+        return f"{cure}, this one with `jls.keep_float32`." if is_autocast else f"{cure}."
     if not is_origin:
         return ""
     parts = float(f"{measured.amplification:.0e}")
@@ -120,7 +185,7 @@ def cure_of(site: Site, measured: Statistics, *, is_harmful: bool, is_origin: bo
             f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
             "that many times larger in it. Compute the terms in float32, too."
         )
-    if is_narrow(site.aval) and (measured.amplification < ACCUMULATED or site.operation in SUMS_OF_MANY):
+    if _adds_up_in_half(site) or (is_narrow(site.aval) and measured.amplification < ACCUMULATED):
         return "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32."
     them = "it and its operands in float32" if is_narrow(site.aval) else "them in float32, too"
     return f"It makes the rounding errors of its operands larger. Compute {them}."

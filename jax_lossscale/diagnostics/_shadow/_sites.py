@@ -53,6 +53,7 @@ class Site(NamedTuple):
       aval: its type.
       derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
       parameter: the parameter that entered it last.
+      takes_parameter: whether an operand is a parameter, moved or cast.
       instance: what distinguishes it from similar sites in the same layer, on the same line.
     """
 
@@ -61,6 +62,7 @@ class Site(NamedTuple):
     aval: Any
     derivative_of: str
     parameter: Parameter | None
+    takes_parameter: bool = False
     instance: str = ""
 
 
@@ -119,6 +121,9 @@ class Graph(Flow[Ancestry]):
         if name == "div":
             self._divisions.add(place.column)
         parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
+        takes_parameter = any(operand.parameter is not None and operand.parameter.is_bare for operand in operands)
+        if name == "convert_element_type":  # which may be reported as the matmul whose result it casts
+            takes_parameter |= any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
         steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
         moved = moved_operands(eqn) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
         results = []
@@ -126,7 +131,7 @@ class Graph(Flow[Ancestry]):
             if is_measured(eqn, variable):
                 operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
                 node = self._node(nodes)
-                self.sites[node] = Site(operation, place, variable.aval, steep, parameter)
+                self.sites[node] = Site(operation, place, variable.aval, steep, parameter, takes_parameter)
                 results.append(Ancestry(frozenset({node}), name, place.column, steep, parameter))
             else:
                 made = [operands[n] for n in taken if operands[n].operation] or [operands[n] for n in taken]
