@@ -134,7 +134,8 @@ def autocast(
         _planners.get([]).append(planner)
         result = computed_by(planner, fun, args, kwargs)
         unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
-        if unmatched and not planner.has_custom_vjp:  # Otherwise a rule may match operations of the backward pass only.
+        # The backward pass of a `custom_vjp` function is planned later, and a rule may match operations only there.
+        if unmatched and not planner.has_custom_vjp:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
                 "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."

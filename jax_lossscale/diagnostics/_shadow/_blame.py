@@ -80,11 +80,10 @@ def sources_of_rounding(graph: Graph, measured: Mapping[int, Statistics], origin
 
 def attention_scores(graph: Graph) -> set[int]:
     """Find the matmuls of two activations whose results are exponentiated, such as the scores of an attention."""
-    exponentials = [node for node, site in graph.sites.items() if site.operation == "exp"]
-    matmuls = _ends(
-        graph, exponentials, lambda node: node not in graph.sites or graph.sites[node].operation not in PRODUCTS
-    )
-    return {node for node in matmuls if not graph.sites[node].takes_parameter}
+    sites = graph.sites
+    exponentials = [node for node, site in sites.items() if site.operation == "exp"]
+    matmuls = _ends(graph, exponentials, lambda node: node not in sites or sites[node].operation not in PRODUCTS)
+    return {node for node in matmuls if not sites[node].takes_parameter}
 
 
 def _ends(graph: Graph, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:

@@ -98,7 +98,7 @@ class Graph(Flow[Ancestry]):
         self.made_of: list[frozenset[int]] = []
         self.ends_of_loops: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
-        self._is_autocast = is_autocast
+        self._is_autocast = is_autocast  # Casts of operands of matmuls are then made by `autocast`.
 
     def value_of(self, constant: Any, aval: Any) -> Ancestry:
         return Ancestry()
@@ -148,13 +148,13 @@ class Graph(Flow[Ancestry]):
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return entered._replace(is_backward=True) if entered and place.is_backward and not entered.is_bare else entered
 
-    def _place_casts(self, operands: frozenset[int], place: Place, is_product: bool) -> None:
+    def _place_casts(self, operands: frozenset[int], place: Place, are_of_product: bool) -> None:
         """Give each cast that `autocast` adds the place of the operation for which the operand is cast."""
         for node in operands:
             site = self.sites.get(node)
             if site is None or not place.source:
                 continue
-            is_added = self._is_autocast and is_product and site.operation == "convert_element_type"
+            is_added = self._is_autocast and are_of_product and site.operation == "convert_element_type"
             if is_added or not site.place.source:
                 own = {name: getattr(site.place, name) for name in ("is_backward", "instructions")}
                 self.sites[node] = site._replace(place=place._replace(**own))
