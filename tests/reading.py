@@ -19,8 +19,13 @@ def equations(jaxpr):
 
 
 def is_multiplication(eqn):
-    """Whether nothing is summed up, as in an outer product."""
-    return eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][0] == ((), ())
+    """Return whether no terms are added up, as in an outer product."""
+    left, right = (np.array(atom.aval.shape, object) for atom in eqn.invars[:2])
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = numbers.dot_dimension_numbers if numbers else eqn.params["dimension_numbers"]
+    if hasattr(numbers, "rhs_spec"):  # of a convolution
+        return all(right[list(numbers.rhs_spec[1:])] == 1)
+    return all(left[list(numbers[0][0])] == 1)
 
 
 def product_dtypes(function, *args, **kwargs):

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Name, Program, Step, names
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.primitives import IN_HALF, OPAQUE, PRODUCTS, moved_operands
+from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_product, moved_operands
 
 
 class Interval(NamedTuple):
@@ -40,6 +40,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
+    "dot_general": np.multiply,  # Only for a `dot_general` that is an elementwise multiplication: see `_is_left_out`.
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
 }
@@ -85,8 +86,10 @@ class Constants:
 
 def _is_left_out(eqn: Any) -> bool:
     """Whether an equation is a product, holds one, or computes what lies outside of the program."""
-    return eqn.primitive.name in OPAQUE | PRODUCTS | {IN_HALF} or any(
-        _is_left_out(inner) for jaxpr in jaxprs_of((*eqn.params.values(),)) for inner in jaxpr.eqns
+    return (
+        is_product(eqn)
+        or eqn.primitive.name in OPAQUE | {IN_HALF}
+        or any(_is_left_out(inner) for jaxpr in jaxprs_of((*eqn.params.values(),)) for inner in jaxpr.eqns)
     )
 
 

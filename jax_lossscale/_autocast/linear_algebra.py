@@ -1,6 +1,11 @@
-"""Factorizations of matrices are made from some values: a product among them must not have been rounded.
+"""The matmuls whose results must not be rounded to half precision, because of the operations that use these results.
 
-The Cholesky factor of ``A @ A.T + 1e-3 * I`` is NaN where that product was computed in 16 bits.
+There are two such operations:
+
+- A factorization. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` is NaN if the matmul is computed in half
+  precision.
+- A conversion to an integer. Half precision cannot represent every integer above 2048 (float16) or 256 (bfloat16). For
+  example, ``jnp.tril(jnp.ones((n, n))) @ one_hot`` counts the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -8,61 +13,99 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_lossscale._program.inline import Name, Program, inlined, names
 from jax_lossscale._program.inside import inside
-from jax_lossscale._program.primitives import LINEAR_ALGEBRA, PRODUCTS
+from jax_lossscale._program.primitives import LINEAR_ALGEBRA, is_product
+
+_FACTORED = "a factorization is made of its result"
+_CONVERTED = "its result is converted to an integer"
 
 
 class Feeding:
-    """Finds what factorizations are made of, by way of anything but a product.
+    """Finds the values from which factorizations and integers are computed, by any operations other than matmuls.
 
-    Each jaxpr is read once for each set of its results that go on into one: loops ask for theirs several times. What is
-    not known to hold a jaxpr, such as a kernel, is not looked into.
+    A value is marked with the reason why it must not be rounded, or with "" if there is none. A mark passes from a
+    result of an operation to its operands only if the result is a float. So `argmax` and comparisons do not pass it on:
+    rounding changes their results only if two numbers are almost equal.
+
+    Each jaxpr is analyzed once for each combination of marks on its results, because loops request it several times. An
+    equation that is not known to contain a jaxpr, such as a kernel, is treated as one operation.
     """
 
     def __init__(self) -> None:
-        self._arguments: dict[tuple[Jaxpr, tuple[bool, ...]], list[bool]] = {}
+        self._arguments: dict[tuple[Jaxpr, tuple[str, ...]], list[str]] = {}
 
-    def values(self, program: Program, outputs: Sequence[bool]) -> set[Name]:
-        """Return the names of such values; ``outputs`` tells of each result of the program whether one uses it."""
-        feeding = set(names([atom for atom, goes_on in zip(program.outputs, outputs, strict=True) if goes_on]))
+    def values(self, program: Program, outputs: Sequence[str]) -> dict[Name, str]:
+        """Return the marked values of a program and their marks; ``outputs`` contains the mark of each result."""
+        marks: dict[Name, str] = {}
+
+        def mark(atoms: Sequence[Any], reasons: Sequence[str]) -> None:
+            for atom, reason in zip(atoms, reasons, strict=True):
+                if reason:
+                    marks.update(dict.fromkeys(names([atom]), reason))
+
+        mark(program.outputs, outputs)
         for step in reversed(program.steps):
-            into_one, _ = self._equation(step.eqn, [name in feeding for name in step.outputs])
-            feeding |= set(names([atom for atom, feeds in zip(step.inputs, into_one, strict=True) if feeds]))
-        return feeding
+            mark(step.inputs, self._equation(step.eqn, [marks.get(name, "") for name in step.outputs])[0])
+        return marks
 
-    def results_inside(self, eqn: Any, outputs: Sequence[bool]) -> list[list[bool]]:
-        """Return, for each jaxpr in an equation, which results go on into one if these of the equation do."""
-        _, goes_on = self._equation(eqn, outputs)
-        return [[n >= 0 and goes_on[n] for n in body.results] for body in inside(eqn).bodies]
+    def results_inside(self, eqn: Any, outputs: Sequence[str]) -> list[list[str]]:
+        """Return the marks of the results of each jaxpr in an equation, given the marks of the equation's results."""
+        _, of_results = self._equation(eqn, outputs)
+        return [_of_body(body.results, of_results) for body in inside(eqn).bodies]
 
-    def _equation(self, eqn: Any, outputs: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-        """Return which operands go into one, and the results, with those that go into the next iteration's."""
-        name, goes_on = eqn.primitive.name, list(outputs)
+    def _equation(self, eqn: Any, outputs: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the marks of the operands, and of the results including those that a loop carries on."""
+        of_results = list(outputs)
         bodies, carried, *_ = inside(eqn)
-        if name in LINEAR_ALGEBRA:
-            return [True] * len(eqn.invars), goes_on
-        if name in PRODUCTS:
-            return [False] * len(eqn.invars), goes_on
+        if eqn.primitive.name in LINEAR_ALGEBRA:
+            return [_FACTORED] * len(eqn.invars), of_results
+        if is_product(eqn):
+            return [""] * len(eqn.invars), of_results
+        if _makes_integers(eqn):
+            return [_CONVERTED] * len(eqn.invars), of_results
         if not bodies:
-            return [any(goes_on)] * len(eqn.invars), goes_on
+            of_floats = [mark for variable, mark in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
+            return [max(of_floats, default="")] * len(eqn.invars), of_results
         while True:
-            feeding = [False] * len(eqn.invars)
+            of_operands = [""] * len(eqn.invars)
             for body in bodies:
-                of_body = self._of_jaxpr(body.closed.jaxpr, tuple(n >= 0 and goes_on[n] for n in body.results))
-                for operand, feeds in zip(body.operands, of_body, strict=True):
-                    feeding[operand] |= feeds
-            again = [result for result, operand in carried if feeding[operand] and not goes_on[result]]
+                of_body = self._of_jaxpr(body.closed.jaxpr, tuple(_of_body(body.results, of_results)))
+                for operand, reason in zip(body.operands, of_body, strict=True):
+                    of_operands[operand] = of_operands[operand] or reason
+            again = [
+                (result, operand) for result, operand in carried if of_operands[operand] and not of_results[result]
+            ]
             if not again:
-                return feeding, goes_on
-            for result in again:
-                goes_on[result] = True
+                return of_operands, of_results
+            for result, operand in again:
+                of_results[result] = of_operands[operand]
 
-    def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[bool, ...]) -> list[bool]:
+    def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[str, ...]) -> list[str]:
         if (jaxpr, outputs) not in self._arguments:
             program = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
-            feeding = self.values(program, outputs)
-            self._arguments[jaxpr, outputs] = [name in feeding for name in program.inputs]
+            marks = self.values(program, outputs)
+            self._arguments[jaxpr, outputs] = [marks.get(name, "") for name in program.inputs]
         return self._arguments[jaxpr, outputs]
+
+
+def _of_body(results: Sequence[int], of_results: Sequence[str]) -> list[str]:
+    return [of_results[n] if n >= 0 else "" for n in results]
+
+
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(getattr(variable.aval, "dtype", bool), jnp.inexact)
+
+
+def _makes_integers(eqn: Any) -> bool:
+    """Return whether an equation converts floats to integers of more than 8 bits.
+
+    Half precision can represent all integers of at most 8 bits, such as those of quantized networks.
+    """
+    if eqn.primitive.name != "convert_element_type" or not _is_float(eqn.invars[0]):
+        return False
+    dtype = eqn.params["new_dtype"]
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits > 8

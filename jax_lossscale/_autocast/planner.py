@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class Planner:
         closed: ClosedJaxpr,
         arrives: Sequence[bool] = (),
         at: At | None = None,
-        outputs_feeding: Sequence[bool] = (),
+        outputs_feeding: Sequence[str] = (),
         known: Sequence[FindInterval | None] = (),
         gives: Sequence[bool] = (),
     ) -> Plan:
@@ -62,13 +62,13 @@ class Planner:
           closed: the jaxpr.
           arrives: of each argument, whether it comes narrow.
           at: where it lies.
-          outputs_feeding: of each result, whether a factorization is made of it.
+          outputs_feeding: for each result, the reason why it must not be rounded; "" if there is none.
           known: of each argument that is a constant, what finds its interval; else None.
           gives: of each result, whether it is a skip connection that is narrow outside.
         """
         at = at or At(recompute=bool(self.policy.recompute))
         program = inlined(closed)
-        feeding = self._feeding.values(program, outputs_feeding or [False] * len(program.outputs))
+        feeding = self._feeding.values(program, outputs_feeding or [""] * len(program.outputs))
         constants = Constants(program, known)
         decisions: list[Decision] = []
         for step in program.steps:
@@ -135,7 +135,7 @@ class Planner:
         self,
         step: Step,
         at: At,
-        feeding: Collection[Name],
+        feeding: Mapping[Name, str],
         constants: Constants,
         narrow: Set[Name],
         given: Collection[Name],
@@ -159,7 +159,7 @@ class Planner:
             recompute=at.recompute and name != "while",
             is_iterated=at.is_iterated or name in LOOPS,
         )
-        goes_on = self._feeding.results_inside(eqn, [name in feeding for name in step.outputs])
+        goes_on = self._feeding.results_inside(eqn, [feeding.get(name, "") for name in step.outputs])
         plans: list[Plan] = []
 
         def plan_bodies() -> None:

@@ -16,6 +16,7 @@ from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import keeps, mark_kept, with_rounded_cotangent
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan, taken_narrow
 from jax_lossscale._autocast.planner import Planner, gives_narrow
+from jax_lossscale._autocast.rule import params_in_half
 from jax_lossscale._autocast.stretches import Stretch, Value
 from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program import custom_rules
@@ -137,7 +138,7 @@ class Rewriting:
             return results_in(self.dtype, eqn, operands)
         if decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow:
             return self._narrow_product(plan, step, decision, operands)
-        outputs = bind_here(eqn, operands, eqn.params)
+        outputs = bind_here(eqn, operands, params_in_half(eqn) if decision.is_narrow else eqn.params)
         is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 

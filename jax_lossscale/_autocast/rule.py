@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -53,8 +53,10 @@ class Rule:
         # It marks every product of the program, and so tells nothing about one of them.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
-    def decide(self, step: Step, within: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> Decision:
-        """Decide what becomes of a step; ``feeding``: the values that factorizations are made of."""
+    def decide(
+        self, step: Step, within: tuple[Any, ...], feeding: Mapping[Name, str], constants: Constants
+    ) -> Decision:
+        """Decide what becomes of a step; ``feeding``: for each value that must not be rounded, the reason."""
         eqn, name = step.eqn, step.eqn.primitive.name
         around = (*within, *step.within)
         follows = self._follows(eqn)
@@ -92,7 +94,7 @@ class Rule:
             return _said_by(rule) if rule.precision != "narrow" else ""
         return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
-    def _exception(self, step: Step, around: tuple[Any, ...], feeding: Collection[Name], constants: Constants) -> str:
+    def _exception(self, step: Step, around: tuple[Any, ...], feeding: Mapping[Name, str], constants: Constants) -> str:
         """Tell why a product of float32 arrays stays one; "" if it does not."""
         eqn = step.eqn
         if _is_in_keep_float32(eqn, around):
@@ -100,7 +102,7 @@ class Rule:
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
-            return "a factorization is made of its result"
+            return feeding[step.outputs[0]]
         intervals = [known() for known in map(constants.of, step.inputs) if known is not None]
         if UNKNOWN in intervals:
             return "nothing is known of its constant operand"
@@ -173,7 +175,7 @@ class Rule:
         types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
             with eqn.ctx.manager:
-                results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, eqn.params), *types)
+                results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, params_in_half(eqn)), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
         expected = [with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
@@ -189,6 +191,12 @@ class Rule:
                 self.matched.add(rule)
                 return rule
         return None
+
+
+def params_in_half(eqn: Any) -> dict[str, Any]:
+    """Return the parameters of an operation without the dtype of its result, which then is that of its operands."""
+    params = dict(eqn.params)
+    return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
 
 
 def _said_by(rule: PrecisionRule) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jax_lossscale._program.inline import Name, Program, names
 from jax_lossscale._program.jaxpr import has_effects, size_of
-from jax_lossscale._program.primitives import CHEAP
+from jax_lossscale._program.primitives import is_cheap
 
 
 class Stretch(NamedTuple):
@@ -71,7 +71,7 @@ def _makers_of_large_values(program: Program) -> dict[Name, int]:
     makers: dict[Name, int] = {}
     made_of: dict[Name, frozenset[Name]] = {}
     for position, step in enumerate(program.steps):
-        if step.eqn.primitive.name in CHEAP:
+        if is_cheap(step.eqn):
             (name,) = step.outputs
             sources = frozenset[Name]().union(*(made_of.get(taken, {taken}) for taken in names(step.inputs)))
             if bytes_of(name) > 2 * sum(map(bytes_of, sources)):

@@ -32,15 +32,20 @@ def autocast(
     move numbers, or choose among them (relu, max, clip, sort), follow their operands; a function with a derivative of
     its own does, if its derivative only chooses, too. All other arithmetic is float32. So nothing but a product can
     overflow, cancel or round away in 16 bits. A pool whose result goes into a product is computed in ``dtype``. A
-    product without a contracted axis, such as `jnp.outer`, is arithmetic. So is the largest or smallest of more numbers
-    than ``dtype`` can count (2048 in float16, 256 in bfloat16): JAX divides its gradient by the number of equal ones,
-    which it counts in the dtype of the numbers.
+    product that adds up only one term for each element of its result is arithmetic, because it is an elementwise
+    multiplication. Examples are `jnp.outer`, ``positions[:, None] @ frequencies[None]``, and a convolution with one
+    input channel per group and a window of size 1. So is the largest or smallest of more numbers than ``dtype`` can
+    count (2048 in float16, 256 in bfloat16): JAX divides its gradient by the number of equal ones, which it counts in
+    the dtype of the numbers.
 
     **The exceptions.** These products stay float32:
 
     - products marked by the author or by JAX: ``precision="highest"``, unless `jax.default_matmul_precision` marks all
       of them, or an algorithm;
     - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
+    - products whose result is converted to an integer of more than 8 bits, possibly after other operations, such as the
+      positions of tokens in an expert's buffer. Another product, `argmax`, `top_k`, a comparison or a conversion to
+      bool in between ends this search;
     - products with a constant operand, or one made of constants alone by anything but a product, unless its numbers lie
       between bounds that ``dtype`` holds. Nothing is known of what loops, factorizations, sums at places or random
       numbers make of constants;
@@ -109,7 +114,7 @@ def autocast(
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
       >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).facts)
-      Matrix products and convolutions: 5 of 5 in float16.
+      Matrix products and convolutions: 4 of 4 in float16.
 
       As a decorator:
 

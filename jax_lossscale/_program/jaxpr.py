@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,8 +105,13 @@ def with_dtype(aval: Any, dtype: Any) -> Any:
 
 
 def size_of(aval: Any) -> int:
-    """Return the number of elements; a dimension that `jax.export` has no number for counts as a large one."""
-    return math.prod(length if isinstance(length, int) else _UNKNOWN for length in getattr(aval, "shape", ()))
+    """Return the number of elements of a value of this type."""
+    return size_of_shape(getattr(aval, "shape", ()))
+
+
+def size_of_shape(shape: Iterable[Any]) -> int:
+    """Return the number of elements of a shape. Each symbolic dimension of `jax.export` counts as a large number."""
+    return math.prod(length if isinstance(length, int) else _UNKNOWN for length in shape)
 
 
 def is_reference(atom: Any) -> bool:

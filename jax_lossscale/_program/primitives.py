@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax_lossscale._program.jaxpr import size_of_shape
+
 # Those of `autocast`.
 WIDE_PRODUCT, KEPT, ROUNDED_COTANGENT, IN_HALF = "wide_product", "kept", "rounded_cotangent", "in_half"
 
@@ -60,7 +62,11 @@ STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 # How a compiler computes them. Of all numbers along some axes they make one, such as the statistics of a norm.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 # They are written by themselves, not within what they go into.
-WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
+# Of the matmuls, this applies to those that add up one term: the compiler fuses them only if they are a `dot_general`.
+WRITTEN = POOLS | _names(
+    "concatenate conv_general_dilated dynamic_update_slice gather ragged_dot ragged_dot_general reduce_window_sum "
+    "scatter stack tile"
+)
 # They are fused into what takes their results, where they cost next to nothing: no exp, no gather, no sum.
 CHEAP = _names(
     "add and broadcast_in_dim convert_element_type div eq expand_dims ge gt iota le lt max min mul ne neg not or "
@@ -135,8 +141,29 @@ def name_in_reports(primitive: Any) -> str:
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether an equation is a matrix product or a convolution: what has no contracted axis is none."""
-    if eqn.primitive.name != "dot_general":
-        return eqn.primitive.name in PRODUCTS
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return len(contracted) > 0
+    """Return whether an equation is a matmul: a matrix multiplication or a convolution.
+
+    A matmul that adds up one term for each element of its result, such as ``t[:, None] @ freq[None]``, does not count,
+    because it is an elementwise multiplication.
+    """
+    return terms_per_sum(eqn) != 1
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Return whether the compiler fuses an equation into its consumers, where it costs almost nothing."""
+    name = eqn.primitive.name
+    return name in CHEAP or (name == "dot_general" and not is_product(eqn))
+
+
+def terms_per_sum(eqn: Any) -> int:
+    """Return the number of terms that a matmul adds up for each element of its result; 1 for any other equation."""
+    params = eqn.params
+    name = params["product"].name if eqn.primitive.name == WIDE_PRODUCT else eqn.primitive.name
+    if name not in PRODUCTS:
+        return 1
+    left, right = (atom.aval.shape for atom in eqn.invars[:2])
+    if name == "conv_general_dilated":
+        return size_of_shape(right[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
+    numbers = params.get("ragged_dot_dimension_numbers")
+    (contracted, _), _ = numbers.dot_dimension_numbers if numbers else params["dimension_numbers"]
+    return size_of_shape(left[axis] for axis in contracted)

@@ -194,6 +194,30 @@ def test_products_are_narrow(program):
         assert set(found) == {"float16"}
 
 
+@pytest.mark.parametrize("start", [4000.0, 65520.0])
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float16, 5e-3), (jnp.bfloat16, 0.03)])
+def test_attention_with_rotary_positions(dtype, bound, start):
+    """The angles are written as a matmul, as in the best-known PyTorch code."""
+
+    def loss(w, x, positions):
+        angles = positions[:, None] @ (1e4 ** -jnp.linspace(0.0, 1.0, 8))[None]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+        def rotated(y):
+            one, other = jnp.split(y, 2, axis=-1)
+            return jnp.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
+
+        query, key, value = (x @ each for each in w)
+        scores = jnp.where(jnp.tri(32, dtype=bool), rotated(query) @ rotated(key).T / 4, -jnp.inf)
+        return jnp.mean((jax.nn.softmax(scores) @ value) ** 2)
+
+    w, x = jax.random.normal(KEY, (3, 16, 16)) / 2, jax.random.normal(jax.random.key(8), (32, 16))
+    positions = start + jnp.arange(32.0)
+    exact = jax.grad(loss, (0, 1))(w, x, positions)
+    found = jls.scaled_grad(jls.autocast(loss, dtype), SCALE, (0, 1))(w, x, positions)
+    assert distance(exact, jax.tree.map(lambda grad: grad / SCALE, found)) < bound
+
+
 # Sums.
 
 

@@ -243,6 +243,20 @@ def test_without_jit():
         assert close(jax.grad(narrow_loss)(W, X), jax.grad(loss_fn)(W, X))
 
 
+def test_an_outer_product_over_a_symbolic_size_is_exported():
+    """A symbolic size counts as larger than 1, so the second matmul is in half precision."""
+
+    def function(w, x):
+        return jnp.cos(x[:, :1] @ x[:1, :4]), x.T @ x
+
+    (size,) = jax.export.symbolic_shape("n")
+    narrow = jax.jit(jls.autocast(function))
+    exported = jax.export.export(narrow)(W, jax.ShapeDtypeStruct((size, 8), jnp.float32))
+    assert product_dtypes(narrow, W, X) == ["float16"]
+    np.testing.assert_array_equal(exported.call(W, X)[0], function(W, X)[0])
+    assert close(exported.call(W, X)[1], function(W, X)[1])
+
+
 @pytest.mark.parametrize("sizes", ["rows, 8", "rows, steps"])
 def test_it_is_exported_for_any_batch(sizes):
     """Whichever of two sizes without a number is the larger."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.scipy.stats import multivariate_normal
-from reading import equations, product_dtypes
+from reading import PRODUCTS, equations, product_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -67,8 +67,44 @@ def in_context(w, x):
         return x @ w
 
 
+def loops_over(name):
+    """Return a function that converts `x @ w` to an integer in or after a loop."""
+
+    def scan(w, x):
+        return jax.lax.scan(lambda total, row: (total + row @ w, None), jnp.zeros(8), x)[0].astype(jnp.int32)
+
+    def scan_of_rows(w, x):
+        return jax.lax.scan(lambda carry, row: (carry, (row @ w).astype(jnp.int32)), 0, x)[1]
+
+    def carry(w, x):
+        matrix = x @ w
+        return jax.lax.fori_loop(0, 2, lambda _, pair: (pair[1], 2 * pair[0]), (matrix, jnp.ones_like(x)))[1].astype(
+            int
+        )
+
+    def condition(w, x):
+        return jax.lax.while_loop(lambda y: y[0, 0].astype(int) < 3, lambda y: y + 1, jax.lax.stop_gradient(x @ w))
+
+    return locals()[name]
+
+
+def convolved(channels, groups, window, w):
+    """Return the result of a convolution of an image of ones with that many channels."""
+    kernel = jnp.broadcast_to(w[0, 0], (window, window, channels // groups, 16))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        jnp.broadcast_to(w[0, 1], (1, 4, 4, channels)),
+        kernel,
+        (1, 1),
+        "SAME",
+        dimension_numbers=numbers,
+        feature_group_count=groups,
+    )
+
+
 MARKED = "marked with the precision"
 FACTORED = "a factorization is made of its result"
+INTEGER = "its result is converted to an integer"
 CONSTANT = "float16 cannot hold its constant operand"
 UNKNOWN = "nothing is known of its constant operand"
 # What is computed from a matrix of 8 x 8 and one of 4 x 8, and why its products are not narrow; "" if they are.
@@ -95,6 +131,59 @@ SITUATIONS = {
     "ragged": (lambda w, x: ragged(w, x), ""),
     "ragged, and marked": (lambda w, x: ragged(w, x, precision=jax.lax.Precision.HIGHEST), MARKED),
     "no sum": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))), None),
+    "contraction of size 1": (lambda w, x: x[:, :1] @ w[:1], None),
+    "contraction of two axes of size 1": (lambda w, x: jnp.einsum("iab,abj->ij", x[:, :1, None], w[:1, None]), None),
+    "contraction of size 1 in a batch": (lambda w, x: jnp.einsum("bik,bkj->bij", x[:, :, None], w[:4, None]), None),
+    "contraction of size 1 in vmap": (lambda w, x: jax.vmap(lambda a, b: a[:, None] @ b[None])(x, w[:4]), None),
+    "contraction of an axis of size 1 and of another": (
+        lambda w, x: jnp.einsum("iak,akj->ij", x[:, None], w[None]),
+        "",
+    ),
+    "inner product": (lambda w, x: x[0] @ w[0], ""),
+    "ragged, contraction of size 1": (lambda w, x: ragged(w[:1], x[:, :1]), None),
+    "convolution with one channel and a window of size 1": (lambda w, x: convolved(1, 1, 1, w), None),
+    "depthwise convolution with a window of size 1": (lambda w, x: convolved(8, 8, 1, w), None),
+    "convolution with two channels": (lambda w, x: convolved(2, 1, 1, w), ""),
+    "convolution with a larger window": (lambda w, x: convolved(1, 1, 2, w), ""),
+    "cholesky of an outer product": (
+        lambda w, x: factored((w @ w.T)[:, :1] @ jnp.ones((1, 8)) + IDENTITY),
+        FACTORED,
+    ),
+    "integers": (lambda w, x: (x @ w).astype(jnp.int32), INTEGER),
+    "integers of 16 bits": (lambda w, x: (x @ w).astype(jnp.uint16), INTEGER),
+    "integers of 8 bits": (lambda w, x: (x @ w).astype(jnp.int8), ""),
+    "bucket numbers": (lambda w, x: jnp.floor(jnp.abs(x @ w) / 0.1).astype(jnp.int32), INTEGER),
+    "positions in the buffer of an expert": (
+        lambda w, x: jnp.sum((jnp.tril(jnp.ones((4, 4))) @ x) * x - 1, axis=-1).astype(jnp.int32),
+        INTEGER,
+    ),
+    "histogram": (lambda w, x: (x.T @ x).reshape(-1)[:3].astype(jnp.int32), INTEGER),
+    "integers of an outer product": (lambda w, x: ((x @ w)[:, :1] @ w[:1]).astype(jnp.int32), INTEGER),
+    "integers in jit": (lambda w, x: jax.jit(lambda y: y.astype(jnp.int32))(jax.jit(jnp.matmul)(x, w)), INTEGER),
+    "integers in vmap": (lambda w, x: jax.vmap(lambda row: (row @ w).astype(jnp.int32))(x), INTEGER),
+    "integers in remat": (lambda w, x: jax.checkpoint(lambda w: (x @ w).astype(jnp.int32))(w), INTEGER),
+    "integers in cond": (
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda y: y.astype(int), lambda y: jnp.zeros((4, 8), int), x @ w),
+        INTEGER,
+    ),
+    "integers of a product in cond": (
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.ones((4, 8))).astype(int),
+        INTEGER,
+    ),
+    "integers after a scan": (loops_over("scan"), INTEGER),
+    "integers in a scan": (loops_over("scan_of_rows"), INTEGER),
+    "integers of a carry": (loops_over("carry"), INTEGER),
+    "integers in the condition of a loop": (loops_over("condition"), INTEGER),
+    "argmax": (lambda w, x: jax.nn.one_hot(jnp.argmax(x @ w, axis=-1), 8).astype(jnp.int32), ""),
+    "top k": (lambda w, x: jax.lax.top_k(x @ w, 2)[1].astype(jnp.float32).astype(jnp.int32), ""),
+    "argsort": (lambda w, x: jnp.argsort(x @ w, axis=-1), ""),
+    "comparison": (lambda w, x: jnp.sum(x @ w > 0, axis=-1), ""),
+    "chosen by a comparison": (lambda w, x: jnp.where(x @ w > 0, 3.0, 2.0).astype(jnp.int32), ""),
+    "conversion to bool": (lambda w, x: (x @ w).astype(bool).astype(jnp.int32), ""),
+    "a router with argmax": (
+        lambda w, x: jnp.cumsum(jax.nn.one_hot(jnp.argmax(jax.nn.softmax(x @ w), -1), 8), axis=0).astype(jnp.int32),
+        "",
+    ),
     "cholesky": (lambda w, x: jnp.linalg.cholesky(gram(w)), FACTORED),
     "cholesky, through moves": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
     "cholesky, through arithmetic": (lambda w, x: jnp.linalg.cholesky(jnp.exp(gram(w)) + 9 * IDENTITY), FACTORED),
@@ -183,6 +272,10 @@ IN_PARTS = {
         {("float32", FACTORED), ("float16", "")},
     ),
     "one of two arguments of remat": (one_of_two_arguments_of_remat, {("float32", FACTORED), ("float16", "")}),
+    "a product before the one that becomes integers": (
+        lambda w, x: (jnp.sin(x @ w) @ w).astype(jnp.int32),
+        {("float32", INTEGER), ("float16", "")},
+    ),
     "solve": (
         lambda w, x: jnp.linalg.solve(gram(w), x[0]),
         {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which is computed as it was")},
@@ -220,9 +313,9 @@ def test_which_products_stay_float32_and_why(function, reason):
     assert narrow == (["float16"] * len(plain) if reason == "" else plain)
     report = jls.diagnostics.autocast_report(loss, W, X)
     if reason is None:
-        assert not report.products
+        assert not forward_products(report)
         eqns = equations(jax.make_jaxpr(jls.autocast(loss))(W, X))
-        assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "dot_general"} == {"float32"}
+        assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in PRODUCTS} == {"float32"}
     else:
         assert all(each.reason.startswith(reason) for each in forward_products(report))
         assert len(forward_products(report)) == 1
@@ -254,6 +347,27 @@ def test_what_differs_between_the_members_of_a_batch_is_no_constant():
     members = jnp.stack([X, X])
     narrow, float32 = (jax.vmap(each, axis_name="member")(members) for each in (jls.autocast(loss_fn), loss_fn))
     assert np.allclose(narrow, float32, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_integers_computed_by_a_matmul_are_exact(dtype):
+    expert = jnp.arange(6000) % 2
+
+    def slots_and_sizes(expert):
+        one_hot = jax.nn.one_hot(expert, 2)
+        slots = jnp.sum((jnp.tril(jnp.ones((6000, 6000))) @ one_hot) * one_hot, axis=-1)
+        return slots.astype(jnp.int32), jnp.diag(one_hot.T @ one_hot).astype(jnp.int32)
+
+    slots, sizes = jls.autocast(slots_and_sizes, dtype)(expert)
+    np.testing.assert_array_equal(slots, 1 + jnp.arange(6000) // 2)
+    np.testing.assert_array_equal(sizes, [3000, 3000])
+
+
+def test_a_constant_outer_product_has_bounds():
+    large = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.ones((1, 8)))
+    assert product_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*large)), W, X) == ["float32"]
+    small = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.full((1, 8), 1e-9))
+    assert product_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*small)), W, X) == ["float16"]
 
 
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, lambda g: jnp.linalg.eigh(g)[0], jnp.linalg.inv])

@@ -299,6 +299,13 @@ def test_narrow_multiplications_have_narrow_results():
     assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
 
 
+def test_a_narrow_outer_product_may_be_written_as_a_matmul():
+    def outer(w, x):
+        return (x[:, :1] @ w[:1]) @ w
+
+    assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
+
+
 def test_what_is_computed_once_is_made_narrow_by_no_rule():
     policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="cumsum")])
     with pytest.warns(UserWarning, match="no operation matches"):

@@ -69,6 +69,10 @@ def squared_outer_product(y):
     return jnp.sum(jnp.sin(y[:, :, None] * y[:, None, :]), -1)
 
 
+def squared_by_a_matmul(y):
+    return jnp.sum(jnp.sin(y[:, :, None] @ y[:, None, :]), -1)
+
+
 def behind_a_stop(y):
     return jnp.sin(y) * jax.lax.stop_gradient(jnp.exp(y))
 
@@ -92,6 +96,7 @@ BETWEEN = {
     through_a_broadcast: 128,
     dropped: 64 + 128,  # a byte for each of the mask, rather than four of random bits
     squared_outer_product: 128,
+    squared_by_a_matmul: 128,
     behind_a_stop: 128,
     with_a_rule: 128,
 }
@@ -585,11 +590,12 @@ def test_what_is_only_compared_is_not_kept():
     def loss(w, v, x):
         y = x @ w
         total = jnp.sum(y, -1, keepdims=True)
-        return jnp.sum(jnp.sum(jnp.where(jnp.sin(y) > 0, total, 2 * total), -1, keepdims=True) @ v)
+        rows = jnp.sum(jnp.where(jnp.sin(y) > 0, total, 2 * total), -1)
+        return jnp.sum(rows @ v)
 
-    between = ["bool[4,16]", "float16[4,1]"]
-    assert kept(jls.autocast(loss), W, W[:1], X) == sorted(
-        [*between, "float16[1,16]", "float16[16,16]", "float16[4,16]"]
+    between = ["bool[4,16]", "float16[4]"]
+    assert kept(jls.autocast(loss), W, W[:4], X) == sorted(
+        [*between, "float16[4,16]", "float16[16,16]", "float16[4,16]"]
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,16 @@ from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
 from jax_lossscale._program.place import Place, place_of, place_within
-from jax_lossscale._program.primitives import ALL_MOVES, IN_HALF, KNOWN, OPAQUE, PRODUCTS, WIDE_PRODUCT, name_in_reports
+from jax_lossscale._program.primitives import (
+    ALL_MOVES,
+    IN_HALF,
+    KNOWN,
+    OPAQUE,
+    WIDE_PRODUCT,
+    is_product,
+    name_in_reports,
+    terms_per_sum,
+)
 
 _NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
 
@@ -37,8 +45,8 @@ class OperationPrecision:
       number: how many there are in the program.
       work: the floating-point operations of matrix products and convolutions; 0 for anything else.
       reason: why a product, or its result, is not in the dtype of `autocast`; "" if it is.
-      is_product: whether it is a matrix product or a convolution. A product that sums nothing up, such as an outer
-        product, is a multiplication.
+      is_product: whether it is a matrix product or a convolution. A product whose contracted axes all have size 1, such
+        as an outer product, is a multiplication.
       position: how many operations of the program come before the first of them.
     """
 
@@ -188,13 +196,5 @@ def _name(eqn: Any) -> str:
 
 
 def _work(eqn: Any) -> float:
-    """Count the multiplications and additions of a product; 0 if nothing is summed up, and for anything else."""
-    name, params = _name(eqn), eqn.params
-    if name not in PRODUCTS:
-        return 0.0
-    left, right, result = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if name == "conv_general_dilated":
-        return 2.0 * result.size * right.size / max(right.shape[params["dimension_numbers"].rhs_spec[0]], 1)
-    numbers = params.get("ragged_dot_dimension_numbers")
-    (contracted, _), _ = numbers.dot_dimension_numbers if numbers else params["dimension_numbers"]
-    return 2.0 * result.size * math.prod(left.shape[axis] for axis in contracted) if contracted else 0.0
+    """Return the number of multiplications and additions of a matmul; 0 for any other operation."""
+    return 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) if is_product(eqn) else 0.0
