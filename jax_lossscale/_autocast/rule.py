@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,14 +76,16 @@ class Rule:
         if follows is not None and not wide_by_rule:
             return Decision(follows, is_alone)
         if not is_product(eqn):
-            is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(eqn)
+            is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(step, constants)
             return Decision(Kind.OTHER, is_alone, is_narrow)
         others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
         if others:
             return Decision(Kind.PRODUCT, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
+            reason = _said_by(rule) if rule.precision != "narrow" else ""
+            if not wide_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(step, constants)))):
+                return Decision(Kind.PRODUCT, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
             has_wide_result = rule.precision == "wide_result"
-            reason = _said_by(rule) if wide_by_rule or has_wide_result else ""
             return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
@@ -103,12 +106,14 @@ class Rule:
             return f"marked with the precision {eqn.params['precision']}"
         if step.outputs[0] in feeding:
             return feeding[step.outputs[0]]
-        intervals = [known() for known in map(constants.of, step.inputs) if known is not None]
+        intervals = _intervals(step, constants)
         if UNKNOWN in intervals:
             return "nothing is known of its constant operand"
-        if not all(map(self._holds, intervals)):
-            return f"{self._dtype.name} cannot hold its constant operand"
-        return ""
+        return "" if all(map(self._holds, intervals)) else self._constant_reason
+
+    @property
+    def _constant_reason(self) -> str:
+        return f"{self._dtype.name} cannot hold its constant operand"
 
     def _is_marked(self, precision: Any) -> bool:
         if not isinstance(precision, tuple):  # an algorithm
@@ -170,8 +175,14 @@ class Rule:
     def _holds_exactly(self, number: Any) -> bool:
         return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
 
-    def _can_be_narrow(self, eqn: Any) -> bool:
-        """Whether an operation on narrow numbers gives what it gives, but for the dtype of what was float32."""
+    def _can_be_narrow(self, step: Step, constants: Constants) -> bool:
+        """Whether an operation on narrow numbers gives what it gives, but for the dtype of what was float32.
+
+        Return False if a constant operand would become infinite.
+        """
+        eqn, largest = step.eqn, float(jnp.finfo(self._dtype).max)
+        if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(step, constants))):
+            return False
         types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
             with eqn.ctx.manager:
@@ -197,6 +208,15 @@ def params_in_half(eqn: Any) -> dict[str, Any]:
     """Return the parameters of an operation without the dtype of its result, which then is that of its operands."""
     params = dict(eqn.params)
     return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
+
+
+def _intervals(step: Step, constants: Constants) -> list[Interval]:
+    """Return the interval of each operand that is a constant."""
+    return [known() for known in map(constants.of, step.inputs) if known is not None]
+
+
+def _is_bounded(interval: Interval) -> bool:
+    return math.isfinite(interval.low) and math.isfinite(interval.high)
 
 
 def _said_by(rule: PrecisionRule) -> str:

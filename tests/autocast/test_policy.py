@@ -306,6 +306,38 @@ def test_a_narrow_outer_product_may_be_written_as_a_matmul():
     assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
 
 
+@pytest.mark.parametrize("precision", ["narrow", "wide_result"])
+@pytest.mark.parametrize("number", [1e6, 1e-9])
+def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_cannot_represent(precision, number):
+    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, operation="dot_general")])
+
+    def loss(x):
+        return jnp.sum(x @ jnp.full((8, 8), number)) / number
+
+    plain, found = (jax.value_and_grad(each)(X) for each in (loss, jls.autocast(loss, policy=policy)))
+    np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], plain[1], rtol=1e-6)
+    for each in jls.diagnostics.autocast_report(loss, X, policy=policy):
+        if each.is_product:
+            assert each.reason == f"float16 cannot hold its constant operand, so {policy.rules[0]!r} has no effect here"
+    assert product_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
+
+
+def test_a_rule_decides_about_a_constant_with_unknown_bounds():
+    def function(w, x):
+        return x @ jnp.linalg.cholesky(8 * jnp.eye(8))
+
+    assert product_dtypes(jls.autocast(function), W, X) == [WIDE]
+    assert product_dtypes(following("narrow", operation="dot_general")(function), W, X) == [NARROW]
+
+
+def test_a_narrow_mask_does_not_become_infinite():
+    def function(w, x):
+        return jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None])
+
+    np.testing.assert_allclose(following("narrow")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
+
+
 def test_what_is_computed_once_is_made_narrow_by_no_rule():
     policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="cumsum")])
     with pytest.warns(UserWarning, match="no operation matches"):
