@@ -22,7 +22,7 @@ from jax_lossscale._autocast.wide_product import wide_product
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Name, Step, names
 from jax_lossscale._program.inside import inside, with_jaxprs
-from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context, is_float32, with_dtype
+from jax_lossscale._program.jaxpr import as_declared, as_dtype, bind_here, in_context, is_float32, with_dtype
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -49,7 +49,7 @@ class Rewriting:
         """Return the results of the jaxpr that was planned, in the dtypes that it has for them, or narrow."""
         are_narrow = are_narrow or [False] * len(closed.out_avals)
         return [
-            as_dtype(value, self.dtype if is_narrow else _FLOAT32) if is_float32(aval) else value
+            as_declared(value, with_dtype(aval, self.dtype) if is_narrow else aval) if is_float32(aval) else value
             for value, aval, is_narrow in zip(self._outputs(plan, inputs), closed.out_avals, are_narrow, strict=True)
         ]
 

@@ -173,8 +173,8 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
         planner.rule.parameters = parameters_of_products(traced, (*its_object, *args), kwargs)
     plan = planner.plan(traced.jaxpr)
     if not plan.is_rewritten:
-        return traced.result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-    return traced.result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
+        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
+    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:

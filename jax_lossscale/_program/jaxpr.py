@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jax_lossscale._program import nnx_objects
@@ -62,6 +63,10 @@ class Traced:
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
+
+    def array_result(self, outputs: Sequence[Any]) -> Any:
+        """Return the result for outputs of the jaxpr, some of which may be literals, which are not `jax.Array`s."""
+        return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return what the function would return for these outputs of the jaxpr; change what it changes."""
@@ -195,3 +200,11 @@ def as_dtype(value: Any, dtype: Any) -> Any:
         return jax.lax.convert_element_type(value, dtype)
     with np.errstate(over="ignore"):
         return np.asarray(value).astype(dtype)[()]
+
+
+def as_declared(value: Any, aval: Any) -> Any:
+    """Return ``value`` with the dtype of a type, and weakly typed if the type is."""
+    value = as_dtype(value, aval.dtype)
+    if not aval.weak_type or jax.typeof(value).weak_type:
+        return value
+    return convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=True, sharding=None)

@@ -93,7 +93,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
                 UserWarning,
                 stacklevel=2,
             )
-        return traced.result(outputs)
+        return traced.array_result(outputs)
 
     return evaluated
 

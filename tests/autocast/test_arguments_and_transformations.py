@@ -138,9 +138,30 @@ def test_a_result_is_weakly_typed_where_that_of_the_function_is():
     def broadcast(w, x):
         return x @ w, jax.lax.broadcast(2.0, (3,))
 
-    for each, are_weak in (function, [False, True, False]), (broadcast, [False, True]):
+    def gradient(w, x):
+        """The gradient of a weakly typed array is weakly typed, even if it comes from a matmul."""
+        return (jax.jit(jax.grad(lambda weak: jnp.sum(weak * (x @ w))))(jnp.full((4, 8), 0.5)),)
+
+    def product(w, x):
+        return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5), x @ w
+
+    for each, are_weak in (
+        (function, [False, True, False]),
+        (broadcast, [False, True]),
+        (gradient, [True]),
+        (product, [True, False]),
+    ):
         found, expected = (jax.eval_shape(f, W, X) for f in (jls.autocast(each), each))
         assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == are_weak
+
+
+@pytest.mark.parametrize("transformed", [lambda f: f, jls.autocast, jls.diagnostics.in_precision])
+def test_a_constant_result_is_an_array(transformed):
+    def function(w, x):
+        return jax.lax.full((), 1.0), jax.lax.broadcast(2.0, ()), jnp.asarray(3), x @ w
+
+    for result in transformed(function)(W, X):
+        assert isinstance(result, jax.Array)
 
 
 # What is not float32 stays to the bit.
