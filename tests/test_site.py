@@ -145,6 +145,14 @@ loss is nan                                  wrong/
 gradients are zero                           wrong/#the-loss-does-not-fall-and-nothing-is-skipped-gradients-are-zero
 which layer overflows                        wrong/#which-layer-is-nan
 mixed precision policy per layer             guide/precision/#a-mixed-precision-policy-per-layer-what-autocast-should-keep-in-float32
+rotary                                       guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+RoPE                                         guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+position                                     guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+Fourier                                      guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+timestep                                     guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+FFT                                          guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+dice                                         guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+strict                                       guide/precision/#is-it-float16-at-all
 flash attention                              guide/precision/#kernels-that-take-16-bits-only
 cast by hand                                 guide/precision/#casting-by-hand
 lora                                         guide/recipes/#fine-tune-with-lora
