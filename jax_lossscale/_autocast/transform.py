@@ -34,9 +34,9 @@ def autocast(
     overflow, cancel or round away in 16 bits. A pool whose result goes into a product is computed in ``dtype``. A
     product that adds up only one term for each element of its result is arithmetic, because it is an elementwise
     multiplication. Examples are `jnp.outer`, ``positions[:, None] @ frequencies[None]``, and a convolution with one
-    input channel per group and a window of size 1. So is the largest or smallest of more numbers than ``dtype`` can
-    count (2048 in float16, 256 in bfloat16): JAX divides its gradient by the number of equal ones, which it counts in
-    the dtype of the numbers.
+    input channel per group and a window of size 1. The largest or smallest of more numbers than ``dtype`` can count
+    (2048 in float16, 256 in bfloat16) is arithmetic, too: JAX divides its gradient by the number of equal ones, which
+    it counts in the dtype of the numbers.
 
     **The exceptions.** These products stay float32:
 
@@ -44,8 +44,8 @@ def autocast(
       of them, or an algorithm;
     - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
     - products whose result is converted to an integer of more than 8 bits, possibly after other operations, such as the
-      positions of tokens in an expert's buffer. Another product, `argmax`, `top_k`, a comparison or a conversion to
-      bool in between ends this search;
+      positions of tokens in an expert's buffer. This does not apply if another product, `argmax`, the indices of
+      `top_k`, a comparison or a conversion to bool is in between;
     - products with a constant operand, or one made of constants alone by anything but a product, unless its numbers lie
       between bounds that ``dtype`` holds. Nothing is known of what loops, factorizations, sums at places or random
       numbers make of constants;

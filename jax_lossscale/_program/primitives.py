@@ -62,11 +62,7 @@ STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 # How a compiler computes them. Of all numbers along some axes they make one, such as the statistics of a norm.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 # They are written by themselves, not within what they go into.
-# Of the matmuls, this applies to those that add up one term: the compiler fuses them only if they are a `dot_general`.
-WRITTEN = POOLS | _names(
-    "concatenate conv_general_dilated dynamic_update_slice gather ragged_dot ragged_dot_general reduce_window_sum "
-    "scatter stack tile"
-)
+WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
 # They are fused into what takes their results, where they cost next to nothing: no exp, no gather, no sum.
 CHEAP = _names(
     "add and broadcast_in_dim convert_element_type div eq expand_dims ge gt iota le lt max min mul ne neg not or "

@@ -272,8 +272,9 @@ def test_an_outer_product_over_a_symbolic_size_is_exported():
 
     (size,) = jax.export.symbolic_shape("n")
     narrow = jax.jit(jls.autocast(function))
-    exported = jax.export.export(narrow)(W, jax.ShapeDtypeStruct((size, 8), jnp.float32))
-    assert product_dtypes(narrow, W, X) == ["float16"]
+    shape = jax.ShapeDtypeStruct((size, 8), jnp.float32)
+    exported = jax.export.export(narrow)(W, shape)
+    assert product_dtypes(narrow, W, shape) == ["float16"]
     np.testing.assert_array_equal(exported.call(W, X)[0], function(W, X)[0])
     assert close(exported.call(W, X)[1], function(W, X)[1])
 

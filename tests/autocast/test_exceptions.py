@@ -77,10 +77,8 @@ def loops_over(name):
         return jax.lax.scan(lambda carry, row: (carry, (row @ w).astype(jnp.int32)), 0, x)[1]
 
     def carry(w, x):
-        matrix = x @ w
-        return jax.lax.fori_loop(0, 2, lambda _, pair: (pair[1], 2 * pair[0]), (matrix, jnp.ones_like(x)))[1].astype(
-            int
-        )
+        pair = jnp.ones_like(x), x @ w
+        return jax.lax.fori_loop(0, 2, lambda _, pair: (pair[1], 2 * pair[0]), pair)[1].astype(int)
 
     def condition(w, x):
         return jax.lax.while_loop(lambda y: y[0, 0].astype(int) < 3, lambda y: y + 1, jax.lax.stop_gradient(x @ w))

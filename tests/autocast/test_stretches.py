@@ -252,6 +252,7 @@ def test_what_is_padded_is_not_kept():
 LARGE = {
     "a mask": lambda x, lengths: (jnp.arange(16)[None] < lengths[:, None]).astype(x.dtype),
     "a table of who goes where": lambda x, lengths: jnp.where(jax.nn.one_hot(lengths, 16) == 1, 2.0, 1.0),
+    "an outer product": lambda x, lengths: lengths.astype(x.dtype)[:, None] @ jnp.ones((1, 16)),
 }
 
 
