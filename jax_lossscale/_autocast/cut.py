@@ -147,7 +147,8 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
         if price:
             capacities[numbers[start], numbers[end]] = 2 * _MOST if price == math.inf else math.ceil(price / unit)
     shape = len(numbers), len(numbers)
-    graph = csr_matrix((np.fromiter(capacities.values(), np.int32), tuple(zip(*capacities, strict=True))), shape)
+    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # There are no edges if no value is computed.
+    graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
     left = graph - maximum_flow(graph, 0, 1).flow  # of each edge, what more could flow
     nodes = list(numbers)
     return {nodes[n] for n in breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)}

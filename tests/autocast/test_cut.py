@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_lossscale as jls
 from jax_lossscale._autocast.cut import OperandsAskedFor, _nearest_to_sink
 
 
@@ -38,6 +39,21 @@ def test_it_is_a_cheapest_cut_and_of_these_the_nearest_to_the_sink(seed):
 def test_large_prices_are_told_apart_from_none():
     edges = [("source", "a", 2.0**40), ("a", "b", 1.0), ("b", "sink", math.inf)]
     assert _nearest_to_sink(edges) == {"b", "sink"}
+
+
+def test_a_segment_whose_only_equation_has_no_operands_and_no_results():
+    """Equinox binds such a `custom_jvp_call` of an empty pytree in every `filter_custom_vjp`."""
+    without_leaves = jax.custom_jvp(lambda tree: tree)
+    without_leaves.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    matmul = jax.custom_vjp(lambda w: w @ w)
+    matmul.defvjp(lambda w: (w @ w, w), lambda w, g: (g @ w.T + w.T @ g,))
+
+    def loss(w):
+        without_leaves({})
+        return jnp.sum(matmul(w))
+
+    w = jnp.ones((3, 3))
+    np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(w), jax.grad(loss)(w))
 
 
 X, INDICES = jnp.ones((2, 3)), jnp.zeros((1, 1), int)
