@@ -131,12 +131,15 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
     if moved is not None:
         numbers = [end for operand in moved[position] for end in operands[operand]]
         numbers += [] if params.get("fill_value") is None else _of_array(params["fill_value"])
+        if name == "ppermute" or _is_cast_to_integer(eqn):
+            numbers += [0]  # Devices to which `ppermute` sends nothing receive zeros. NaN is cast to zero.
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
-    elif name == "scatter":
+    elif name == "scatter" and params["update_jaxpr"] is None:  # Otherwise, as in `.at[].apply`, it calls a function.
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
+        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # The remainder of n by 0 is n.
     elif name in ("cos", "sin"):
         numbers = [-1, 1]
     elif name == "reduce_sum":
@@ -151,6 +154,14 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         with np.errstate(all="ignore"):
             numbers = [function(*map(np.float64, corner)) for corner in itertools.product(*ends)]
     return _between(numbers, eqn.outvars[position].aval.dtype)
+
+
+def _is_cast_to_integer(eqn: Any) -> bool:
+    """Whether an equation casts floats to integers."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(dtypes[0], jnp.floating) and jnp.issubdtype(dtypes[1], jnp.integer)
 
 
 def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:

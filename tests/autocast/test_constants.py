@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from reading import product_dtypes
 
 import jax_lossscale as jls
@@ -138,6 +140,7 @@ OF_ONE = {
     **{name: getattr(jax.lax, name) for name in ("erf", "erfc", "logistic", "rsqrt")},
     **{f"power of {n}": lambda x, n=n: jax.lax.integer_pow(x, n) for n in (-3, -2, -1, 2, 3, 4)},
     "integers": lambda x: x.astype(jnp.int32).astype(jnp.float32),
+    "applied": lambda x: x.at[0].apply(lambda row: row * row),
     "bytes": lambda x: x.astype(jnp.int8).astype(jnp.float32),
     "half": lambda x: x.astype(jnp.float16).astype(jnp.float32),
     "largest": lambda x: jnp.max(x) - x,
@@ -151,6 +154,7 @@ OF_TWO = {
     "joined": lambda x, y: jnp.concatenate([x[:4], y[4:]]),
     "written": lambda x, y: x.at[2:5].set(y[:3]),
     "remainder": jax.lax.rem,
+    "remainder of integers": lambda x, y: jax.lax.rem(x.astype(jnp.int32), y.astype(jnp.int32)).astype(jnp.float32),
     "chosen": lambda x, y: jnp.where(x > y, x, y),
 }
 
@@ -176,7 +180,11 @@ INTERVALS = {
     "an absolute value": (lambda: jax.lax.abs(np.float32([-1, 3])), (0, 3)),
     "a reciprocal square root": (lambda: jax.lax.rsqrt(HALVES), (1, 2)),
     "logistic": (lambda: jax.lax.logistic(HALVES), (1 / (1 + math.exp(-0.25)), 1 / (1 + math.exp(-1)))),
+    "a scatter that applies a function": (lambda: jnp.full(8, 5.0).at[1].apply(lambda x: 1e6 * x), UNKNOWN),
     "a remainder": (lambda: jax.lax.rem(np.float32([5, 6, 7]), HALVES), (-1, 1)),
+    "a remainder of integers": (lambda: jax.lax.rem(np.int32([5, -9]), np.int32([1, 2])), (-2, 2)),
+    "a remainder of integers by zero": (lambda: jax.lax.rem(np.int32([5, -9]), np.int32([0, 2])), (-9, 5)),
+    "integers of NaN": (lambda: jax.lax.convert_element_type(np.float32([3, np.nan]), jnp.int32), (0, 3)),
     "bytes from the least on": (lambda: jax.lax.max(np.int8([-128, 3]), np.int8([-128, -128])), (-128, 3)),
     "bytes up to the largest": (lambda: jax.lax.max(np.int8([0, 127]), np.int8([0, 0])), (0, 127)),
 }
@@ -208,3 +216,13 @@ def test_of_random_constants_none_that_is_too_large_goes_into_a_product(seed):
     numbers.seed(seed)
     dtypes = product_dtypes(jls.autocast(times(constant)), X)
     assert dtypes == ["float32"] or not jnp.any(jnp.abs(found) > 65_504), found
+
+
+def test_a_device_to_which_ppermute_sends_nothing_receives_zero():
+    def received(x):
+        constant = jnp.full((N, N), 3.0)
+        return x @ (1.0 / (jax.lax.ppermute(constant, "data", []) + 1e-6))
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    function = jax.jit(jax.shard_map(jls.autocast(received), mesh=mesh, in_specs=P(), out_specs=P("data")))
+    np.testing.assert_allclose(function(jnp.ones((2, N))), N * 1e6, rtol=1e-3)
