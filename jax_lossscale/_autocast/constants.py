@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._program.inline import Name, Program, Step, names
+from jax_lossscale._program.inline import Name, Program, Step, inlined, names
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_product, moved_operands
 
@@ -82,6 +82,20 @@ class Constants:
                 operands = [known() for known in map(self.of, step.inputs) if known is not None]
                 self._found[left.pop()] = _of_result(step.eqn, position, operands)
         return self._found[made]
+
+
+def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> list[FindInterval | None]:
+    """Return, for each result of a jaxpr that is a constant, the function that computes its interval; otherwise None.
+
+    Args:
+      closed: the jaxpr.
+      known: the same for its inputs.
+    """
+    program = inlined(closed)
+    constants = Constants(program, known)
+    for step in program.steps:
+        constants.add(step)
+    return list(map(constants.of, program.outputs))
 
 
 def _is_left_out(eqn: Any) -> bool:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from jax_lossscale._autocast.constants import FindInterval
 from jax_lossscale._autocast.stretches import Stretch
 from jax_lossscale._program.inline import Name, Program, Step
 from jax_lossscale._program.jaxpr import size_of
@@ -89,11 +90,13 @@ class Inner(NamedTuple):
       plans: one for each.
       operands: of each operand of the step, whether it goes in narrow.
       results: of each result of the step, whether it comes out narrow.
+      known: for each operand of the step that is a constant, the function that computes its interval; otherwise None.
     """
 
     plans: tuple[Plan, ...]
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
+    known: tuple[FindInterval | None, ...]
 
 
 class Plan(NamedTuple):

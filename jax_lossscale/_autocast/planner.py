@@ -176,7 +176,7 @@ class Planner:
         results = [
             gives[n] or (n >= first and all(gives_narrow(plan, n) for plan in plans)) for n in range(len(step.outputs))
         ]
-        return Inner(tuple(plans), tuple(operands), tuple(results))
+        return Inner(tuple(plans), tuple(operands), tuple(results), tuple(known))
 
     def _with_what_is_kept(
         self, order: Sequence[Stretch], program: Program, decisions: Sequence[Decision], narrow: Set[Name], at: At

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import keeps, mark_kept, with_rounded_cotangent
 from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan, taken_narrow
@@ -151,10 +152,17 @@ class Rewriting:
             return [wide_product(step.eqn.primitive, operands, params)]
         return bind_here(step.eqn, operands, params)
 
-    def _planned_now(self, at: At, declared: int, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def _planned_now(
+        self,
+        at: At,
+        declared: int,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Any],
+        known: Sequence[FindInterval | None] = (),
+    ) -> list[Any]:
         """Return the results of a jaxpr that is known only now: the first as it declares them, all others as stored."""
         arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
-        plan = self.planner.plan(closed, arrives, at)
+        plan = self.planner.plan(closed, arrives, at, known=known)
         are_narrow = [n >= declared and gives_narrow(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_narrow)
 
@@ -166,14 +174,18 @@ class Rewriting:
         if by_rule is not None:
             (body,), (inner_plan,) = bodies, inner.plans
 
-            def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+            def evaluate(
+                closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /
+            ) -> list[Any]:
                 if closed.jaxpr is body.closed.jaxpr:
                     return self.declared(inner_plan, closed, inputs, inner.results)
                 # What the function's rule computes. Results and tangents are as declared, residuals as they are stored;
                 # cotangents `custom_rules` casts.
                 has_residuals = eqn.primitive.name == "custom_vjp_call"
                 declared = len(eqn.outvars) if has_residuals else len(closed.out_avals)
-                return self._planned_now(inner_plan.at, declared, closed, inputs)
+                # A residual that the forward pass computes from constants alone is a constant in the backward pass.
+                known = known_results(forward, inner.known)[len(eqn.outvars) :] if forward else inner.known
+                return self._planned_now(inner_plan.at, declared, closed, inputs, known)
 
             return by_rule(evaluate, eqn, inputs)
         jaxprs = []

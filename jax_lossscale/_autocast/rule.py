@@ -162,7 +162,8 @@ class Rule:
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
         try:
             with eqn.ctx.manager:
-                return self._kinds(derivative_of(eqn, floats), of_masks=Kind.CHOICE)
+                derivative, _ = derivative_of(eqn, floats)
+                return self._kinds(derivative, of_masks=Kind.CHOICE)
         except Exception:  # A rule of the user's may raise.
             return {None}
 

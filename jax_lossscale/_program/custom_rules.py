@@ -6,19 +6,32 @@ equation as it stands, which applies the rule, and the jaxpr of that is evaluate
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_lossscale._program.jaxpr import bind_primitive
+from jax_lossscale._program.jaxpr import as_dtype, bind_primitive
 
 # The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
+
+
+class EvaluateRule(Protocol):
+    """Evaluates the jaxprs of a function and of its rule."""
+
+    def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
+        """Return the outputs of a jaxpr.
+
+        Args:
+          closed: the jaxpr.
+          inputs: its inputs. The first ones are the operands of the equation, unless ``forward`` is given.
+          forward: a jaxpr from the operands to the results of the equation, followed by the first inputs (residuals).
+        """
 
 
 def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -30,63 +43,142 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-        results = evaluate(derivative_of(eqn, moved), [*primals, *(tangents[n] for n in moved)])
-        outputs, out_tangents = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
-        tangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
+        jaxpr, are_zeros = derivative_of(eqn, moved)
+        results = evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
+        outputs, nonzero = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
+        types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         return outputs, [
-            np.zeros(t.shape, t.dtype) if t.dtype == jax.dtypes.float0 else next(out_tangents) for t in tangent_types
+            SymbolicZero(aval) if is_zero else next(nonzero) for aval, is_zero in zip(types, are_zeros, strict=True)
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
     return function(*inputs)
 
 
-def derivative_of(eqn: Any, moved: Sequence[int]) -> ClosedJaxpr:
-    """Return the jaxpr from the operands of an equation, and tangents of those ``moved``, to results and tangents."""
+def derivative_of(eqn: Any, moved: Sequence[int]) -> tuple[ClosedJaxpr, list[bool]]:
+    """Return the derivative of an equation with respect to the operands ``moved``.
+
+    Returns:
+      A jaxpr from all operands and the tangents of ``moved`` to the results and their nonzero tangents, and for each
+      result whether its tangent is a symbolic zero.
+    """
+    are_zeros = [True] * len(eqn.outvars)
 
     def as_it_stands(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outputs, out_tangents = jax.jvp(_of(eqn, primals, moved), [primals[n] for n in moved], tangents)
-        return outputs, [t for t in out_tangents if t.dtype != jax.dtypes.float0]
+        function, noting = _of(eqn, primals, moved), _noting_zero_tangents(are_zeros)
+        outputs, out_tangents = jax.jvp(
+            lambda *values: noting(*function(*values)), [primals[n] for n in moved], tangents
+        )
+        return outputs, [t for t, is_zero in zip(out_tangents, are_zeros, strict=True) if not is_zero]
 
     types = _types(eqn)
-    return jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
+    jaxpr = jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
+    return jaxpr, list(are_zeros)
 
 
-def custom_vjp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def _noting_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
+    """Return an identity function whose derivative notes for each tangent whether it is a symbolic zero."""
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        are_zeros[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents]
+        return primals, tangents
+
+    identity = jax.custom_jvp(lambda *values: values)
+    identity.defjvp(rule, symbolic_zeros=True)
+    return identity
+
+
+def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of a `jax.custom_vjp`."""
+    linearized = functools.cache(functools.partial(_Linearized, eqn))
 
     @jax.custom_vjp
     def function(*primals: Any) -> list[Any]:
         return evaluate(eqn.params["call_jaxpr"], primals)
 
     def forward(*boxes: Any) -> tuple[list[Any], Any]:
-        moved = [n for n, box in enumerate(boxes) if box.perturbed]
+        linear = linearized(tuple(n for n, box in enumerate(boxes) if box.perturbed))
+        results = evaluate(linear.jaxpr, [box.value for box in boxes])
+        return results[: len(eqn.outvars)], (linear, results[len(eqn.outvars) :])
 
-        def as_it_stands(*primals: Any) -> Any:
-            return jax.vjp(_of(eqn, primals, moved), *(primals[n] for n in moved))
-
-        jaxpr, (_, types_in_pullback) = jax.make_jaxpr(as_it_stands, return_shape=True)(*_types(eqn))
-        residual_types, pullback = jax.tree.flatten(types_in_pullback)
-        results = evaluate(jaxpr, [box.value for box in boxes])
-
-        def pull_back(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-            def as_it_stands(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-                return jax.tree.unflatten(pullback, residuals)(cotangents)
-
-            cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
-            jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, cotangent_types)
-            of_moved = evaluate(jaxpr, [*residuals, *cotangents])
-            found = {n: _like(cotangent, inputs[n]) for n, cotangent in zip(moved, of_moved, strict=True)}
-            return tuple(found.get(n) for n in range(len(inputs)))
-
-        outputs, residuals = results[: len(eqn.outvars)], results[len(eqn.outvars) :]
-        return outputs, jax.tree_util.Partial(pull_back, residuals)
-
-    def backward(pull_back: Any, cotangents: Sequence[Any]) -> Any:
-        return pull_back([jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents])
+    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        linear, residuals = saved
+        nonzero = tuple(n for n, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero))
+        jaxpr, moved = linear.transposed(nonzero)
+        results = evaluate(jaxpr, [*residuals, *(cotangents[n] for n in nonzero)], linear.jaxpr)
+        found = {n: as_dtype(c, jnp.result_type(inputs[n])) for n, c in zip(moved, results, strict=True)}
+        return tuple(found.get(n) for n in range(len(inputs)))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
-    return function(*inputs)
+    # In an eager `jax.shard_map`, JAX supports symbolic zeros only within a jaxpr.
+    is_in_shard_map = jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    return jax.jit(function, inline=True)(*inputs) if is_in_shard_map else function(*inputs)
+
+
+@jax.tree_util.register_static
+class _Linearized:
+    """A `jax.custom_vjp`, linearized with respect to some of its operands.
+
+    Attributes:
+      jaxpr: computes the results and the residuals from the operands.
+
+    Args:
+      eqn: the equation of the function.
+      moved: the positions of these operands.
+    """
+
+    def __init__(self, eqn: Any, moved: tuple[int, ...]) -> None:
+        self._moved = moved
+        self._are_zeros: list[bool] = []  # for each of these operands, whether its cotangent is a symbolic zero
+        self._types = _types(eqn)
+        noting = _noting_zero_cotangents(self._are_zeros)
+
+        def linearize(*primals: Any) -> Any:
+            function = _of(eqn, primals, moved)
+            return jax.linearize(lambda *values: function(*noting(*values)), *(primals[n] for n in moved))
+
+        self.jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
+        self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]
+        self._cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
+        self._structure = jax.tree.structure(linear)
+
+    def transposed(self, nonzero: tuple[int, ...]) -> tuple[ClosedJaxpr, list[int]]:
+        """Return a jaxpr from the residuals and the cotangents of some results to the cotangents of operands.
+
+        Args:
+          nonzero: the positions of these results. The rule receives symbolic zeros for the others.
+
+        Returns:
+          The jaxpr, and the positions of the operands whose cotangents it returns. All others are symbolic zeros.
+        """
+        tangent_types = [self._types[n].to_tangent_aval() for n in self._moved]
+
+        def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            linear = jax.tree.unflatten(self._structure, residuals)
+
+            def of_nonzero(*tangents: Any) -> list[Any]:
+                outputs = linear(*tangents)
+                return [outputs[n] for n in nonzero]
+
+            self._are_zeros[:] = [True] * len(self._moved)
+            found = jax.linear_transpose(of_nonzero, *tangent_types)(cotangents)
+            return [c for c, is_zero in zip(found, self._are_zeros, strict=True) if not is_zero]
+
+        cotangent_types = [self._cotangent_types[n] for n in nonzero]
+        jaxpr = jax.make_jaxpr(transpose)(self._residual_types, cotangent_types)
+        return jaxpr, [n for n, is_zero in zip(self._moved, self._are_zeros, strict=True) if not is_zero]
+
+
+def _noting_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
+    """Return an identity function whose backward rule notes for each cotangent whether it is a symbolic zero."""
+
+    def backward(_: None, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        are_zeros[:] = [isinstance(cotangent, SymbolicZero) for cotangent in cotangents]
+        return cotangents
+
+    identity = jax.custom_vjp(lambda *values: values)
+    identity.defvjp(lambda *boxes: (tuple(box.value for box in boxes), None), backward, symbolic_zeros=True)
+    return identity
 
 
 def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -99,10 +191,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
     @function.def_vmap
     def rule(axis_size: int, is_batched: Sequence[bool], *inputs: Any) -> tuple[list[Any], list[bool]]:
         axes = [0 if batched else None for batched in is_batched]
-        types = [
-            jax.ShapeDtypeStruct((axis_size, *aval.shape) if batched else aval.shape, aval.dtype)
-            for aval, batched in zip(_types(eqn), is_batched, strict=True)
-        ]
+        types = [jax.typeof(x).update(dtype=aval.dtype) for x, aval in zip(inputs, _types(eqn), strict=True)]
         as_it_stands = jax.vmap(_of(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
         outputs = evaluate(jax.make_jaxpr(as_it_stands)(*types), inputs)
         return outputs, [True] * len(outputs)
@@ -110,7 +199,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
     return function(*inputs)
 
 
-def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def linear_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of a `jax.custom_derivatives.linear_call`."""
     number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
     residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
@@ -125,7 +214,8 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
             return jax.linear_transpose(of_linear, *linear_types)(cotangents)
 
         jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, [variable.aval for variable in eqn.outvars])
-        return evaluate(jaxpr, [*residuals, *cotangents])
+        forward = jax.make_jaxpr(lambda *inputs: [*_of(eqn, inputs, ())(), *inputs[:number]])(*_types(eqn))
+        return evaluate(jaxpr, [*residuals, *cotangents], forward)
 
     return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
 
@@ -168,7 +258,7 @@ def inside_shard_map(call: Callable[[], None], eqn: Any) -> None:
 
 
 # By primitive, how it is evaluated.
-RULES: dict[str, Callable[[Evaluate, Any, Sequence[Any]], list[Any]]] = {
+RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
     "custom_jvp_call": custom_jvp_call,
     "custom_vjp_call": custom_vjp_call,
     "custom_vmap_call": custom_vmap_call,
@@ -191,7 +281,3 @@ def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
 
 def _types(eqn: Any) -> list[Any]:
     return [atom.aval for atom in eqn.invars]
-
-
-def _like(cotangent: Any, primal: Any) -> Any:
-    return cotangent if cotangent.dtype == jax.dtypes.float0 else cotangent.astype(jnp.result_type(primal))

@@ -119,7 +119,7 @@ class Evaluator(Walk[Any]):
         self.as_they_are: dict[str, None] = {}
         self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
-    def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
         """Return the outputs for these inputs, each of which may be of its narrow dtype or already wide."""
         return self.outputs(closed, list(map(self.value_of, inputs, closed.in_avals)))
 

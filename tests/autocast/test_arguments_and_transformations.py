@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import enable_x64
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.jet import jet
 from reading import PRODUCTS, distance, equations, product_dtypes
 from small_programs import W, X
@@ -394,3 +395,90 @@ def test_a_backward_pass_in_the_rule_of_a_custom_jvp_is_computed_as_it_is_writte
     assert product_dtypes(jls.autocast(loss), W) == ["float16"]
     assert set(product_dtypes(jax.grad(jls.autocast(loss)), W)) == {"float16", "float32"}
     assert close(jax.grad(jls.autocast(loss))(W), jax.grad(loss)(W))
+
+
+AROUND = {
+    "nothing": lambda function: function,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda function: lambda w, x: jax.vmap(function, (None, 0))(w, x[:, None]),
+    "scan": lambda function: lambda w, x: jax.lax.map(lambda row: function(w, row), x[:, None]),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_a_custom_vjp_receives_symbolic_zeros(around):
+    """For unused results, for arguments without a derivative, and for results of which another rule uses nothing."""
+    received = []
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x, 2 * x
+
+    def scaled_backward(_, cotangents):
+        received.append([isinstance(cotangent, SymbolicZero) for cotangent in cotangents])
+        return (cotangents[0],)
+
+    scaled.defvjp(lambda x: ((x.value, 2 * x.value), None), scaled_backward, symbolic_zeros=True)
+
+    @jax.custom_vjp
+    def matmul(w, x, y):
+        return x @ w + y
+
+    def matmul_forward(w, x, y):
+        received.append([w.perturbed, x.perturbed, y.perturbed])
+        return x.value @ w.value + y.value, x.value
+
+    matmul.defvjp(matmul_forward, lambda x, g: (x.T @ g, None, None), symbolic_zeros=True)
+
+    def loss(w, x):
+        used, _ = scaled(w)
+        _, without_derivative = scaled(w)
+        return jnp.sum(matmul(used, x, x @ without_derivative))
+
+    def gradient(loss):
+        received.clear()
+        gradient = jax.grad(lambda w: jnp.sum(around(loss)(w, X)))(W)
+        # JAX may call a backward rule with nothing but symbolic zeros.
+        return gradient, {*map(tuple, received)} - {(True, True)}
+
+    found, found_zeros = gradient(jls.autocast(loss))
+    expected, expected_zeros = gradient(loss)
+    assert close(found, expected)
+    assert found_zeros == expected_zeros == {(False, True), (True, False, True)}
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, lambda function: function], ids=["checkpoint", "nothing"])
+def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
+    """As does equinox's for `None`. So what comes after it is not differentiated."""
+    matmul = jax.custom_jvp(lambda w, x: x @ w)
+
+    def rule(primals, tangents):
+        return matmul(*primals), SymbolicZero(jax.typeof(primals[1]).to_tangent_aval())
+
+    matmul.defjvp(rule, symbolic_zeros=True)
+    perturbed = []
+    identity = jax.custom_vjp(lambda x: x)
+
+    def forward(x):
+        perturbed.append(x.perturbed)
+        return x.value, None
+
+    identity.defvjp(forward, lambda _, g: (g,), symbolic_zeros=True)
+
+    def loss(w):
+        return jnp.sum(identity(matmul(w, X)) * network(w, X))
+
+    assert close(jax.grad(around(jls.autocast(loss)))(W), jax.grad(around(loss))(W))
+    assert True not in perturbed
+
+
+def test_a_backward_rule_may_return_python_floats():
+    scaled = jax.custom_vjp(lambda x, scale: scale * (x @ W))
+    scaled.defvjp(lambda x, scale: (scaled(x, scale), None), lambda _, g: (g @ W.T, 0.0))
+
+    def loss(x, scale):
+        return jnp.sum(scaled(x, scale))
+
+    found = jax.grad(jls.autocast(loss), argnums=(0, 1))(X, jnp.float32(2))
+    assert distance(jax.grad(loss, argnums=(0, 1))(X, jnp.float32(2)), found) < 4e-3

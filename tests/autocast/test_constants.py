@@ -226,3 +226,73 @@ def test_a_device_to_which_ppermute_sends_nothing_receives_zero():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     function = jax.jit(jax.shard_map(jls.autocast(received), mesh=mesh, in_specs=P(), out_specs=P("data")))
     np.testing.assert_allclose(function(jnp.ones((2, N))), N * 1e6, rtol=1e-3)
+
+
+def custom_vjp(c):
+    function = jax.custom_vjp(lambda x, c: x @ c)
+    function.defvjp(lambda x, c: (x @ c, (x, c)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    return lambda x: function(x, c)
+
+
+def custom_vjp_with_a_residual_of_constants(c):
+    function = jax.custom_vjp(lambda x, c: x @ c)
+    function.defvjp(lambda x, c: (x @ c, 2 * c.T), lambda twice, g: (g @ twice / 2, None))
+    return lambda x: function(x, c)
+
+
+def custom_jvp(c):
+    function = jax.custom_jvp(lambda x, c: x @ c + x @ EYE)
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0] @ primals[1] + tangents[0]))
+    return lambda x: function(x, c)
+
+
+def custom_vmap(c):
+    function = jax.custom_batching.custom_vmap(lambda x, c: x @ c + x @ EYE)
+    function.def_vmap(lambda axis_size, is_batched, x, c: (x @ c + x @ EYE, True))
+    return lambda x: function(x, c)
+
+
+def linear_call(c):
+    def transpose(c, g):
+        return g @ c.T + g @ EYE
+
+    return lambda x: jax.custom_derivatives.linear_call(lambda c, x: x @ c + x @ EYE, transpose, c, x)
+
+
+RULES = [custom_vjp, custom_vjp_with_a_residual_of_constants, custom_jvp, linear_call]
+DERIVATIVES = {
+    **{rule.__name__: (rule, jax.value_and_grad) for rule in RULES},
+    "custom_vmap": (custom_vmap, lambda function: lambda x: jax.vmap(function)(x[None])),
+}
+LARGE = {
+    "too large": lambda: jnp.full((N, N), 1e6),
+    "unknown": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
+}
+
+
+@pytest.mark.parametrize("constant", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(("rule", "transformation"), DERIVATIVES.values(), ids=DERIVATIVES)
+def test_constants_that_are_arguments_of_custom_rules(rule, transformation, constant):
+    """The value is the same with and without the transformation that uses the rule."""
+
+    def loss(x):
+        return jnp.sum(rule(constant())(x))
+
+    narrow, x = jls.autocast(loss), jnp.ones((2, N))
+    np.testing.assert_allclose(narrow(x), loss(x), rtol=1e-3)
+    for function in (transformation, lambda loss: jax.jit(transformation(loss))):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), function(narrow)(x), function(loss)(x))
+
+
+def test_a_residual_that_is_a_constant_of_the_forward_rule():
+    constant = jnp.full((N, N), 1e6)
+    function = jax.custom_vjp(lambda x: x @ constant)
+    function.defvjp(lambda x: (x @ constant, constant), lambda constant, g: (g @ constant.T,))
+    gradient = jax.grad(jls.autocast(lambda x: jnp.sum(function(x))))
+    np.testing.assert_allclose(gradient(jnp.ones((2, N))), N * 1e6)
+
+
+@pytest.mark.parametrize(("rule", "transformation"), DERIVATIVES.values(), ids=DERIVATIVES)
+def test_constants_that_fit_are_half_precision_in_custom_rules(rule, transformation):
+    narrow = jls.autocast(lambda x: jnp.sum(rule(jnp.full((N, N), 2.0))(x)))
+    assert set(product_dtypes(transformation(narrow), jnp.ones((2, N)))) == {"float16"}

@@ -280,3 +280,58 @@ def test_a_skip_connection_in_shard_map_is_rewritten_from_outside(check_vma):
     narrow = jax.value_and_grad(jls.autocast(sharded))
     assert set(product_dtypes(narrow, W, X)) == {"float16"}
     assert distance(jax.value_and_grad(sharded)(W, X), jax.jit(narrow)(W, X)) < 4e-3
+
+
+def matmul_with_row_sums(w, x):
+    return x @ w, jnp.sum(x @ w, axis=1)
+
+
+def its_backward_rule(residuals, cotangents):
+    (w, x), cotangent = residuals, cotangents[0] + cotangents[1][:, None]
+    return x.T @ cotangent, cotangent @ w.T
+
+
+def test_in_shard_map_a_custom_vjp_may_have_an_unused_result():
+    function = jax.custom_vjp(matmul_with_row_sums)
+    function.defvjp(lambda w, x: (matmul_with_row_sums(w, x), (w, x)), its_backward_rule)
+
+    def shard(w, x):
+        first, _ = function(pcast(w, "data", to="varying"), x)
+        return jax.lax.pmean(jnp.mean(first**2), "data")
+
+    loss = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P())
+    narrow = jax.value_and_grad(jls.autocast(loss))
+    assert set(product_dtypes(narrow, W, X)) == {"float16"}
+    assert distance(jax.value_and_grad(loss)(W, X), jax.jit(narrow)(W, X)) < 4e-3
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_custom_vjp_in_an_eager_shard_map(is_differentiated, check_vma):
+    """The forward rule calls the function itself, as in the documentation of JAX."""
+    function = jax.custom_vjp(matmul_with_row_sums)
+    function.defvjp(lambda w, x: (function(w, x), (w, x)), its_backward_rule)
+
+    def results(around):
+        def shard(w, x):
+            w = pcast(w, "data", to="varying") if check_vma else w
+            loss = around(lambda w, x: jnp.mean(function(w, x)[0] ** 2))
+            value = jax.grad(loss)(w, x) if is_differentiated else loss(w, x)
+            return jax.lax.pmean(value, "data")
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.shard_map(shard, mesh=mesh_of(), **specs, check_vma=check_vma)(W, X)
+
+    assert distance(results(lambda loss: loss), results(jls.autocast)) < 4e-3
+
+
+def test_custom_vmap_in_shard_map():
+    function = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
+    function.def_vmap(lambda axis_size, is_batched, w, x: (x @ w, True))
+
+    def shard(w, x):
+        rows = jax.vmap(jls.autocast(lambda w, x: function(w, x) @ w), (None, 0))(w, x)
+        return jax.lax.pmean(jnp.mean(rows**2), "data")
+
+    loss = jax.jit(jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P()))
+    np.testing.assert_allclose(loss(W, X), jnp.mean((X @ W @ W) ** 2), rtol=4e-3)
