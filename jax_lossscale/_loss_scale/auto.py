@@ -1,4 +1,4 @@
-"""The automatic scale measures: it keeps the largest recent gradient just below float16's limit."""
+"""`AutoLossScale`: keeps the largest recent gradient just below the float16 limit."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from jax_lossscale._loss_scale.base import register, static_field, with_state
 from jax_lossscale._loss_scale.bounded import BoundedLossScale
 from jax_lossscale._loss_scale.powers import LARGEST_EXPONENT, ceil_log2, power_of_two
 
-# Halfway between float16's largest number and the one that rounds to infinity: no rounding of log2 mixes them up.
+# Halfway between the largest finite float16 number and the smallest one that rounds to infinity, so that no rounding of
+# log2 can confuse the two.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The rule, in bits. `benchmarks/policies/constants.py` has for each number a trace that needs it.
-LOG2_MOVE = 8  # an overflow lowers the scale so far; so long are the climb back, the allowance, and an ordinary rise
-_LOG2_FORGOTTEN = 1 / 64  # in a step, of peak and margin
-_LOG2_HARDLY_FORGOTTEN = 1 / 768  # of the allowance; of the peak beside an allowance, and where all gradients are zero
+# The numbers of the rule, in bits (powers of two). `benchmarks/policies/constants.py` contains traces on which other
+# numbers fail.
+LOG2_MOVE = 8  # decrease of the scale after an overflow, largest allowance, and largest ordinary rise of the gradients
+_LOG2_FORGOTTEN = 1 / 64  # decay of the peak and the margin per step
+_LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-_LOG2_MOST_MARGIN = 30  # so far below the limit float16's normal numbers end
-_LOG2_SEARCH_TOP = 40  # the target before there is a gradient: at 2**40, those above 2**-65 are seen
+_LOG2_MOST_MARGIN = 30  # the normal numbers of float16 end 30 bits below its limit
+_LOG2_SEARCH_TOP = 40  # target before the first gradient that is not zero: 2**40 makes gradients above 2**-65 visible
 
-_LOG2_NOTHING = -127  # the peak before there is one
+_LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
 _LEAVES = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")
 _Bits = tuple[jax.Array, ...]  # log2 of the scale, peak, margin and allowance; each float32[]
 
@@ -36,69 +38,96 @@ _Bits = tuple[jax.Array, ...]  # log2 of the scale, peak, margin and allowance; 
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
 class AutoLossScale(BoundedLossScale):
-    """A loss scale that measures the gradients, and needs no numbers from you.
+    """A loss scale that measures the gradients and needs no tuning.
 
-    The largest recent gradient, the peak, is kept ``margin + allowance`` bits below float16's limit; the scale that
-    does so is the target. An overflow lowers the scale to 8 bits below the new target, or below the scale if that is
-    lower. The next finite step takes it to 7 bits below the target, and from there it climbs a bit a step. An overflow
-    adds one bit of allowance, up to 8; only one, since it may be a NaN from the data. An overflow on the climb proves a
-    limit: the margin moves there, too, so the target is two bits below the scale that failed. An overflow at the top
-    that finds more than 7 bits of allowance is not the scale's, and the margin returns to 1. Right after an overflow,
-    before a finite step, nothing is learned. Peak and margin forget 1/64 bit a step, the allowance 1/768; beside an
-    allowance the margin forgets nothing, and the peak 1/768.
+    The scale is kept as large as possible while the largest recent gradient, called the peak, stays a few bits (powers
+    of two) below the float16 limit. How many bits are needed is learned from overflows, because values inside the
+    backward pass can be larger than the gradients of all parameters. The number of bits is the sum of the margin, which
+    lasts as long as overflows recur, and the magnitude of the allowance, which expires. The target is the largest scale
+    that leaves this number of bits free::
 
-    With ``s = log2(scale)``, ``x = log2(largest)``, ``target = floor(log2(65512) - log2_headroom - peak - margin -
-    allowance)``, and a prime for what holds after the step; what is not named stays as it is::
+        target = floor(log2(65512) - log2_headroom - peak - margin - abs(allowance))
 
-        a gradient:  if x > peak + 8, or no peak yet:  margin' = 1, allowance' = 0
-                     else if allowance = 0: margin' = max(margin - 1/64, 1); else allowance' = max(allowance - 1/768, 0)
-                     peak' = max(peak - (1/768 if allowance else 1/64), x); s' = min(target', max(s + 1, target' - 7))
-        all zero:    peak' = peak - 1/768;  s' = s, but at least target' - 1 and at most target'
-        not finite:  s' = min(s, target') - 8, and the step is skipped;  if s > target - 8, also:
-                     if allowance <= 7:  allowance' = allowance + 1;  else if s = target:  margin' = 1
-                     if s < target:  margin' = margin + target - s + 1, at most 30
-        no peak yet: target = 40;  not finite, if s > target - 8:  margin' = margin + target - s + 24, and no more
+    The following table contains the complete rule. All quantities are base-2 logarithms, including ``scale`` and
+    ``largest``, the largest gradient of the step. An overflow is a step with gradients that are not finite. Conditions
+    and right-hand sides refer to the values before the step, except that ``scale = ...`` uses the new target::
 
-    Inside the backward pass numbers can be far larger than the gradients of parameters show, and only overflows tell by
-    how much. One that comes again while the scale climbs back is of this kind. A gradient more than 8 bits above the
-    peak shows that the peak was wrong, and what was learned beside it with it, as does the first gradient.
+        event              effect
+        -----------------  ------------------------------------------------------------------------------------------
+        finite             d = 1/64 if allowance = 0, otherwise 1/768
+                           peak = max(peak - d, largest)
+                           if allowance = 0: margin = max(margin - 1/64, 1)
+                           otherwise: the allowance moves toward 0 by 1/768
+                           if largest > peak + 8, or there was no peak: margin = 1, allowance = 0 (instead)
+                           scale = scale + 1, but at least target - 7 and at most target
+        all zero           peak = peak - 1/768
+                           scale = scale, but at least target - 1 and at most target
+        overflow           the step is skipped
+                           scale = min(scale, target) - 8
+                           the following changes are made only if scale > target - 8
+        - below target     margin = min(margin + target - scale + 1, 30)
+                           if 0 <= allowance <= 7: allowance = allowance + 1
+        - at target        if 0 <= allowance <= 7: allowance = min(allowance + n, 8),
+                               where n = 1 if margin + allowance <= 5, otherwise n = 2
+                           if allowance > 7 and margin <= 16: margin = margin + 8
+                           if allowance > 7 and margin > 16: margin = 1, allowance = -8
+                           if allowance < 0: margin = 1
 
-    Gradients that are all zero say nothing of their size. So they raise the scale to one bit below the target only:
-    what overflows there is a limit, too, which gradients that are mostly zero would not show otherwise. Before the
-    first gradient the margin forgets 1/64 bit in each step of zeros.
+    The reasons for this rule are:
 
-    An overflow of a step whose scale was the floor already forgets all: peak, margin and allowance are those of a fresh
-    loss scale, which has no peak and no allowance.
+    - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and climbs back. If it
+      overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
+      by 1 more bit.
+    - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
+      overflow therefore adds only 1 bit of allowance, or 2 bits if more than 5 bits are free already. The margin does
+      not decay until the allowance has expired.
+    - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
+      bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
+      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test.
+    - **A gradient that exceeds the peak by more than 8 bits.** The peak was wrong. The margin and the allowance are
+      relative to the peak, so they are discarded.
+    - **Gradients that are all zero.** They do not show how large the other gradients are. The scale therefore stops 1
+      bit below the target, so that an overflow counts as an overflow below the target.
 
-    The margin is not tried below 1. Weights that the iterations of a scan share have gradients that are summed in
-    float32, and may exceed what any cotangent reaches; five bits are unused there. To look for them would cost every
-    other run an overflow in a few hundred steps.
+    Before the first gradient that is not zero, there is no peak, and the target is 40. An overflow then only sets the
+    target to ``scale - 24``, and each step in which all gradients are zero raises the target by 1/64, up to 40. If an
+    overflow occurs at ``min_loss_scale``, the peak, the margin and the allowance return to their initial values.
+
+    The margin is at least 1. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights are
+    summed in float32 and can be larger than all values inside the backward pass. In such models, up to 5 more bits
+    could be used. However, a search for these bits would cost all other models one overflow in a few hundred steps.
+
+    LIMITS-TODO
 
     Args:
-      initial_loss_scale: where to start. It need not be a power of two; every later scale is one, unless it is at the
-        floor or the ceiling.
-      min_loss_scale: the floor, positive. It may itself be a scale, even if it is not a power of two.
-      max_loss_scale: the ceiling, likewise; by default ``2**126``. No target is above it.
-      log2_headroom: how many more bits are kept free, at least 0; it may be a fraction.
-      current_loss_scale: the state to start with. Not configuration: for `dataclasses.replace`, to set it by hand.
+      initial_loss_scale: the first scale. It need not be a power of two. Every later scale is a power of two, unless
+        it is equal to the floor or the ceiling.
+      min_loss_scale: the floor, a positive number. It need not be a power of two.
+      max_loss_scale: the ceiling, which need not be a power of two; by default ``2**126``. The target never exceeds it.
+      log2_headroom: number of additional bits that are kept free, at least 0. It may be a fraction.
+      current_loss_scale: initial value of this state leaf. It is not part of the configuration. Use it with
+        `dataclasses.replace` to set the state.
       log2_peak: likewise.
       log2_margin: likewise.
       log2_allowance: likewise.
 
     Attributes:
       current_loss_scale: ``float32[]``, a leaf.
-      log2_peak: ``float32[]``, a leaf: log2 of the largest recent gradient; -127 before there is one.
-      log2_margin: ``float32[]``, a leaf: how many bits above the peak are known to be needed, 1 to 30. Before
-        there is a peak it puts the target at 40, or at a ceiling below, and is a bit more for every bit below that.
-      log2_allowance: ``float32[]``, a leaf: how many more are kept free for overflows that come now and then, 0 to 8.
+      log2_peak: ``float32[]``, a leaf: base-2 logarithm of the largest recent gradient; -127 before the first gradient
+        that is not zero.
+      log2_margin: ``float32[]``, a leaf: number of bits above the peak that must stay free, 1 to 30. Before there is a
+        peak, the number is larger, because it alone determines the target.
+      log2_allowance: ``float32[]``, a leaf, -8 to 8: its magnitude is the number of additional bits that stay free for
+        some time. It is negative if a lower scale did not prevent the overflows.
 
     Raises:
-      ValueError: if an argument is not a finite number or out of its range, or if the initial scale is not between
-        floor and ceiling.
+      ValueError: if an argument is not a finite number or is out of range, or if the initial scale is not between the
+        floor and the ceiling.
 
     Examples:
-      The largest gradient is 2**-20.5, so the target is 2**35. Three overflows come: at the top, right after it, and on
-      the climb. The first is believed by a bit, the second teaches nothing, and the third is a proof, and a bit more:
+      The largest gradient is 2**-20.5, so the target is 2**35. Three overflows follow. The first occurs at the target
+      and adds 1 bit of allowance. The second occurs 8 bits below the new target and therefore only lowers the scale.
+      The third occurs at 2**28, which is 6 bits below the target, and raises the margin by 7 bits:
 
       >>> import jax, math
       >>> import jax_lossscale as jls
@@ -123,10 +152,11 @@ class AutoLossScale(BoundedLossScale):
       2**26, margin 8.0, allowance 1.99
 
     References:
-      OpenSeq2Seq's ``LogMax`` (Kuchaiev et al., 2018) keeps standard deviations free above the mean of log2 of the
-      largest gradient, as for a normal distribution; sizes of two kinds in turn are none. There, an overflow counts as
-      ``2**65536``, which puts the scale at its floor for 13,000 steps, and gradients that are all zero make it NaN for
-      ever. Graphcore's histogram rule (PopART) moves at every update, up or down, and has neither floor nor ceiling.
+      ``LogMax`` in OpenSeq2Seq (Kuchaiev et al., 2018) keeps a number of standard deviations free above the mean of the
+      base-2 logarithm of the largest gradient. This assumes a normal distribution, which does not fit gradients of two
+      alternating sizes. It counts an overflow as ``2**65536``, which sets the scale to its floor for 13,000 steps, and
+      gradients that are all zero set the scale to NaN permanently. The histogram rule of Graphcore (PopART) changes the
+      scale at every update and has neither a floor nor a ceiling.
     """
 
     needs_largest: ClassVar[bool] = True
@@ -149,7 +179,7 @@ class AutoLossScale(BoundedLossScale):
             current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
             log2_peak=(np.float32, _LOG2_NOTHING, _check.finite_number),
             log2_margin=(np.float32, self._search_margin(), _check.nonnegative_number),
-            log2_allowance=(np.float32, 0, _check.nonnegative_number),
+            log2_allowance=(np.float32, 0, _check.finite_number),
         )
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
@@ -170,7 +200,7 @@ class AutoLossScale(BoundedLossScale):
             raise ValueError(f"`AutoLossScale.adjust(largest=...)` must be a real scalar, got {largest!r}.")
         largest = jnp.asarray(largest, jnp.float32)
         was_measured = (largest >= 0) & (largest < jnp.inf)
-        # Of what is smaller than a normal number XLA may make zero.
+        # XLA may flush subnormal numbers to zero.
         has_gradient = was_measured & (largest >= jnp.finfo(jnp.float32).tiny)
 
         # By name, because a subclass can have additional leaves.
@@ -190,11 +220,12 @@ class AutoLossScale(BoundedLossScale):
 
     def _after_gradient(self, now: _Bits, x: jax.Array) -> _Bits:
         s, peak, margin, allowance = now
-        peak_was_wrong = (peak <= _LOG2_NOTHING) | (x > peak + LOG2_MOVE)
-        peak = jnp.maximum(peak - jnp.where(allowance > 0, _LOG2_HARDLY_FORGOTTEN, _LOG2_FORGOTTEN), x)
-        margin = jnp.maximum(margin - jnp.where(allowance > 0, 0, _LOG2_FORGOTTEN), _LOG2_LEAST_MARGIN)
+        peak_was_wrong, has_allowance = (peak <= _LOG2_NOTHING) | (x > peak + LOG2_MOVE), allowance != 0
+        peak = jnp.maximum(peak - jnp.where(has_allowance, _LOG2_HARDLY_FORGOTTEN, _LOG2_FORGOTTEN), x)
+        margin = jnp.maximum(margin - jnp.where(has_allowance, 0, _LOG2_FORGOTTEN), _LOG2_LEAST_MARGIN)
         margin = jnp.where(peak_was_wrong, _LOG2_LEAST_MARGIN, margin)
-        allowance = jnp.where(peak_was_wrong, 0, jnp.maximum(allowance - _LOG2_HARDLY_FORGOTTEN, 0))
+        decay = jnp.clip(allowance, -_LOG2_HARDLY_FORGOTTEN, _LOG2_HARDLY_FORGOTTEN)
+        allowance = jnp.where(peak_was_wrong, 0, allowance - decay)
         target = self._target(peak, margin, allowance)
         return jnp.clip(s + 1, target - LOG2_MOVE + 1, target), peak, margin, allowance
 
@@ -207,20 +238,32 @@ class AutoLossScale(BoundedLossScale):
 
     def _after_overflow(self, now: _Bits) -> _Bits:
         s, peak, margin, allowance = now
-        target, no_peak = self._target(peak, margin, allowance), peak <= _LOG2_NOTHING
-        is_back, is_at_top, is_used_up = s > target - LOG2_MOVE, s >= target, allowance > LOG2_MOVE - 1
-        proved = jnp.minimum(margin + target - (s - 1), jnp.maximum(margin, _LOG2_MOST_MARGIN))
-        searched = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin)
-        at_top = jnp.where(is_used_up, _LOG2_LEAST_MARGIN, margin)
-        learned = jnp.where(no_peak, searched, jnp.where(is_at_top, at_top, proved))
-        margin = jnp.where(is_back, learned, margin)
-        allowance = jnp.where(is_back & ~is_used_up & ~no_peak, allowance + 1, allowance)
+        target = self._target(peak, margin, allowance)
+        can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
+
+        # Below the target, the scale is too high.
+        proved = jnp.minimum(margin + target - s + 1, jnp.maximum(margin, _LOG2_MOST_MARGIN))
+        below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
+
+        # At the target, the scale or the data can be the cause. If the allowance is used up, test which of them it is.
+        growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
+        grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
+        tested = margin + LOG2_MOVE, allowance
+        failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.where(is_used_up, -LOG2_MOVE, allowance)
+        at_target = _where(can_grow, grown, _where(is_used_up & (margin <= 2 * LOG2_MOVE), tested, failed))
+
+        # Without a peak, the margin only determines the target, and the target becomes lower than the scale.
+        without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
+
+        after = _where(peak <= _LOG2_NOTHING, without_peak, _where(s < target, below_target, at_target))
+        has_climbed = s > target - LOG2_MOVE  # otherwise, this overflow directly follows another one
+        margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
-        """Return the highest scale that leaves so many bits free above the peak, and is not above the ceiling."""
+        """Return the largest scale that leaves enough bits free above the peak and does not exceed the ceiling."""
         most = self._log2_ceiling() + _LOG2_LEAST_MARGIN
-        return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - allowance)
+        return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
 
     def _search_margin(self) -> int:
         """Return the margin that puts the target at the top of the search, or at a ceiling below it."""

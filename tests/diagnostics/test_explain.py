@@ -19,6 +19,7 @@ HIGH_FLOOR = jls.DynamicLossScale(2.0**10, min_loss_scale=2.0**10)
 BELOW_ONE = jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10)
 SKIPPING, SHORT = jls.FixedLossScale(8.0, skip_nonfinite=True), jls.DynamicLossScale(2.0**15, 9)
 LARGE_GRADS, HUGE_GRADS, BOTH = ([4096.0, -8192.0], 1.0, False), ([1.0, 1e38], 1.0, False), ([INF, NAN], 1.0, False)
+GIVEN_UP = jls.AutoLossScale(log2_peak=0.0, log2_margin=1.0, log2_allowance=-6.0)
 TENTH = [INF_GRADS, *[GOOD] * 9] * 10
 
 
@@ -53,8 +54,8 @@ EXPLAINED = {
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
     "often": (SHORT, True, TENTH, "bad step ago | often | rarer"),
     "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer"),
-    "often, under the default": (
-        "auto",
+    "often, after the automatic scale has given up": (
+        GIVEN_UP,
         False,
         [NAN_GRADS, *[GOOD] * 19] * 20,
         "often | not the scale | largest | room",

@@ -253,7 +253,7 @@ def autos():
             current_loss_scale=2.0 ** draw(st.integers(-126, 127)),
             log2_peak=draw(st.just(-127.0) | numbers),
             log2_margin=draw(st.floats(0, 60, width=32)),
-            log2_allowance=draw(st.floats(0, 8, width=32)),
+            log2_allowance=draw(st.floats(-8, 8, width=32)),
         )
 
     return draw()

@@ -82,7 +82,7 @@ def oracle(config, state, finite, largest):
     limit = math.log2(65512) - headroom
 
     def bits_of_target(peak, margin, allowance):
-        return min(limit - peak, at_most + 1) - margin - allowance
+        return min(limit - peak, at_most + 1) - margin - abs(allowance)
 
     def after(s, peak, margin, allowance):
         scale = min(max(2.0 ** min(max(s, -126), 126), floor), ceiling)
@@ -95,10 +95,15 @@ def oracle(config, state, finite, largest):
         elif not no_peak and s > target - 8:
             if s < target:
                 margin = max(margin, min(margin + target - s + 1, 30))
+                allowance += 0 <= allowance <= 7
+            elif 0 <= allowance <= 7:
+                allowance = min(allowance + (1 if margin + allowance <= 5 else 2), 8)
+            elif allowance > 7 and margin <= 16:
+                margin += 8
             elif allowance > 7:
+                margin, allowance = 1, -8
+            else:
                 margin = 1
-            if allowance <= 7:
-                allowance += 1
         new = after(min(s, math.floor(bits_of_target(peak, margin, allowance))) - 8, peak, margin, allowance)
         new |= fresh if scale <= floor else {}
         return {**new, STATE[0]: min(new[STATE[0]], scale)}, False
@@ -113,9 +118,9 @@ def oracle(config, state, finite, largest):
     else:
         x = math.log2(largest)
         was_wrong = no_peak or x > peak + 8
-        peak = max(peak - (1 / 768 if allowance > 0 else 1 / 64), x)
-        margin = 1 if was_wrong else max(margin - (0 if allowance > 0 else 1 / 64), 1)
-        allowance = 0 if was_wrong else max(allowance - 1 / 768, 0)
+        peak = max(peak - (1 / 64 if allowance == 0 else 1 / 768), x)
+        margin = 1 if was_wrong else max(margin - (1 / 64 if allowance == 0 else 0), 1)
+        allowance = 0 if was_wrong else math.copysign(max(abs(allowance) - 1 / 768, 0), allowance)
         bits = bits_of_target(peak, margin, allowance)
         s = min(math.floor(bits), max(s + 1, math.floor(bits) - 7))
     is_rounded = abs(bits - round(bits)) < 1e-3 and limit - peak < at_most + 1
@@ -176,10 +181,10 @@ def random_state(random):
     """One that a run may never reach; the scale mostly lies beside the target, where the rule has its corners."""
     peak, margin, allowance = (
         random.choice([-127, random.uniform(-60, 20)]),
-        random.choice([0, 0.3, 1, random.uniform(0, 35), random.uniform(80, 140)]),
-        random.choice([0, 0.001, 6, 7, 7.01, random.uniform(0, 9)]),
+        random.choice([0, 0.3, 1, 16, 16.3, random.uniform(0, 35), random.uniform(80, 140)]),
+        random.choice([0, 0.001, -0.001, 3.97, 4, 4.03, 6, 7, 7.01, -8, random.uniform(-8, 9)]),
     )
-    beside = math.floor(16 - peak - margin - allowance) + random.choice([-17, -9, -8, -7, -2, -1, 0, 1])
+    beside = math.floor(16 - peak - margin - abs(allowance)) + random.choice([-17, -9, -8, -7, -2, -1, 0, 1])
     exponent = random.choice([np.clip(beside, -30, 126), random.integers(-30, 126)])
     return {
         "current_loss_scale": np.float32(2.0**exponent * random.choice([1, 1, 1.5])),
@@ -221,12 +226,30 @@ def test_what_it_does_after_three_overflows():
     assert bits(at_rest(loss_scale, 20, True, 2.0**-20.5))[0] == 26
 
 
-def test_what_is_believed_is_used_up_and_the_margin_returns_to_one():
+def test_overflows_at_the_target_use_up_the_allowance_and_then_test_lower_scales_twice():
+    """After two failed tests, the margin returns to 1, and the allowance is negative until it has decayed to 0."""
     largest = 2.0**-20.5
-    loss_scale = replace(at_rest(Auto(), 8, True, largest), log2_margin=5.0)
-    for overflow in range(1, 12):
+    loss_scale = at_rest(Auto(), 8, True, largest)
+    margins_and_allowances = []
+    for _ in range(12):
         loss_scale = adjust(at_rest(loss_scale, 12, True, largest), False, largest=largest)
-        assert bits(loss_scale)[1:] == ((5, overflow) if overflow <= 8 else (1, 8))
+        margins_and_allowances.append(bits(loss_scale)[1:])
+    growing = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8)]  # by 2 if more than 5 bits are free already
+    assert margins_and_allowances == [*growing, (9, 8), (17, 8), (1, -8), (1, -8), (1, -8)]
+    loss_scale = at_rest(loss_scale, 6100, True, largest)
+    assert bits(loss_scale)[1:] == (1, 0)
+    assert loss_scale.log2_allowance < 0
+    assert at_rest(loss_scale, 100, True, largest).log2_allowance == 0
+
+
+def test_a_negative_allowance_leaves_bits_free_and_overflows_reset_the_margin():
+    largest = 2.0**-20.5
+    given_up = replace(at_rest(Auto(), 8, True, largest), log2_allowance=-5.0)
+    at_target = at_rest(given_up, 12, True, largest)
+    assert bits(at_target) == (30, 1, -5)
+    below = adjust(at_rest(adjust(at_target, False, largest=largest), 3, True, largest), False, largest=largest)
+    assert bits(below)[1:] == (1 + 30 - 25 + 1, -5)
+    assert bits(adjust(at_rest(below, 12, True, largest), False, largest=largest))[1:] == (1, -5)
 
 
 def test_after_a_lone_overflow_it_is_back_in_eight_steps():

@@ -14,7 +14,6 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
-from jax_lossscale._loss_scale.auto import LOG2_MOVE
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.readers import (
@@ -287,7 +286,7 @@ def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
         yield _CURES[cause]
     elif not loss_scale.skip_nonfinite:
         yield _CURES[_LOSS_OR_CONDITION]
-    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance > LOG2_MOVE - 1:
+    elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance < 0:
         yield "They come at scales at which other steps are finite, so the scale is not the cause."
         yield f"Look in those batches {_BATCH}"
     else:
