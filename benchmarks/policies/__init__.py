@@ -2,6 +2,7 @@
 
 Reading order: `traces` are what is replayed, `contenders` what is compared, among them the `comparators` of other
 libraries; `judge` measures one, `replay` all; `tables` is ``python -m benchmarks policies``, `figure` its picture.
+`inside` contains the tables about values inside the backward pass that are far larger than the gradients.
 """
 
 from benchmarks.policies.tables import run

@@ -107,10 +107,11 @@ _SKIPPED, _UNUSED, _UNUSED_95, _ARRIVING = MEASURES
 NEEDS: tuple[Need, ...] = (
     Need("LOG2_MOVE", 12, lambda: traces.not_a_number(0.05, 20_000), _UNUSED_95, 28),
     Need("LOG2_MOVE", 4, _kind("2^20 inside comes", lambda steps: traces.events(4_000)), _SKIPPED, 3),
+    Need("LOG2_MOVE", 4, lambda: [traces.rare_kind(100, 20, 20_000, 0)], _SKIPPED, 2),
     Need("_LOG2_FORGOTTEN", 1 / 256, _recorded("many_outputs"), _UNUSED, 4),
     Need("_LOG2_FORGOTTEN", 1 / 16, _kind("1 in 50 2^16 larger", traces.mixtures), _SKIPPED, 1.5),
     Need("_LOG2_HARDLY_FORGOTTEN", 1 / 2048, _kind("noise 1.5"), _UNUSED, 6),
-    Need("_LOG2_HARDLY_FORGOTTEN", 1 / 256, _kind("inside 2^6"), _SKIPPED, 2),
+    Need("_LOG2_HARDLY_FORGOTTEN", 1 / 256, _kind("inside 2^6"), _SKIPPED, 1),
     Need("_LOG2_LEAST_MARGIN", 0, _recorded("convnet"), _SKIPPED, 2),
     Need("_LOG2_MOST_MARGIN", 64, _nans_in_a_burst, _UNUSED_95, 28),
     Need("_LOG2_MOST_MARGIN", 15, _far_inside, _SKIPPED, 2),

@@ -8,7 +8,7 @@ import numpy as np
 
 import jax_lossscale as jls
 from benchmarks.isolation import Progress
-from benchmarks.policies import traces
+from benchmarks.policies import inside, traces
 from benchmarks.policies.constants import MEASURES, NEEDS
 from benchmarks.policies.contenders import AUTO, BEST_FIXED, DYNAMIC
 from benchmarks.policies.judge import STEPS_PER_SKIP, Judgement, judge, unused_bits
@@ -81,6 +81,7 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
     random = [traces.hostile(np.random.default_rng([5, seed]), _HOSTILE_STEPS) for seed in range(_HOSTILE)]
     group = replay(f"{_HOSTILE} random traces of {_HOSTILE_STEPS:,} steps", random, progress.part(4, 7, "random"))
     tables += [summary(group, quick, marks_of_random(group)), evidence(steps, quick)]
+    tables += [inside.rare_kinds(quick), inside.mixed(quick)]
     tables += [trainings(quick, progress.part(5, 7, "trainings")), needs(quick, progress.part(6, 7, "constants"))]
     tables.append(Table("AutoLossScale: arriving", _SUMMARY_COLUMNS, (), [_arrival_mark(8), _arrival_mark(120)]))
     if docs:

@@ -191,6 +191,56 @@ def mostly_zero(one_in: int, steps: int, seed: int = 4, inside: float = 0.0) -> 
     ]
 
 
+def rare_kind(one_in: int, log2_size: float, steps: int, seed: int) -> Trace:
+    """Values inside the backward pass of 2^2 times the gradients, and of ``2**log2_size`` in one of so many steps."""
+    m = _Maker(np.random.default_rng([8, steps, one_in, int(10 * log2_size), seed]), steps)
+    is_rare = m.random.random(steps) < 1 / one_in
+    kind = f"1 in {one_in} inside 2^{log2_size}"
+    return _trace(kind, m, m.noise(_MODEL_NOISE) - 14, np.where(is_rare, log2_size, 2.0))
+
+
+def mixed(steps: int, seed: int) -> list[Trace]:
+    """Overflows with several possible causes: noise and growth inside the backward pass, NaNs, and rare kinds."""
+    traces = []
+    for number, (kind, make) in enumerate(_mixed()):
+        m = _Maker(np.random.default_rng([9, steps, number, seed]), steps)
+        traces.append(_trace(kind, m, m.noise(_MODEL_NOISE) - 14, make(m)))
+    return traces
+
+
+# Standard deviation of the gradients of `rare_kind` and `mixed`, in bits.
+_MODEL_NOISE = 0.7
+
+
+def _mixed() -> Iterator[tuple[str, Callable[[_Maker], np.ndarray]]]:
+    def noisy(m: _Maker, mean: float, noise: float) -> np.ndarray:
+        return np.maximum(mean + m.noise(noise), 0)
+
+    def growing(m: _Maker, rate: float, most: float = np.inf) -> np.ndarray:
+        return np.minimum(rate * np.arange(m.steps) / 1000, most)
+
+    def with_nans(m: _Maker, one_in: int, inside: np.ndarray | float) -> np.ndarray:
+        return np.maximum(inside, m.mostly(1 / one_in, np.inf))
+
+    for mean, noise in ((8, 3), (8, 3.5), (8, 4), (16, 4), (16, 6)):
+        yield f"2^{mean}, noise {noise}", lambda m, mean=mean, noise=noise: noisy(m, mean, noise)
+    yield "2^8, noise of Student's t, 2", lambda m: np.clip(8 + m.random.standard_t(2, size=m.steps), 0, 60)
+    for rate in (0.3, 0.6, 1):
+        yield f"grows by 2^{rate} in 1,000 steps", lambda m, rate=rate: growing(m, rate)
+    for most in (14, 20, 28):
+        yield f"grows by 2^2 in 1,000 steps, to 2^{most}", lambda m, most=most: growing(m, 2, most)
+    for one_in in (20, 50, 100, 200, 400):
+        yield f"NaN 1 in {one_in}", lambda m, one_in=one_in: with_nans(m, one_in, 0)
+    for one_in, inside in ((20, 6), (100, 6), (400, 6), (50, 12), (200, 12)):
+        yield f"NaN 1 in {one_in}, 2^{inside}", lambda m, n=one_in, inside=inside: with_nans(m, n, inside)
+    for one_in, noise in ((100, 2), (100, 4), (400, 4)):
+        name = f"NaN 1 in {one_in}, 2^8, noise {noise}"
+        yield name, lambda m, n=one_in, noise=noise: with_nans(m, n, noisy(m, 8, noise))
+    for one_in, size in ((100, 12), (400, 12), (1000, 20)):
+        name = f"NaN 1 in {one_in}, and 2^{size} 1 in 50"
+        yield name, lambda m, n=one_in, size=size: with_nans(m, n, m.mostly(1 / 50, size))
+
+
 def _of_each_size(steps: int, seed: int, *key: float) -> Iterator[tuple[float, _Maker]]:
     for number, size in enumerate(_SIZES):
         yield size, _Maker(np.random.default_rng([seed, steps, number, *(int(1000 * part) for part in key)]), steps)

@@ -1,4 +1,8 @@
-"""Trainings that a loss scale must not lose: NaN now and then, gradients that are mostly zero, losses of many sizes."""
+"""Small trainings in which a loss scale must not prevent learning.
+
+Some of their gradients are NaN, most of their gradients are zero, their losses have several sizes, or one kind of batch
+is rare and needs a lower loss scale than the other batches.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from benchmarks.report import Cell, Mark, Table, columns
 from benchmarks.workloads.data import digits
 
 _SEEDS = 3
+_QUICK_TRAININGS = 7  # all but three of those with a rare kind of batches
 _WIDTH = 64
 _ARMS = 64
 
@@ -37,6 +42,7 @@ class Training(NamedTuple):
       loss: of parameters, the step's key and its number.
       result: of the parameters, what counts in the end: a loss, the less the better.
       learning_rate: Adam's, to which the size of a loss makes no difference.
+      is_rare: computes from the step's key whether the batch is of the rare kind.
     """
 
     steps: int
@@ -44,6 +50,7 @@ class Training(NamedTuple):
     loss: Callable[[Any, jax.Array, jax.Array], jax.Array]
     result: Callable[[Any], jax.Array]
     learning_rate: float = 1e-3
+    is_rare: Callable[[jax.Array], jax.Array] = lambda key: jnp.array(False)
 
 
 def _mlp(key: jax.Array) -> Any:
@@ -105,6 +112,33 @@ def _bandit() -> Training:
     return Training(6000, init, loss, lambda params: 1 - jnp.exp(chances(params)[7]), learning_rate=1e-2)
 
 
+def _rare_kind(one_in: int, log2_inputs: int, steps: int = 4000) -> Training:
+    """Return a training in which one of ``one_in`` batches contains rotated digits, multiplied by ``2**log2_inputs``.
+
+    The hidden layer is divided by its root mean square. In the rare batches, the derivative with respect to the hidden
+    layer is therefore larger by a factor of ``2**-log2_inputs``, but the gradients of the parameters are not. The
+    result is the loss on all rotated digits, which only the rare batches can lower.
+    """
+    images, labels = map(jnp.asarray, digits())
+    rare_images = images[:, ::-1] * 2.0**log2_inputs
+
+    def entropy(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+        hidden = images @ params[0]
+        hidden = hidden / jnp.sqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-20)
+        values = jax.nn.relu(hidden) @ params[1]
+        return optax.softmax_cross_entropy_with_integer_labels(values, labels).mean()
+
+    def is_rare(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, 1), 1 / one_in)
+
+    def of_step(params: Any, key: jax.Array, step: jax.Array) -> jax.Array:
+        chosen = jax.random.randint(key, (32,), 0, len(labels))
+        batch = jnp.where(is_rare(key), rare_images[chosen], images[chosen])
+        return entropy(params, batch, labels[chosen])
+
+    return Training(steps, _mlp, of_step, lambda params: entropy(params, rare_images, labels), is_rare=is_rare)
+
+
 def all_trainings() -> dict[str, Training]:
     """By what is difficult in them."""
     return {
@@ -112,28 +146,34 @@ def all_trainings() -> dict[str, Training]:
         "digits, 9 of 10 batches masked out": _of_digits(_masked),
         "digits, losses of three sizes in turn": _of_digits(_curriculum),
         "bandit, one reward in 64": _bandit(),
+        **{
+            f"digits, 1 batch in {one_in} rotated and 2^{size}": _rare_kind(one_in, size)
+            for one_in, size in ((50, -14), (50, -12), (100, -14), (100, -12))
+        },
     }
 
 
 def trained(training: Training, way: str, seeds: int = _SEEDS) -> np.ndarray:
-    """The result and the number of skipped steps: ``float[2, seeds]``."""
+    """The result, the numbers of skipped steps, of rare batches, and of skipped rare batches: ``float[4, seeds]``."""
     dtype, loss_scale = WAYS[way]
     if loss_scale is None:  # what is not finite is skipped in float32, too
         loss_scale = jls.FixedLossScale(1, skip_nonfinite=True)
     tx = jls.loss_scaled(optax.adam(training.learning_rate), loss_scale)
 
-    def of_seed(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_seed(seed: jax.Array) -> tuple[jax.Array, ...]:
         start, key = jax.random.split(jax.random.key(seed))
 
-        def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        def step(carry: Any, number: jax.Array) -> tuple[Any, jax.Array]:
             params, state = carry
-            loss = jls.autocast(training.loss, dtype)
-            value, grads = jls.value_and_scaled_grad(loss, state)(params, jax.random.fold_in(key, number), number)
-            return tx.update_and_apply(grads, state, params, value=value), None
+            loss, of_step = jls.autocast(training.loss, dtype), jax.random.fold_in(key, number)
+            value, grads = jls.value_and_scaled_grad(loss, state)(params, of_step, number)
+            params, state = tx.update_and_apply(grads, state, params, value=value)
+            is_rare = training.is_rare(of_step)
+            return (params, state), jnp.array([is_rare, is_rare & (state.consecutive_skips > 0)])
 
         params = training.init(start)
-        (params, state), _ = jax.lax.scan(step, (params, tx.init(params)), jnp.arange(training.steps))
-        return training.result(params), state.skipped_steps
+        (params, state), rare = jax.lax.scan(step, (params, tx.init(params)), jnp.arange(training.steps))
+        return training.result(params), state.skipped_steps, *jnp.sum(rare, axis=0)
 
     return np.array([jax.jit(of_seed)(seed) for seed in range(seeds)]).T
 
@@ -142,16 +182,24 @@ def trainings(quick: bool, progress: Progress) -> Table:
     """Where each training ends; `AutoLossScale` may be worse than the others by what seeds differ, and a hundredth."""
     rows: list[list[Cell]] = []
     marks = []
-    every = all_trainings()
+    every = dict(list(all_trainings().items())[: _QUICK_TRAININGS if quick else None])
     for number, (name, training) in enumerate(every.items()):
         progress(number / len(every), name)
         results = {way: trained(training, way, 1 if quick else _SEEDS) for way in WAYS}
-        ends = {way: result.mean() for way, (result, _) in results.items()}
-        noise = max(result.std() for result, _ in results.values()) + 0.01
-        rows.append([name, *ends.values(), *(skipped.mean() for _, skipped in results.values())])
+        ends = {way: result.mean() for way, (result, *_) in results.items()}
+        noise = max(result.std() for result, *_ in results.values()) + 0.01
+        skipped, rare, skipped_rare = ([result[row].mean() for result in results.values()] for row in (1, 2, 3))
+        rows.append([name, *ends.values(), *skipped, rare[0], *skipped_rare[1:]])
         beyond = float(ends["auto"] - max(ends["float32"], ends["dynamic"]))
         marks.append(Mark(f"auto, {name}: loss above float32 and dynamic, less noise", beyond - float(noise), 0.0))
+        if rare[0]:
+            more = float(skipped_rare[1] - skipped_rare[2])
+            marks.append(Mark(f"auto, {name}: skipped rare batches, more than with dynamic", more, 2.0))
     heads = ["training", *(f"{way}: loss {{:.4f}}" for way in WAYS), *(f"{way}: skipped {{:.0f}}" for way in WAYS)]
+    heads += ["rare {:.0f}", "auto: skipped rare {:.0f}", "dynamic: skipped rare {:.0f}"]
     seeds = "1 seeds" if quick else f"{_SEEDS} seeds"
-    note = f"The mean of {seeds}. The loss on all digits; of the bandit, 1 - the chance of the arm."
+    note = (
+        f"The mean of {seeds}. The loss on all digits, or on all rotated digits; of the bandit, 1 - the chance of the "
+        "arm. Last three columns: number of batches of the rare kind, and how many of them are skipped."
+    )
     return Table("Trainings under the default loss scale", columns(" | ".join(heads)), rows, marks, (note,), quick)

@@ -9,14 +9,17 @@ from unscaled import states
 import jax_lossscale as jls
 from benchmarks.policies.constants import NEEDS
 from benchmarks.policies.contenders import BEST_FIXED, contenders
+from benchmarks.policies.inside import skipped_and_unused, skipped_of_kind
 from benchmarks.policies.judge import judge, unused_bits
 from benchmarks.policies.traces import (
     events,
     hostile,
+    mixed,
     mixtures,
     mostly_zero,
     not_a_number,
     of_one_length,
+    rare_kind,
     recorded,
     synthetic,
 )
@@ -63,10 +66,48 @@ def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
 def test_no_training_is_lost(name):
     """Two of the trainings of the benchmark, shortened: where some gradients are NaN, and where most are zero."""
     training = all_trainings()[name]._replace(steps=1000)
-    (loss,), (skipped,) = trained(training, "auto", 1)
-    (expected,), (bad,) = trained(training, "float32", 1)
+    (loss,), (skipped,), *_ = trained(training, "auto", 1)
+    (expected,), (bad,), *_ = trained(training, "float32", 1)
     assert loss <= 1.05 * expected + 0.01
     assert skipped <= bad + 3
+
+
+@pytest.mark.slow  # three trainings
+def test_a_rare_kind_of_batches_is_learned():
+    """One batch in 50 contains rotated digits and needs a scale that is 2^14 times lower than that of the others."""
+    training = all_trainings()["digits, 1 batch in 50 rotated and 2^-14"]
+    (loss,), _, (rare,), (skipped,) = trained(training, "auto", 1)
+    (expected,), *_, (skipped_by_dynamic,) = trained(training, "dynamic", 1)
+    assert rare == 80
+    assert skipped <= skipped_by_dynamic + 2
+    assert loss <= 1.05 * expected
+
+
+@pytest.mark.parametrize("size", [8, 12, 16, 20, 24])
+@pytest.mark.parametrize("one_in", [30, 60, 100, 200])
+def test_of_a_rare_kind_of_batches_most_are_applied(one_in, size):
+    """In the second half of a run; without a test of lower scales, some of these kinds are always skipped."""
+    kinds = [rare_kind(one_in, size, 20_000, seed) for seed in range(100, 106)]
+    assert np.mean(skipped_of_kind(jls.AutoLossScale(), kinds)) <= 20
+
+
+# By the name of a trace: the largest number of skipped steps of 1,000, and of unused bits.
+LIMITS = {
+    **{f"2^8, noise {noise}": (10, 16) for noise in (3, 3.5, 4)},
+    **{f"grows by 2^{rate} in 1,000 steps": (6, 4.5) for rate in (0.3, 0.6, 1)},
+    **{f"grows by 2^2 in 1,000 steps, to 2^{most}": (6, 4.5) for most in (14, 20)},
+    **{f"NaN 1 in {one_in}": (2, bits) for one_in, bits in {20: 15, 50: 12, 100: 10, 200: 10, 400: 10}.items()},
+    **{f"NaN 1 in {one_in}, 2^6": (25, 10) for one_in in (20, 100, 400)},
+}
+
+
+def test_causes_of_overflows_that_cannot_be_told_apart():
+    kinds = zip(*(mixed(20_000, seed) for seed in range(100, 106)), strict=True)
+    measured = {of_kind[0].kind: of_kind for of_kind in kinds}
+    for kind, (skipped, bits) in LIMITS.items():
+        found = skipped_and_unused(jls.AutoLossScale(), measured[kind])
+        assert found[0] <= skipped, kind
+        assert found[1] <= bits, kind
 
 
 # --- Gradients that are not scaled ---
