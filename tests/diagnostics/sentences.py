@@ -35,6 +35,7 @@ LINES = {
     "*% of all steps were skipped.": "often",
     "They come at scales at which other steps are finite, so the scale is not the cause.": "not the scale",
     "Look in those batches for NaN, *": "",
+    "If these are always batches of the same kind, the model does not learn from this kind. *": "log the batches",
     "If these are overflows, a longer `increment_period` makes them rarer.": "rarer",
     # The gradients and the parameters.
     "The largest gradient of the last step was *.": "largest",

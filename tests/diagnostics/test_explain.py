@@ -58,7 +58,7 @@ EXPLAINED = {
         GIVEN_UP,
         False,
         [NAN_GRADS, *[GOOD] * 19] * 20,
-        "often | not the scale | largest | room",
+        "often | not the scale | log the batches | largest | room",
     ),
     "often, under a fixed scale": (8.0, False, every_fifth(CONDITION), "often | loss or skip_if"),
     "often on condition": ("dynamic", True, every_fifth(CONDITION), "bad step ago | often | skip_if"),
@@ -76,6 +76,30 @@ EXPLAINED = {
 def test_what_is_told(loss_scale, record, steps, told):
     state = recorded(jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=record), PARAMS, steps)
     assert told_in(explain(state, PARAMS)) == told
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "last_bad", "skipped", "steps", "recommends"),
+    [
+        ("auto", None, 5, 2000, True),
+        ("auto", None, 5, 2500, False),
+        ("auto", None, 4, 1000, False),
+        ("auto", INF_GRADS, 5, 2000, True),
+        ("auto", CONDITION, 5, 2000, False),
+        ("auto", NAN_LOSS, 5, 2000, False),
+        (jls.FixedLossScale(8.0, skip_nonfinite=True), NAN_GRADS, 5, 2000, False),  # this batch is examined already
+        ("dynamic", None, 5, 1900, True),
+        ("dynamic", None, 5, 2100, False),  # the growth of the scale costs 1 step in 2,000
+        (8.0, None, 50, 2000, False),
+    ],
+)
+def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad, skipped, steps, recommends):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=last_bad is not None)
+    state = recorded(tx, PARAMS, ([last_bad] if last_bad else []) + [GOOD] * 20)
+    state = state._replace(applied_steps=jnp.int32(steps - skipped), skipped_steps=jnp.int32(skipped))
+    assert ("log the batches" in told_in(explain(state))) == recommends
+    if recommends:
+        assert f"{skipped / steps:.1%} of all steps were skipped." in explain(state)
 
 
 @pytest.mark.parametrize(

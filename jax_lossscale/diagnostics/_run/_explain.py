@@ -31,6 +31,9 @@ from jax_lossscale.diagnostics._tree._nonfinite import leaf_path, nonfinite_repo
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
 _LARGE_SHARE_OF_SKIPS = 0.01
 _FEW_STEPS = 100
+# If more than this fraction of the steps, and at least this number, is skipped, one kind of batch can be the cause.
+_SHARE_OF_A_KIND = 1 / 500
+_SKIPS_OF_A_KIND = 5
 # It takes 15 skipped steps from the default scale, 2**15, down to 1.
 _MANY_SKIPS_IN_A_ROW = 16
 # Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
@@ -64,6 +67,10 @@ _BATCH = (
     "`range_report(loss_fn, params, batch)` names the line."
 )
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not fall: are the gradients scaled? {HOW_TO_SCALE}"
+_LOG_BATCHES = (
+    "If these are always batches of the same kind, the model does not learn from this kind. Log which batches are "
+    'skipped, as shown in the guide, "Skipped steps: which batches are skipped?".'
+)
 _HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
 
 
@@ -274,10 +281,23 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[s
         )
         if record is None:
             yield _HAVE_IT_KEPT
+    may_be_of_one_kind = cause in ("", *_OF_GRADIENTS) and not was_the_batch and _may_be_of_one_kind(state)
     if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_SHARE_OF_SKIPS * steps:
         yield f"{skipped / steps:.0%} of all steps were skipped."
         if not was_the_batch:
             yield from _cures_of_many(cause, loss_scale)
+    elif may_be_of_one_kind:
+        yield f"{skipped / steps:.1%} of all steps were skipped."
+    if may_be_of_one_kind:
+        yield _LOG_BATCHES
+
+
+def _may_be_of_one_kind(state: LossScaledState) -> bool:
+    """Return whether more steps are skipped than the loss scale needs to find its value."""
+    loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
+    share = _SHARE_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)  # growth causes overflows, too
+    steps = int(state.applied_steps) + int(state.skipped_steps)
+    return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps
 
 
 def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
