@@ -118,6 +118,9 @@ BREAKS = {
         )
     ],
     "The automatic scale arrives within 16 steps": [(AUTO, "LOG2_MOVE = 8", "LOG2_MOVE = 1")],
+    "The automatic scale learns rare kinds of batches": [
+        (AUTO, "tested = margin + LOG2_MOVE, allowance", "tested = margin, allowance")
+    ],
     "Every optimizer takes the steps it takes without loss scaling": [
         (
             STEP,

@@ -75,6 +75,42 @@ def test_what_moves_between_devices():
         assert [f"{moved[layout, way]:.0f}" for way in ways] == cells, layout
 
 
+# The row of the page: the rows of the benchmark.
+MIXED = [
+    ["2^8, noise 3", "2^8, noise 3.5", "2^8, noise 4"],
+    ["2^16, noise 4"],
+    ["2^16, noise 6"],
+    ["grows by 2^2 in 1,000 steps, to 2^20"],
+    ["grows by 2^2 in 1,000 steps, to 2^28"],
+    [f"NaN 1 in {one_in}" for one_in in (20, 50, 100, 200, 400)],
+    [f"NaN 1 in {one_in}, 2^6" for one_in in (20, 100, 400)],
+    [f"NaN 1 in {one_in}, 2^12" for one_in in (50, 200)],
+    [f"NaN 1 in {one_in}, 2^8, noise {noise}" for one_in, noise in ((100, 2), (100, 4), (400, 4))],
+]
+
+
+def least_to_most(values):
+    """Rounded, as the page has it."""
+    least, most = f"{min(values):.0f}", f"{max(values):.0f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def test_the_limits_of_the_automatic_scale():
+    page = ROOT / "docs" / "choosing.md"
+    rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
+    told = rows(page, "**Rare kinds of batches.**")
+    assert len(told) == 5
+    for one_in, auto, dynamic in told:
+        assert [auto, dynamic] == [least_to_most(rare[one_in][:-2]), f"{rare[one_in][-1]:.0f}"], one_in
+    mixed = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Large values inside")}
+    told = rows(page, "**Noise, growth and NaNs.**")
+    for (kind, *cells), names in zip(told, MIXED, strict=True):
+        assert cells == [least_to_most([mixed[name][column] for name in names]) for column in (0, 2)], kind
+    unused = [[mixed[name][column] for names in MIXED[-3:] for name in names] for column in (3, 1)]
+    text = '`"dynamic"` leaves {} bits unused, and the automatic scale {}'
+    assert text.format(*map(least_to_most, unused)) in " ".join(page.read_text().split())
+
+
 def test_the_index_is_that_of_the_files():
     assert {path.stem for path in RESULTS.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(RESULTS)

@@ -84,9 +84,9 @@ def test_a_rare_kind_of_batches_is_learned():
 
 
 @pytest.mark.parametrize("size", [8, 12, 16, 20, 24])
-@pytest.mark.parametrize("one_in", [30, 60, 100, 200])
-def test_of_a_rare_kind_of_batches_most_are_applied(one_in, size):
-    """In the second half of a run; without a test of lower scales, some of these kinds are always skipped."""
+@pytest.mark.parametrize("one_in", [20, 60, 100, 200])
+def test_most_batches_of_a_rare_kind_are_applied(one_in, size):
+    """In the second half of a run. Without a test of lower scales, some of these kinds are always skipped."""
     kinds = [rare_kind(one_in, size, 20_000, seed) for seed in range(100, 106)]
     assert np.mean(skipped_of_kind(jls.AutoLossScale(), kinds)) <= 20
 
