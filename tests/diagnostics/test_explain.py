@@ -90,6 +90,8 @@ def test_what_is_told(loss_scale, record, steps, told):
         (jls.FixedLossScale(8.0, skip_nonfinite=True), NAN_GRADS, 5, 2000, False),  # this batch is examined already
         ("dynamic", None, 5, 1900, True),
         ("dynamic", None, 5, 2100, False),  # the growth of the scale costs 1 step in 2,000
+        ("dynamic", INF_GRADS, 5, 1900, False),  # one of the steps lowered the initial scale
+        ("dynamic", INF_GRADS, 6, 1900, True),
         (8.0, None, 50, 2000, False),
     ],
 )

@@ -104,7 +104,7 @@ TRAININGS = {
         410,
         20,
         {"record": False},
-        "at the floor | have it kept | often | rarer",
+        "at the floor | have it kept | often | rarer | log the batches",
     ),
     "a loss that is masked out": (masked, "auto", 50, 2, {}, "all zero"),
     "a loss that is not finite": (in_float16, "auto", 5, NEVER, {}, "skipped in a row | loss"),
