@@ -25,7 +25,7 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 # numbers fail.
 LOG2_MOVE = 8  # decrease of the scale after an overflow, largest allowance, and largest ordinary rise of the gradients
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and the margin per step
-_LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
+_LOG2_HARDLY_FORGOTTEN = 1 / 768  # the same for the allowance, and for the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
 _LOG2_MOST_MARGIN = 30  # the normal numbers of float16 end 30 bits below its limit
 _LOG2_SEARCH_TOP = 40  # target before the first gradient that is not zero: 2**40 makes gradients above 2**-65 visible
@@ -42,9 +42,9 @@ class AutoLossScale(BoundedLossScale):
 
     The scale is kept as large as possible while the largest recent gradient, called the peak, stays a few bits (powers
     of two) below the float16 limit. How many bits are needed is learned from overflows, because values inside the
-    backward pass can be larger than the gradients of all parameters. The number of bits is the sum of the margin, which
-    lasts as long as overflows recur, and the magnitude of the allowance, which expires. The target is the largest scale
-    that leaves this number of bits free::
+    backward pass can be larger than the gradients of all parameters. The number of bits is the sum of the margin and
+    the magnitude of the allowance. After an overflow, the allowance slowly decays to 0, and only then does the margin
+    decay. The target is the largest scale that leaves this number of bits free::
 
         target = floor(log2(65512) - log2_headroom - peak - margin - abs(allowance))
 
@@ -77,10 +77,9 @@ class AutoLossScale(BoundedLossScale):
 
     - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and climbs back. If it
       overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
-      by 1 more bit.
+      by 1 more bit. The allowance grows as well, so that the margin does not decay at once.
     - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
-      overflow therefore adds only 1 bit of allowance, or 2 bits if more than 5 bits are free already. The margin does
-      not decay until the allowance has expired.
+      overflow therefore adds only 1 bit of allowance, or 2 bits if more than 5 bits are free already.
     - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
       bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
       margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test.
@@ -89,28 +88,30 @@ class AutoLossScale(BoundedLossScale):
     - **Gradients that are all zero.** They do not show how large the other gradients are. The scale therefore stops 1
       bit below the target, so that an overflow counts as an overflow below the target.
 
-    Before the first gradient that is not zero, there is no peak, and the target is 40. An overflow then only sets the
-    target to ``scale - 24``, and each step in which all gradients are zero raises the target by 1/64, up to 40. If an
-    overflow occurs at ``min_loss_scale``, the peak, the margin and the allowance return to their initial values.
+    Before the first gradient that is not zero, there is no peak, and the target is 40, or ``max_loss_scale`` if this is
+    lower. An overflow then only sets the target to ``scale - 24``, and each step in which all gradients are zero raises
+    the target by 1/64 toward its initial value. If an overflow occurs at ``min_loss_scale``, the peak, the margin and
+    the allowance return to their initial values.
 
     The margin is at least 1. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights are
     summed in float32 and can be larger than all values inside the backward pass. In such models, up to 5 more bits
     could be used. However, a search for these bits would cost all other models one overflow in a few hundred steps.
 
-    The rule has the following limits. In these cases, `DynamicLossScale` skips fewer steps, but it usually leaves more
-    bits unused. All numbers are results of ``python -m benchmarks policies``:
+    The rule has the following limits. In these cases, `DynamicLossScale` skips fewer steps. Use it if the skipped
+    batches matter, although it usually leaves more bits unused. ``python -m benchmarks policies`` measures all numbers:
 
     - **Kinds of batches that are rarer than 1 in 200.** If 1 batch in k contains much larger values than the others,
-      about k / 1536 of these batches are skipped: 7% if k = 100, 12% to 16% if k = 200, and 26% to 34% if k = 400. With
-      `DynamicLossScale`, it is 4%, 9% and 17%.
+      about k / 1536 of these batches are skipped: 6% to 7% if k = 100, 12% to 16% if k = 200, and 26% to 34% if k =
+      400. With `DynamicLossScale`, it is 4%, 9% and 17%.
     - **NaNs from the data together with large values inside the backward pass.** With a NaN in 1 of 20 to 400 steps, 14
       to 20 of 1,000 other steps are skipped if these values are 6 bits larger than the gradients, and 42 to 51 if they
-      are 12 bits larger. With `DynamicLossScale`, none is skipped. With NaNs alone, none is skipped, either.
+      are 12 bits larger. With `DynamicLossScale`, or with NaNs alone, fewer than 1 of 10,000 is skipped.
     - **Noise.** If the size of values inside the backward pass varies by up to 4 bits (standard deviation) around 8
       bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 82 of 1,000 if the
       standard deviation is 6 bits. With `DynamicLossScale`, at most 11 of 1,000 are skipped.
-    - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps, 1 of 1,000 steps is skipped, but 42
-      of 1,000 if they grow to 28 bits. With `DynamicLossScale`, at most 2 of 1,000 are skipped.
+    - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
+      the gradients, 1 of 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 of 1,000 are skipped.
+      With `DynamicLossScale`, at most 2 of 1,000 are skipped.
 
     Args:
       initial_loss_scale: the first scale. It need not be a power of two. Every later scale is a power of two, unless
@@ -254,18 +255,19 @@ class AutoLossScale(BoundedLossScale):
         target = self._target(peak, margin, allowance)
         can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
 
-        # Below the target, the scale is too high.
+        # Below the target, the scale climbs back after an overflow. A second overflow proves that it is too high.
         proved = jnp.minimum(margin + target - s + 1, jnp.maximum(margin, _LOG2_MOST_MARGIN))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
-        # At the target, the scale or the data can be the cause. If the allowance is used up, test which of them it is.
+        # At the target, the cause can be the scale or the data. Overflows first use up the allowance. The next two then
+        # test lower scales. If these overflow, too, the scale is not the cause, and the margin is reset.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
-        failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.where(is_used_up, -LOG2_MOVE, allowance)
-        at_target = _where(can_grow, grown, _where(is_used_up & (margin <= 2 * LOG2_MOVE), tested, failed))
+        reset = jnp.float32(_LOG2_LEAST_MARGIN), jnp.where(is_used_up, -LOG2_MOVE, allowance)
+        at_target = _where(can_grow, grown, _where(is_used_up & (margin <= 2 * LOG2_MOVE), tested, reset))
 
-        # Without a peak, the margin only determines the target, and the target becomes lower than the scale.
+        # Without a peak, the margin alone determines the target, which becomes lower than the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, _where(s < target, below_target, at_target))
