@@ -91,7 +91,7 @@ TESTS = {
     ],
     "_program": [
         *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
-        *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "diagnostics/test_layers.py"),
+        *("diagnostics/test_in_precision.py", "gradients/test_scaled_backward.py", "diagnostics/test_layers.py"),
         *("diagnostics/test_facts.py", "frameworks/test_autocast_nnx.py", "diagnostics/test_faults_found.py"),
         *("diagnostics/test_verdicts.py", "diagnostics/test_range_report.py", "diagnostics/test_shadow.py"),
         *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),

@@ -120,7 +120,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     return _map_adjoint(_unscale_cotangent, tree, _constant(loss_scale, "unscale_gradient(scale=...)"))
 
 
-def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
+def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
     """Return a function with the values and the true gradients of ``fun``, whose backward pass runs at a loss scale.
 
     ::
@@ -158,15 +158,15 @@ def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any
       >>> w, x = jnp.ones(2), jnp.ones((4, 2))
       >>> jax.grad(loss_fn)(w, x)
       Array([0., 0.], dtype=float32)
-      >>> grads = jax.grad(jls.scaled_inside(loss_fn, 2.0**20))(w, x)
+      >>> grads = jax.grad(jls.scaled_backward(loss_fn, 2.0**20))(w, x)
       >>> jnp.allclose(grads, 4e-8, rtol=1e-3)
       Array(True, dtype=bool)
     """
-    check_function(fun, "scaled_inside(fun=...)")
-    loss_scale = as_loss_scale(loss_scale, "scaled_inside(loss_scale=...)")
+    check_function(fun, "scaled_backward(fun=...)")
+    loss_scale = as_loss_scale(loss_scale, "scaled_backward(loss_scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return fun
-    scale = _constant(loss_scale, "scaled_inside(loss_scale=...)")
+    scale = _constant(loss_scale, "scaled_backward(loss_scale=...)")
 
     def unscaled(values: Sequence[Any]) -> list[Any]:
         return [_map_adjoint(_unscale_cotangent, value, scale) if _is_traced(value) else value for value in values]

@@ -225,8 +225,8 @@ jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
     `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. Of a function, pass the result.
-jls.scaled_inside(3, 8)
-    `scaled_inside(fun=...)` must be a function, got 3.
+jls.scaled_backward(3, 8)
+    `scaled_backward(fun=...)` must be a function, got 3.
 jls.scaled_grad(3, 8)
     `scaled_grad(fun=...)` must be a function, got 3.
 jls.scaled_grad(square, True)
@@ -368,7 +368,7 @@ TAKE_A_STATE = {
     "scaled_grad(loss_scale=...)": lambda state: jls.scaled_grad(square, state),
     "scale_gradient(scale=...)": lambda state: jls.scale_gradient(LOSS, state),
     "unscale_gradient(scale=...)": lambda state: jls.unscale_gradient(LOSS, state),
-    "scaled_inside(loss_scale=...)": lambda state: jls.scaled_inside(square, state),
+    "scaled_backward(loss_scale=...)": lambda state: jls.scaled_backward(square, state),
     "accumulate_gradients(loss_scale=...)": lambda state: jls.accumulate_gradients(square, state, 2),
     "filter_value_and_scaled_grad(loss_scale=...)": lambda state: NAMES["equinox"].filter_value_and_scaled_grad(
         square, state
