@@ -200,11 +200,11 @@ def _check_arguments(
     check_told(told, method)
     name = f"{method}({grads_name}=...)"
     _tree.check_tree(scaled_grads, name)
-    # Otherwise, `before` would be passed on to the inner optimizer, which ignores it.
-    if "before" in extra_args:
+    # Otherwise, `restore_from` would be passed on to the inner optimizer, which ignores it.
+    if "restore_from" in extra_args:
         raise ValueError(
-            f"`{method}(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no "
-            "parameter, use `select_tree(state.consecutive_skips == 0, new, before)`."
+            f"`{method}(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore "
+            "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
         )
     if state.loss_scale.checks_gradients:
         _check_not_masked(scaled_grads, name)

@@ -190,9 +190,9 @@ jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
     alone.
-TX.update(PARAMS, STATE, PARAMS, before=PARAMS)
-    `update(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no parameter, use
-    `select_tree(state.consecutive_skips == 0, new, before)`.
+TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
+    `update(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore other values
+    after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
