@@ -62,6 +62,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
     """
     _tree.check_tree(tree, "scale_gradient(tree=...)", "Of a function, pass the result.")
+    _check_order(tree, "scale_gradient")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
@@ -114,6 +115,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       (Array(0., dtype=float32), Array(3.7252903e-09, dtype=float32))
     """
     _tree.check_tree(tree, "unscale_gradient(tree=...)")
+    _check_order(tree, "unscale_gradient")
     loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
@@ -200,6 +202,13 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
         return _identity(_scale_cotangent, leaf, summed)
 
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
+
+
+def _check_order(tree: chex.ArrayTree, function: str) -> None:
+    """Raise a `ValueError` if the loss scale was passed as the tree. A scalar loss would be accepted as the scale."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScale))
+    if any(isinstance(leaf, LossScale) for leaf in leaves):
+        raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
 
 
 def _constant(loss_scale: LossScale, name: str) -> jax.Array:
