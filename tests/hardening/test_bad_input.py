@@ -173,8 +173,8 @@ jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32)
     `in_precision(fun=...)` must be a function, got 3.
-jls.in_half(square, otherwise=3)
-    `in_half(otherwise=...)` must be a function, got 3.
+jls.in_half(square, fallback=3)
+    `in_half(fallback=...)` must be a function, got 3.
 jls.keep_float32(3)
     `keep_float32(function=...)` must be a function, got 3.
 jls.loss_scale_for(jnp.int32)
