@@ -6,7 +6,6 @@ from jax_lossscale._gradients import (
     AccumulatedGradients,
     accumulate_gradients,
     scale_gradient,
-    scaled_backward,
     scaled_grad,
     unscale_gradient,
     value_and_scaled_grad,
@@ -31,6 +30,7 @@ from jax_lossscale._optax import (
     metrics,
     raise_if_stuck,
 )
+from jax_lossscale._scaled_backward import scaled_backward
 from jax_lossscale._tree import cast_floating, select_tree
 from jax_lossscale._version import __version__
 

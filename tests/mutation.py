@@ -79,6 +79,7 @@ TESTS = {
         *("loss_scales", "test_golden.py", "gradients/test_gradients.py"),
         *("wrapper/test_readers.py", "wrapper/test_several.py"),
     ],
+    "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
     "_gradients": [
         *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
         "frameworks/test_autocast_nnx.py",
