@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.cotangent import constant_scale, scale_gradient, unscale_cotangents
 from jax_lossscale._loss_scale import NoOpLossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 

@@ -77,7 +77,7 @@ TESTS = {
     ],
     "_loss_scale": [
         *("loss_scales", "test_golden.py", "gradients/test_gradients.py"),
-        *("wrapper/test_readers.py", "wrapper/test_several.py"),
+        *("wrapper/test_monitoring.py", "wrapper/test_several.py"),
     ],
     "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
     "_gradients": [
@@ -86,7 +86,7 @@ TESTS = {
     ],
     "_optax": [
         *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
-        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_readers.py", "wrapper/test_data_parallel.py"),
+        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_monitoring.py", "wrapper/test_data_parallel.py"),
         *("diagnostics/test_recording.py", "wrapper"),
         *("hardening/test_any_tree.py", "hardening/test_properties.py"),
     ],

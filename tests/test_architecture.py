@@ -49,7 +49,7 @@ LAYERS = {
 }
 # What every policy, each in a file of its own, may import of its siblings.
 POLICY_BASE = {"base", "bounded", "powers"}
-NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
+NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
 # The rooms of the diagnostics, in order.
 ROOMS = ["_tree", "_asked", "_shadow", "_errors", "_ranges", "_compare", "_precision", "_autocast", "_run"]

@@ -16,7 +16,7 @@ from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import vary
 
 _Carry = TypeVar("_Carry")

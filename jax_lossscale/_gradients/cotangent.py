@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_lossscale import _tree
 from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import READ_WITHOUT_INTEROP, not_a_state
+from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.verdict import Verdict
