@@ -105,7 +105,7 @@ def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks
         known, largest = agree(known, largest, axis_name)
         grads_finite, value_finite, allowed = jax.tree.unflatten(structure, known)
     if grads_finite is not None and largest is not None:
-        # Otherwise, `largest` would be finite if the argument `grads_finite` is false although every gradient is finite.
+        # The argument `grads_finite` can be false although every gradient, and therefore `largest`, is finite.
         largest = jnp.where(grads_finite, largest, jnp.nan)
     return StepChecks(grads_finite, value_finite, allowed, largest)
 
