@@ -7,7 +7,6 @@ from jax_lossscale._gradients import (
     accumulate_gradients,
     scale_gradient,
     scaled_grad,
-    scaled_inside,
     unscale_gradient,
     value_and_scaled_grad,
 )
@@ -31,6 +30,7 @@ from jax_lossscale._optax import (
     metrics,
     raise_if_stuck,
 )
+from jax_lossscale._scaled_backward import scaled_backward
 from jax_lossscale._tree import cast_floating, select_tree
 from jax_lossscale._version import __version__
 
@@ -62,8 +62,8 @@ __all__ = [
     "plotting",
     "raise_if_stuck",
     "scale_gradient",
+    "scaled_backward",
     "scaled_grad",
-    "scaled_inside",
     "select_tree",
     "serialize",
     "unscale_gradient",

@@ -77,21 +77,22 @@ TESTS = {
     ],
     "_loss_scale": [
         *("loss_scales", "test_golden.py", "gradients/test_gradients.py"),
-        *("wrapper/test_readers.py", "wrapper/test_several.py"),
+        *("wrapper/test_monitoring.py", "wrapper/test_several.py"),
     ],
+    "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
     "_gradients": [
         *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
         "frameworks/test_autocast_nnx.py",
     ],
     "_optax": [
         *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
-        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_readers.py", "wrapper/test_data_parallel.py"),
+        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_monitoring.py", "wrapper/test_data_parallel.py"),
         *("diagnostics/test_recording.py", "wrapper"),
         *("hardening/test_any_tree.py", "hardening/test_properties.py"),
     ],
     "_program": [
         *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
-        *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "diagnostics/test_layers.py"),
+        *("diagnostics/test_in_precision.py", "gradients/test_scaled_backward.py", "diagnostics/test_layers.py"),
         *("diagnostics/test_facts.py", "frameworks/test_autocast_nnx.py", "diagnostics/test_faults_found.py"),
         *("diagnostics/test_verdicts.py", "diagnostics/test_range_report.py", "diagnostics/test_shadow.py"),
         *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),

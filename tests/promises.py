@@ -11,7 +11,7 @@ LEAVES_A_CHANGED_STATE = (
     "_no_updates(jax.eval_shape(run)[0]), state.inner_state",
     "_no_updates(jax.eval_shape(run)[0]), jax.tree.map(lambda leaf: leaf + 1, state.inner_state)",
 )
-NEVER_SKIPS = ("_optax/verdict.py", "grads_finite if loss_scale.skip_nonfinite else None", "None")
+NEVER_SKIPS = ("_optax/decision.py", "grads_finite if loss_scale.skip_nonfinite else None", "None")
 
 BREAKS = {
     "Unscaling is exact": [
@@ -69,9 +69,9 @@ BREAKS = {
     "Gradients that are not finite never reach the parameters": [NEVER_SKIPS],
     "Only gradients move the scale": [
         (
-            "_optax/verdict.py",
-            "loss_scale = adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)",
-            "loss_scale = adjusted",
+            "_optax/decision.py",
+            "return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)",
+            "return adjusted",
         )
     ],
     "Schedules stand still": [LEAVES_A_CHANGED_STATE],

@@ -23,8 +23,9 @@ PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-CORE = {"_check", "_compat", "_limits", "_warn", "_tree", "_measure", "_loss_scale", "_program"}
-MIDDLE = CORE | {"_autocast", "_gradients", "_optax", "optax", "_version"}
+# Loss scaling, up to the optax wrapper, does not depend on programs as data (`_program`) or on what is built on them.
+CORE = {"_check", "_compat", "_limits", "_warn", "_tree", "_measure", "_loss_scale"}
+MIDDLE = CORE | {"_gradients", "_optax", "optax", "_program", "_autocast", "_version"}
 LAYERS = {
     "_version": set(),
     "_check": set(),
@@ -34,20 +35,21 @@ LAYERS = {
     "_tree": {"_check"},
     "_measure": {"_check", "_compat", "_tree"},
     "_loss_scale": {"_check", "_limits", "_tree", "_measure"},
-    "_program": {"_check", "_tree"},
-    "_autocast": {"_check", "_program", "_warn"},
     "_gradients": CORE,
     "_optax": CORE | {"optax"},
+    "_program": {"_check", "_tree"},
+    "_autocast": {"_check", "_program", "_warn"},
+    "_scaled_backward": {"_check", "_gradients", "_loss_scale", "_program"},
     "diagnostics": MIDDLE,
     "interop": MIDDLE,
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
-    "": (MIDDLE - {"optax"}) | {"diagnostics", "plotting"},  # the package's own __init__
+    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},  # the package's own __init__
 }
 # What every policy, each in a file of its own, may import of its siblings.
 POLICY_BASE = {"base", "bounded", "powers"}
-NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
+NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
 # The rooms of the diagnostics, in order.
 ROOMS = ["_tree", "_asked", "_shadow", "_errors", "_ranges", "_compare", "_precision", "_autocast", "_run"]

@@ -140,10 +140,10 @@ softmax in float16                           why/#what-must-stay-float32-softmax
 training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
 overhead                                     performance/#overhead-of-the-optimizers-step
 tf32                                         performance/#is-it-faster-than-float32-what-an-h100-would-do
-loss scale keeps decreasing                  wrong/#the-loss-scale-keeps-decreasing-down-to-its-floor
-loss is nan                                  wrong/
-gradients are zero                           wrong/#the-loss-does-not-fall-and-nothing-is-skipped-gradients-are-zero
-which layer overflows                        wrong/#which-layer-is-nan
+loss scale keeps decreasing                  troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor
+loss is nan                                  troubleshooting/
+gradients are zero                           troubleshooting/#the-loss-does-not-fall-and-nothing-is-skipped-gradients-are-zero
+which layer overflows                        troubleshooting/#which-layer-is-nan
 mixed precision policy per layer             guide/precision/#a-mixed-precision-policy-per-layer-what-autocast-should-keep-in-float32
 rotary                                       guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
 RoPE                                         guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
@@ -168,12 +168,12 @@ shard_map                                    guide/devices/#jaxshard_map-and-jax
 batch norm                                   guide/skipped_steps/#batch-norm-statistics-moving-averages-random-keys
 all steps are skipped                        guide/skipped_steps/
 learning rate schedule                       guide/skipped_steps/#learning-rate-schedules
-gan                                          guide/several/
+gan                                          guide/multiple_losses/
 lbfgs                                        guide/step/#line-searches-and-other-extra-arguments
 numpyro                                      guide/libraries/#or-let-the-optimizer-take-the-gradient-numpyro
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
-gradients are not scaled                     wrong/#are-the-gradients-scaled
+gradients are not scaled                     troubleshooting/#are-the-gradients-scaled
 trainer computes gradients                   guide/libraries/#do-not-pass-loss_scaled-to-a-trainer-that-computes-gradients-itself
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501

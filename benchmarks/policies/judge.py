@@ -129,7 +129,7 @@ def _replay(loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array) ->
     def over_one(loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
         # A comparator may be told of what overflows first in the place of the largest gradient.
         seen = first if getattr(loss_scale, "sees_inside", False) else largest
-        replayed = jls.diagnostics.simulate(loss_scale, largest=seen, inside=first)
+        replayed = jls.diagnostics.simulate(loss_scale, largest=seen, max_cotangent=first)
         return replayed.loss_scale, replayed.grads_finite
 
     return jax.vmap(over_one, in_axes=(0, 1, 1), out_axes=1)(loss_scales, largest, first)

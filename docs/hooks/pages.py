@@ -33,7 +33,7 @@ SEARCH_BOOSTS = {
     "choosing.md": 3,
     "why.md": 2,
     "guide/": 2,
-    "wrong.md": 5,
+    "troubleshooting.md": 5,
     "migrating.md": 2,
     "glossary.md": 0.5,
     "api/": 0.5,

@@ -21,7 +21,7 @@ from jax_lossscale._program.jaxpr import Traced, as_dtype
 from jax_lossscale._program.place import is_in_scope
 from jax_lossscale._program.primitives import IN_HALF
 
-_SCOPE = "in_half_otherwise"
+_SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ _primitive = Primitive(IN_HALF)
 _primitive.multiple_results = True
 
 
-def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) -> _Function:
+def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> _Function:
     """Compute a function in half precision under `autocast`, and another function without.
 
     Some kernels take 16 bits only, such as cuDNN's attention and many that are written in Pallas. This makes one usable
@@ -43,7 +43,7 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
     and is computed as it is written. What it returns in that dtype is float32 to the code around it; its other results
     stay as they are. ``jax.grad(autocast(fun))`` differentiates ``function``.
 
-    ``otherwise`` is computed without `autocast`; inside `keep_float32`; where a ``"wide"`` rule of a `PrecisionPolicy`
+    ``fallback`` is computed without `autocast`; inside `keep_float32`; where a ``"wide"`` rule of a `PrecisionPolicy`
     says so; and where the derivative is taken before `autocast` sees it, as in ``autocast(jax.grad(fun))``. Its
     derivative is then a program like any other. `jls.diagnostics.autocast_report` says where this is so.
 
@@ -51,11 +51,11 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
       function: of any pytrees. It is traced once in float16 and once in bfloat16. Arguments that are no arrays
         (Python numbers, strings, functions, `None`) are passed on as they are. Only arguments are cast, so traced
         arrays must be arguments: parameters, too.
-      otherwise: takes the same arguments, and returns arrays of the same shapes in the same structure. By default it
-        is ``function``.
+      fallback: a function of the same arguments that returns arrays of the same shapes in the same structure. By
+        default it is ``function``.
 
     Returns:
-      A function of the same arguments, with the results of ``otherwise`` in structure, shapes and dtypes.
+      A function of the same arguments, with the results of ``fallback`` in structure, shapes and dtypes.
 
     Raises:
       ValueError: if an argument cannot be called; when it is called, if the results of the two differ in more than the
@@ -66,10 +66,10 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
       >>> import jax_lossscale as jls
       >>> attention = jls.in_half(
       ...     functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
-      ...     otherwise=jax.nn.dot_product_attention,
+      ...     fallback=jax.nn.dot_product_attention,
       ... )
       >>> q = k = v = jnp.ones((2, 8, 4, 64))
-      >>> attention(q, k, v).dtype.name  # computed by `otherwise`
+      >>> attention(q, k, v).dtype.name  # computed by `fallback`
       'float32'
 
       Any function will do:
@@ -88,20 +88,20 @@ def in_half(function: _Function, otherwise: Callable[..., Any] | None = None) ->
       jax-ml/jax#23560 asks for cuDNN's attention in a float32 program.
     """
     check_function(function, "in_half(function=...)")
-    if otherwise is not None:
-        check_function(otherwise, "in_half(otherwise=...)")
-    by_default = function if otherwise is None else otherwise
+    if fallback is not None:
+        check_function(fallback, "in_half(fallback=...)")
+    float32_function = function if fallback is None else fallback
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        made = {_FLOAT32: _or_error(Traced, by_default, args, kwargs)}
+        made = {_FLOAT32: _or_error(Traced, float32_function, args, kwargs)}
         made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
         traced = {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}
         if isinstance(error := made[_FLOAT32], Exception):
-            if otherwise is not None or not traced:
+            if fallback is not None or not traced:
                 raise error
-            error.add_note(f"`in_half(function={function!r})` calls it in float32 here. Give `otherwise`, too.")
-        _check(traced, f"`in_half(function={function!r}, otherwise={otherwise!r})`")
+            error.add_note(f"`in_half(function={function!r})` calls it in float32 here. Pass `fallback`, too.")
+        _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # An error without its traceback, which holds arrays: a program may be kept for long.
         programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
         first = next(iter(traced.values()))
@@ -125,8 +125,8 @@ def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
     return [(aval.dtype, variable.aval.dtype) == (dtype, _FLOAT32) for aval, variable in types]
 
 
-def is_otherwise(eqns: Iterable[Any]) -> bool:
-    """Whether one of the equations computes the derivative of ``otherwise``, according to its name stack."""
+def is_fallback(eqns: Iterable[Any]) -> bool:
+    """Whether one of the equations computes the derivative of ``fallback``, according to its name stack."""
     return is_in_scope(_SCOPE, eqns)
 
 
@@ -161,7 +161,7 @@ def _described(aval: Any) -> str:
 
 
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
-    """Return the results. Whatever walks through jaxprs finds that of ``otherwise``, if there is one, and no other."""
+    """Return the results. Whatever walks through jaxprs finds that of ``fallback``, if there is one, and no other."""
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)
 
@@ -174,7 +174,7 @@ def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, program_in: Callable[[
     return program
 
 
-def _otherwise(*operands: Any, **params: Any) -> list[Any]:
+def _fallback(*operands: Any, **params: Any) -> list[Any]:
     return jaxpr_as_fun(_program(_FLOAT32, **params))(*operands)
 
 
@@ -215,7 +215,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
 
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
-    """Return ``otherwise`` as a function of some of its operands."""
+    """Return ``fallback`` as a function of some of its operands."""
     program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:
@@ -226,9 +226,9 @@ def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -
     return function
 
 
-_primitive.def_impl(_otherwise)
+_primitive.def_impl(_fallback)
 _primitive.def_effectful_abstract_eval(_types)
-mlir.register_lowering(_primitive, mlir.lower_fun(_otherwise, multiple_results=True))
+mlir.register_lowering(_primitive, mlir.lower_fun(_fallback, multiple_results=True))
 ad.primitive_jvps[_primitive] = _differentiate
 ad.primitive_transposes[_primitive] = _transpose
 batching.fancy_primitive_batchers[_primitive] = _batch

@@ -33,7 +33,7 @@ class PrecisionRule:
     Args:
       precision: ``"narrow"``: in the dtype of `autocast`. ``"wide"``: in float32. ``"wide_result"``, for matrix
         products and convolutions: narrow operands, a float32 result. For `in_half`, ``"wide"`` and ``"wide_result"``
-        both mean ``otherwise``. An operation stays in float32 if half precision cannot represent one of its constant
+        both mean ``fallback``. An operation stays in float32 if half precision cannot represent one of its constant
         operands, whatever the rule.
       layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.

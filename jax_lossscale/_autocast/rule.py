@@ -64,7 +64,7 @@ class Rule:
         if name in REWRITTEN and follows is None:
             return Decision(Kind.CALL, is_alone=True)
         if name == IN_HALF:
-            reason = self._reason_for_otherwise(eqn, around)
+            reason = self._reason_for_fallback(eqn, around)
             return Decision(Kind.IN_HALF, is_alone=True, is_narrow=not reason, reason=reason)
         is_alone = name in COMPUTED_ONCE | MOVES_BETWEEN_DEVICES
         if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
@@ -90,7 +90,7 @@ class Rule:
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
 
-    def _reason_for_otherwise(self, eqn: Any, around: tuple[Any, ...]) -> str:
+    def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
         """Tell why `in_half` computes its other function; "" if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,9 +16,8 @@ from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import vary
-from jax_lossscale._program import nnx_objects
 
 _Carry = TypeVar("_Carry")
 
@@ -166,12 +166,21 @@ def sum_over_microbatches(
 
 def _check_no_modules(tree: Any) -> None:
     """Raise a `ValueError` if there is an nnx module, whose changes would be lost, among the arguments."""
-    if nnx_objects.has_module(tree):
+    if _has_nnx_module(tree):
         raise ValueError(
             "`accumulate_gradients` got an nnx module, whose changes, such as batch statistics, would be lost. Use the "
             "method of the optimizer: "
             "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
         )
+
+
+def _has_nnx_module(tree: Any) -> bool:
+    """Return whether a tree contains an nnx module, or a method of one."""
+    nnx = sys.modules.get("flax.nnx")  # if the program has not imported nnx, no object is of its classes
+    if nnx is None:
+        return False
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+    return any(isinstance(node, nnx.Pytree) for leaf in leaves for node in (leaf, getattr(leaf, "__self__", None)))
 
 
 def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_function
 from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
-from jax_lossscale._program import nnx_objects
-from jax_lossscale._program.jaxpr import Traced
 
 
 def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
@@ -68,7 +64,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
         return tree
     warn_if_narrow(tree, loss_scale)
     warn_if_frozen(loss_scale)
-    return _map_adjoint(_scale_cotangent, tree, _constant(loss_scale, "scale_gradient(scale=...)"))
+    return _map_adjoint(_scale_cotangent, tree, constant_scale(loss_scale, "scale_gradient(scale=...)"))
 
 
 def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
@@ -119,73 +115,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
-    return _map_adjoint(_unscale_cotangent, tree, _constant(loss_scale, "unscale_gradient(scale=...)"))
-
-
-def scaled_inside(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
-    """Return a function with the values and the true gradients of ``fun``, whose backward pass runs at a loss scale.
-
-    ::
-
-        forward:   y = fun(x)
-        backward:  cotangent(x) = fun's backward pass(loss_scale * cotangent(y)) / loss_scale
-
-    Give this function to a library that takes the gradient itself and has no place for a loss scale: inside, small
-    float16 gradients survive; what the library gets is true. All that goes into the function goes through
-    `unscale_gradient`: every array among the arguments, the parameters of a module that is the function or whose method
-    it is, and what the function closes over. Forward-mode derivatives (`jax.jvp`) are those of ``fun``, without a
-    scale. Derivatives of derivatives are those of ``fun``, too, and the scale does not keep them from underflow.
-
-    Args:
-      fun: a function, mostly ``jls.autocast(loss_fn)``, of float32 arrays, nnx modules, and anything else. Like
-        `autocast`, this function traces it. What it changes in a module, such as batch statistics, is changed; the
-        module must be an argument, or the function itself.
-      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale. It does not move.
-
-    Returns:
-      A function that is called as ``fun`` is, and returns what ``fun`` returns.
-
-    Raises:
-      ValueError: if ``fun`` is no function; if ``loss_scale`` is no loss scale and holds none, or more than one.
-
-    Warns:
-      UserWarning: as `scale_gradient`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_lossscale as jls
-      >>> @jls.autocast
-      ... def loss_fn(w, x):
-      ...     return 1e-8 * jnp.mean((x @ w) ** 2)
-      >>> w, x = jnp.ones(2), jnp.ones((4, 2))
-      >>> jax.grad(loss_fn)(w, x)
-      Array([0., 0.], dtype=float32)
-      >>> grads = jax.grad(jls.scaled_inside(loss_fn, 2.0**20))(w, x)
-      >>> jnp.allclose(grads, 4e-8, rtol=1e-3)
-      Array(True, dtype=bool)
-    """
-    check_function(fun, "scaled_inside(fun=...)")
-    loss_scale = as_loss_scale(loss_scale, "scaled_inside(loss_scale=...)")
-    if isinstance(loss_scale, NoOpLossScale):
-        return fun
-    scale = _constant(loss_scale, "scaled_inside(loss_scale=...)")
-
-    def unscaled(values: Sequence[Any]) -> list[Any]:
-        return [_map_adjoint(_unscale_cotangent, value, scale) if _is_traced(value) else value for value in values]
-
-    @wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        function, its_object = nnx_objects.with_its_object(fun)
-        traced = Traced(function, (*its_object, *args), kwargs)
-        program = ClosedJaxpr(traced.jaxpr.jaxpr, unscaled(traced.jaxpr.consts))
-        return scale_gradient(traced.array_result(jaxpr_as_fun(program)(*unscaled(traced.inputs))), loss_scale)
-
-    return scaled
-
-
-def _is_traced(value: Any) -> bool:
-    """Whether there may be a gradient with respect to this value."""
-    return isinstance(value, jax.core.Tracer)
+    return unscale_cotangents(tree, constant_scale(loss_scale, "unscale_gradient(scale=...)"))
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
@@ -194,7 +124,7 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     Inside `jax.shard_map` the value keeps its type also where the scale differs from device to device and the value
     does not: the gradient is then that of ``scale * value``, summed over these devices, as `jax.grad` gives it.
     """
-    scale = _constant(loss_scale, "value_and_scaled_grad(loss_scale=...)")
+    scale = constant_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
 
     def seed(leaf: jax.Array) -> jax.Array:
         only_scale_varies_over = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
@@ -204,14 +134,19 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
 
 
+def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
+    """Return the tree unchanged; in the backward pass, divide its gradient by ``scale``, ``float32[]``."""
+    return _map_adjoint(_unscale_cotangent, tree, scale)
+
+
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
-    """Raise a `ValueError` if the loss scale was passed as the tree. A scalar loss would be accepted as the scale."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScale))
-    if any(isinstance(leaf, LossScale) for leaf in leaves):
+    """Raise a `ValueError` if the tree is a loss scale or its state. A scalar loss would be accepted as the scale."""
+    fields = tree if isinstance(tree, tuple) else (tree,)
+    if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
 
 
-def _constant(loss_scale: LossScale, name: str) -> jax.Array:
+def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
     """Return the scale, ``float32[]``, without a derivative; ``name`` names the argument in the error."""
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
     if scale.ndim > 0:

@@ -12,7 +12,7 @@ from jax_lossscale._check import check_function
 from jax_lossscale._gradients.cotangent import seed_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 
 
 def value_and_scaled_grad(

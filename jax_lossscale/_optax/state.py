@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import READ_WITHOUT_INTEROP, not_a_state
+from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
-from jax_lossscale._optax.verdict import Verdict
+from jax_lossscale._optax.decision import StepDecision
 
 # What was wrong with a step, in a word, and as a clause; a `BadStep` holds the number of its cause.
 CAUSES = {
@@ -102,23 +102,23 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
 
 def next_state(
     state: LossScaledState,
-    verdict: Verdict,
+    decision: StepDecision,
     inner_state: optax.OptState,
     scaled_grads: optax.Updates,
     axis_name: AxisName,
 ) -> LossScaledState:
-    """Return the state after a step that was decided so."""
-    applied = jnp.ones([], jnp.int32) if verdict.should_apply is None else verdict.should_apply.astype(jnp.int32)
+    """Return the state after a step with this decision."""
+    applied = jnp.ones([], jnp.int32) if decision.should_apply is None else decision.should_apply.astype(jnp.int32)
     skipped = 1 - applied
     return LossScaledState(
-        loss_scale=verdict.loss_scale,
+        loss_scale=decision.loss_scale,
         inner_state=inner_state,
-        grads_finite=_or_true(verdict.grads_finite),
+        grads_finite=_or_true(decision.checks.grads_finite),
         applied_steps=_saturating_add(state.applied_steps, applied),
         skipped_steps=_saturating_add(state.skipped_steps, skipped),
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
-        last_bad_step=_last_bad_step(state, verdict, scaled_grads, axis_name),
-        largest=_largest(state, verdict),
+        last_bad_step=_last_bad_step(state, decision, scaled_grads, axis_name),
+        largest=_largest(state, decision),
     )
 
 
@@ -133,11 +133,11 @@ def check_state(state: Any, method: str, order: str) -> None:
         raise ValueError(f"`{method}(state=...)` {READ_WITHOUT_INTEROP}")
 
 
-def _largest(state: LossScaledState, verdict: Verdict) -> jax.Array | None:
+def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None:
     """Return the next ``largest``. A state keeps its structure, also where another kind of loss scale was put in."""
     if state.largest is None:
         return None
-    return _not_measured() if verdict.largest is None else verdict.largest
+    return _not_measured() if decision.checks.largest is None else decision.checks.largest
 
 
 def _not_measured() -> jax.Array:
@@ -146,13 +146,13 @@ def _not_measured() -> jax.Array:
 
 
 def _last_bad_step(
-    state: LossScaledState, verdict: Verdict, scaled_grads: optax.Updates, axis_name: AxisName
+    state: LossScaledState, decision: StepDecision, scaled_grads: optax.Updates, axis_name: AxisName
 ) -> BadStep | None:
     before = state.last_bad_step
     if before is None:
         return None
-    grads_finite = _or_true(verdict.grads_finite)
-    is_good = grads_finite & _or_true(verdict.should_apply)
+    grads_finite = _or_true(decision.checks.grads_finite)
+    is_good = grads_finite & _or_true(decision.should_apply)
 
     def look() -> BadStep:
         leaf, has_nan = first_fault(state.loss_scale.unscale(scaled_grads), axis_name)
@@ -160,7 +160,7 @@ def _last_bad_step(
         of_gradients = jnp.where(leaf < 0, _kind("grads_finite"), of_leaf)
         # Of several causes the first that makes the step skipped, which gradients do under some kinds only.
         skips = ~grads_finite & state.loss_scale.skip_nonfinite
-        reasons = [~_or_true(verdict.value_finite), skips, ~_or_true(verdict.allowed)]
+        reasons = [~_or_true(decision.checks.value_finite), skips, ~_or_true(decision.checks.allowed)]
         kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)
         step = _saturating_add(state.applied_steps, state.skipped_steps)
         return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))

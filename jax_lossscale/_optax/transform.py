@@ -1,6 +1,6 @@
 """The optax transformation unscales, checks, and runs a whole chain or leaves it untouched.
 
-One function decides (`verdict.decide`), one runs the step or leaves it (`branch.run_or_leave`), and ``update`` and
+One function decides (`decision.decide`), one runs the step or leaves it (`branch.run_or_leave`), and ``update`` and
 ``update_and_apply`` differ only in what they make of the inner chain's updates (`wrapper.Wrapper`).
 """
 

@@ -16,13 +16,13 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import shown
+from jax_lossscale._check import check_bool_scalar, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax import hidden
 from jax_lossscale._optax.branch import Skip, run_or_leave
+from jax_lossscale._optax.decision import StepInputs, decide
+from jax_lossscale._optax.partition import combine, is_none, map_copies, only_with_gradients
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
-from jax_lossscale._optax.verdict import Told, check_told, decide
 from jax_lossscale._warn import warn_user
 
 _Stepped = tuple[chex.ArrayTree, LossScaledState]
@@ -71,11 +71,11 @@ class Wrapper:
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return ``(updates, state)``: those of the inner chain, or zeros for a skipped step; see `loss_scaled`."""
-        told = Told(value, skip_if, grads_finite)
-        _check_arguments("update", "updates", updates, state, told, extra_args)
+        inputs = StepInputs(value, skip_if, grads_finite)
+        _check_arguments("update", "updates", updates, state, inputs, extra_args)
         with _structures_named("update(updates=...)", updates, params):
-            new_updates, state = self._dispatched(False, extra_args, updates, state, params, told)
-            return hidden.filled(new_updates, lambda: hidden.hidden_updates(updates, params)), state
+            new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
+            return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
 
     def update_and_apply(
         self,
@@ -91,13 +91,13 @@ class Wrapper:
         """Return ``(params, state)``, as ``update`` and `optax.apply_updates` would, faster; see `loss_scaled`."""
         if params is None:
             raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
-        told = Told(value, skip_if, grads_finite)
-        _check_arguments("update_and_apply", "scaled_grads", scaled_grads, state, told, extra_args)
+        inputs = StepInputs(value, skip_if, grads_finite)
+        _check_arguments("update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args)
         _tree.check_tree(params, "update_and_apply(params=...)")
         with _structures_named("update_and_apply(scaled_grads=...)", scaled_grads, params):
-            trained = hidden.shown(params, scaled_grads)
-            new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, told)
-            return hidden.filled(new_params, lambda: params), state
+            trained = only_with_gradients(params, scaled_grads)
+            new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
+            return combine(new_params, lambda: params), state
 
     def _dispatched(
         self,
@@ -106,14 +106,14 @@ class Wrapper:
         scaled_grads: optax.Updates,
         state: LossScaledState,
         params: optax.Params | None,
-        told: Told,
+        inputs: StepInputs,
     ) -> _Stepped:
         """Take the step with the leaves that are numbers; outside `jax.jit`, in one dispatch if it can be compiled.
 
         Extra arguments that are no arrays stay what they are, since they may be functions, or numbers and flags that
         steer Python code. With one of those nothing is compiled, as with a bare optax chain.
         """
-        operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), told
+        operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), inputs
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
         is_compiled = are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args)))
         return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *operands)
@@ -130,12 +130,12 @@ class Wrapper:
         scaled_grads: optax.Updates,
         state: LossScaledState,
         params: optax.Params | None,
-        told: Told,
+        inputs: StepInputs,
     ) -> _Stepped:
         """Return the parameters if the step ``applies`` the updates, and the updates if not; beside the new state."""
-        verdict = decide(scaled_grads, state.loss_scale, told, self.axis_name)
-        if told.value is not None:
-            extra_args = {**extra_args, "value": told.value}
+        decision = decide(scaled_grads, state.loss_scale, inputs, self.axis_name)
+        if inputs.value is not None:
+            extra_args = {**extra_args, "value": inputs.value}
         if applies:
             params = _tree.without_weak_types(params)
 
@@ -152,10 +152,10 @@ class Wrapper:
         def leave() -> tuple[chex.ArrayTree, optax.OptState]:
             return params if applies else _no_updates(jax.eval_shape(run)[0]), state.inner_state
 
-        if isinstance(verdict.should_apply, jax.core.Tracer):
+        if isinstance(decision.should_apply, jax.core.Tracer):
             run = jax.jit(run)  # traced once, though it is asked for several times
-        result, inner_state = run_or_leave(self.skip, verdict.should_apply, run, leave)
-        return result, next_state(state, verdict, inner_state, scaled_grads, self.axis_name)
+        result, inner_state = run_or_leave(self.skip, decision.should_apply, run, leave)
+        return result, next_state(state, decision, inner_state, scaled_grads, self.axis_name)
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -167,6 +167,26 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 def _no_updates(like: optax.Updates) -> optax.Updates:
     """Return updates that change nothing: -0.0, since 0.0 added to -0.0 would be 0.0."""
     return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
+
+
+def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
+
+    The update of an array is zero. A Python number without a gradient is part of the configuration of the model and has
+    no update. Without parameters, the updates are the gradients.
+    """
+    if params is None:
+        return grads
+
+    def update(grad: Any, param: Any) -> Any:
+        is_array = _tree.is_array(param) and not jnp.issubdtype(param.dtype, jax.dtypes.extended)
+        is_int = isinstance(param, (bool, int)) and grad is not None
+        return jnp.zeros_like(param) if (is_array or is_int) and not _tree.is_inexact(param) else None
+
+    def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
+        return jax.tree.map(lambda param: update(grad, param), params)
+
+    return map_copies(lambda params: jax.tree.map(updates_below, grads, params, is_leaf=is_none), params)
 
 
 def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
@@ -193,21 +213,39 @@ def _warn_of_float16(params: optax.Params) -> None:
 
 
 def _check_arguments(
-    method: str, grads_name: str, scaled_grads: optax.Updates, state: Any, told: Told, extra_args: dict[str, Any]
+    method: str,
+    grads_name: str,
+    scaled_grads: optax.Updates,
+    state: Any,
+    inputs: StepInputs,
+    extra_args: dict[str, Any],
 ) -> None:
     """Raise a `ValueError` that names the method and the argument if an argument is not of its kind."""
     check_state(state, method, f"{grads_name}, state, params")
-    check_told(told, method)
+    _check_inputs(inputs, method)
     name = f"{method}({grads_name}=...)"
     _tree.check_tree(scaled_grads, name)
-    # Otherwise, `before` would be passed on to the inner optimizer, which ignores it.
-    if "before" in extra_args:
+    # Otherwise, `restore_from` would be passed on to the inner optimizer, which ignores it.
+    if "restore_from" in extra_args:
         raise ValueError(
-            f"`{method}(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no "
-            "parameter, use `select_tree(state.consecutive_skips == 0, new, before)`."
+            f"`{method}(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore "
+            "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
         )
     if state.loss_scale.checks_gradients:
         _check_not_masked(scaled_grads, name)
+
+
+def _check_inputs(inputs: StepInputs, method: str) -> None:
+    """Raise a `ValueError` that names the method and the argument if an argument has the wrong type."""
+    if inputs.value is not None and not is_number(inputs.value):
+        got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
+        raise ValueError(
+            f"`{method}(value=...)` must be a real scalar, the true loss, got {got}. Of `(loss, aux)`, pass the loss "
+            "alone."
+        )
+    for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
+        if flag is not None:
+            check_bool_scalar(flag, f"{method}({name}=...)")
 
 
 @contextlib.contextmanager
@@ -219,13 +257,28 @@ def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Para
     try:
         yield
     except (TypeError, ValueError) as error:
-        if params is None or hidden.have_one_structure(scaled_grads, params):
+        if params is None or _have_one_structure(scaled_grads, params):
             raise
         got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
         raise ValueError(
             f"`{name}` must be of the structure of `params`, {expected}, got {got}. Of "
             "`loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`."
         ) from error
+
+
+def _have_one_structure(grads: optax.Updates, params: optax.Params) -> bool:
+    """Return whether each gradient has a parameter. A gradient that is ``None`` matches any subtree of parameters."""
+
+    def is_one(grad: Any, param: Any) -> bool:
+        return grad is None or jax.tree_util.all_leaves([param])
+
+    def matched(params: optax.Params) -> Any:
+        return jax.tree.map(is_one, grads, params, is_leaf=is_none)
+
+    try:
+        return grads is not None and all(jax.tree.leaves(map_copies(matched, params)))
+    except (TypeError, ValueError):
+        return False
 
 
 def _check_not_masked(tree: optax.Params, name: str) -> None:

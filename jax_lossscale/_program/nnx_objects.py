@@ -88,13 +88,6 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
     return (fun.__func__, (owner,)) if _is_object(owner) and hasattr(fun, "__func__") else (fun, ())
 
 
-def has_module(tree: Any) -> bool:
-    """Return whether there is an nnx module in a tree, or a method of one."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
-    objects = (leaf for leaf in leaves for leaf in (leaf, getattr(leaf, "__self__", None)))
-    return _nnx() is not None and any(isinstance(leaf, _nnx().Pytree) for leaf in objects)
-
-
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
     """Return by path the variables in the objects, and what else their modules, dictionaries and lists hold."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}

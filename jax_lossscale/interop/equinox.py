@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.scaled import with_scaled_gradient
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 
 try:
     import equinox as eqx

@@ -339,7 +339,7 @@ def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
         lambda w, x: jls.in_half(lambda x: jnp.sin(x), lambda x: x @ w)(x),
         lambda w, x: jls.in_half(lambda x: x @ w, lambda x: jnp.sin(x))(x),
     ],
-    ids=["both", "otherwise", "function"],
+    ids=["both", "fallback", "function"],
 )
 def test_a_traced_array_must_be_an_argument(call):
     """Or it would not be cast, nor be there any more when `autocast` comes."""
@@ -360,7 +360,7 @@ def test_derivatives_pass_by_integers():
         y = jnp.where(mask, jnp.sin(x @ w), 0)
         return y, jnp.argmax(y, axis=-1)
 
-    def otherwise(w, x, mask):
+    def fallback(w, x, mask):
         y = jnp.where(mask, jnp.cos(x @ w), 0)
         return y, jnp.argmax(y, axis=-1)
 
@@ -368,10 +368,10 @@ def test_derivatives_pass_by_integers():
         y, largest = function(w.astype(jnp.float16), x.astype(jnp.float16), mask)
         return y.astype(jnp.float32), largest
 
-    half = with_integers(jls.in_half(function, otherwise))
+    half = with_integers(jls.in_half(function, fallback))
     assert_alike(jax.grad(jls.autocast(half))(W, X), jax.grad(with_integers(hand))(W, X))
-    assert_alike(jax.grad(jax.jit(half))(W, X), jax.grad(with_integers(otherwise))(W, X))
-    assert_alike(jax.jvp(half, (W, X), (W, X)), jax.jvp(with_integers(otherwise), (W, X), (W, X)))
+    assert_alike(jax.grad(jax.jit(half))(W, X), jax.grad(with_integers(fallback))(W, X))
+    assert_alike(jax.jvp(half, (W, X), (W, X)), jax.jvp(with_integers(fallback), (W, X), (W, X)))
 
 
 @pytest.mark.parametrize("above", [True, False])
@@ -392,7 +392,7 @@ def test_the_devices_of_a_shard_map_exchange_inside():
     def summed(function):
         return lambda w, x: jax.lax.psum(function(w, x), "data")
 
-    found, expected, otherwise = (
+    found, expected, fallback = (
         shard_mapped(each, P(), check_vma=False)
         for each in (
             jls.in_half(summed(kernel), summed(reference)),
@@ -401,7 +401,7 @@ def test_the_devices_of_a_shard_map_exchange_inside():
         )
     )
     assert_alike(jls.autocast(found)(W, X), expected(W, X))
-    assert_alike(found(W, X), otherwise(W, X))
+    assert_alike(found(W, X), fallback(W, X))
 
 
 @pytest.mark.parametrize("narrow", [True, False])
@@ -443,7 +443,7 @@ WITHOUT = {
 def test_and_without_autocast_the_error_is_its_own(use):
     with pytest.raises(AssertionError, match="16 bits only") as caught:
         use(kernel_only)
-    assert any("Give `otherwise`" in note for note in caught.value.__notes__)
+    assert any("Pass `fallback`" in note for note in caught.value.__notes__)
 
 
 def test_a_function_may_be_for_one_dtype_only():
@@ -477,10 +477,10 @@ OTHER_RESULTS = {
 }
 
 
-@pytest.mark.parametrize(("otherwise", "message"), OTHER_RESULTS.values(), ids=OTHER_RESULTS)
-def test_results_that_differ_are_refused(otherwise, message):
+@pytest.mark.parametrize(("fallback", "message"), OTHER_RESULTS.values(), ids=OTHER_RESULTS)
+def test_results_that_differ_are_refused(fallback, message):
     with pytest.raises(ValueError, match=message):
-        jls.in_half(kernel, otherwise)(W, X)
+        jls.in_half(kernel, fallback)(W, X)
 
 
 def test_results_that_depend_on_the_dtype_are_refused():
@@ -496,7 +496,7 @@ def test_an_error_of_the_other_function_comes_at_once():
 def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
     with pytest.raises(TypeError, match="dot_general") as caught:
         jax.eval_shape(jls.in_half(lambda w, x: x @ w), W, X[:, :3])
-    assert not any("otherwise" in note for note in caught.value.__notes__)
+    assert not any("fallback" in note for note in caught.value.__notes__)
 
 
 # What reports say.
@@ -533,6 +533,6 @@ def test_the_report_says_where_the_other_function_is_computed_and_why(loss, poli
     [entry] = report.not_in_half
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
-    assert f"`otherwise` of `in_half` is computed: {entry}." in str(report)
+    assert f"`fallback` of `in_half` is computed: {entry}." in str(report)
     wide = [each.reason for each in report.products if each.dtype == "float32"]
-    assert set(wide) == (set() if "differentiated" in reason else {"in `otherwise` of `in_half`"})
+    assert set(wide) == (set() if "differentiated" in reason else {"in `fallback` of `in_half`"})

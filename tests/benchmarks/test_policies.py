@@ -24,7 +24,7 @@ from benchmarks.policies.traces import (
     synthetic,
 )
 from benchmarks.policies.trainings import all_trainings, trained
-from jax_lossscale._optax.readers import seem_unscaled
+from jax_lossscale._optax.monitoring import seem_unscaled
 
 pytestmark = pytest.mark.ci
 

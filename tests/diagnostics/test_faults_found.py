@@ -1,4 +1,4 @@
-"""Faults that people make, each led to its cause by one call that docs/wrong.md names for what is seen."""
+"""Faults that people make, each led to its cause by one call that docs/troubleshooting.md names for what is seen."""
 
 import jax
 import jax.numpy as jnp

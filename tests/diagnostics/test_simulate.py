@@ -75,10 +75,10 @@ def following(scale):
     return Following(jnp.float32(scale), jnp.float32(-1))
 
 
-def oracle(loss_scale, largest, inside, dtype):
+def oracle(loss_scale, largest, max_cotangent, dtype):
     """The loop, in NumPy."""
     steps = []
-    for one, other in zip(largest, inside, strict=True):
+    for one, other in zip(largest, max_cotangent, strict=True):
         scale = np.float32(loss_scale())
         with np.errstate(over="ignore"):
             arrives, overflows = (np.dtype(dtype).type(np.float32(number) * scale) for number in (one, other))
@@ -105,17 +105,17 @@ KINDS = {
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(MAGNITUDES, MAGNITUDES), min_size=8, max_size=8), st.sampled_from(["float16", "bfloat16"]))
 def test_a_simulation_of_magnitudes_is_the_loop(make, trace, dtype):
-    largest, inside = np.array(trace, np.float32).T
-    replay = simulate(make(), largest=largest, inside=inside, dtype=dtype)
-    steps, final = oracle(make(), largest, inside, dtype)
+    largest, max_cotangent = np.array(trace, np.float32).T
+    replay = simulate(make(), largest=largest, max_cotangent=max_cotangent, dtype=dtype)
+    steps, final = oracle(make(), largest, max_cotangent, dtype)
     assert list(zip(replay.loss_scale.tolist(), replay.grads_finite.tolist(), strict=True)) == steps
     np.testing.assert_equal(jax.tree.leaves(replay.final), jax.tree.leaves(final))
 
 
-def test_what_overflows_inside_is_not_what_is_seen():
+def test_a_step_is_skipped_if_only_the_largest_cotangent_overflows():
     scale = following(2.0**14)
     assert simulate(scale, largest=[2.0**-4] * 2).loss_scale.tolist() == [2.0**14, 2.0**18]
-    replay = simulate(scale, largest=[2.0**-4] * 3, inside=[2.0**-4, 1.0, 2.0**-4])
+    replay = simulate(scale, largest=[2.0**-4] * 3, max_cotangent=[2.0**-4, 1.0, 2.0**-4])
     assert replay.loss_scale.tolist() == [2.0**14, 2.0**18, 2.0**16]
     assert replay.grads_finite.tolist() == [True, False, True]
     assert replay.skipped.tolist() == [False, True, False]
@@ -176,12 +176,12 @@ BAD_ARGUMENTS = {
     ),
     "a scalar trace": (lambda: simulate(jls.get("dynamic"), jnp.array(True)), r"one dimension.*\(\)"),
     "dtype": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), dtype=int), "floating dtype"),
-    "inside alone": (
-        lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), inside=jnp.ones(2)),
-        "goes with `largest`",
+    "max_cotangent without largest": (
+        lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), max_cotangent=jnp.ones(2)),
+        "requires `largest`",
     ),
-    "inside of another length": (
-        lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), inside=jnp.ones(3)),
+    "max_cotangent of another length": (
+        lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), max_cotangent=jnp.ones(3)),
         "as long as `largest`, 2, got 3",
     ),
     "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Give `largest`"),

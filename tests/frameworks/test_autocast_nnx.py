@@ -52,7 +52,7 @@ def changeable(model):
     "transform",
     [pytest.param(lambda fun: fun, id="eager", marks=pytest.mark.slow), pytest.param(nnx.jit, id="nnx.jit")],
 )
-@pytest.mark.parametrize("inside", [lambda fun: fun, lambda fun: jls.scaled_inside(fun, 2.0**10)])
+@pytest.mark.parametrize("inside", [lambda fun: fun, lambda fun: jls.scaled_backward(fun, 2.0**10)])
 def test_gradients_and_all_that_changed_are_those_of_float32(inside, transform):
     models, results = (Network(), Network()), []
     for model, fun in zip(models, (loss_fn, inside(jls.autocast(loss_fn))), strict=True):
@@ -146,7 +146,7 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
 @pytest.mark.slow
 def test_a_module_as_the_function_has_true_gradients_and_changes():
     models, results = (Network(), Network()), []
-    for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_inside(fun, 2.0**10)), strict=True):
+    for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_backward(fun, 2.0**10)), strict=True):
         for method in (lambda model: model), (lambda model: model.__call__):
 
             def loss(model, inside=inside, method=method):
@@ -163,4 +163,4 @@ def test_a_module_that_changes_and_is_closed_over_is_refused():
     model = Network()
     for fun in (lambda x: model(x)), jls.autocast(model):
         with pytest.raises(ValueError, match=r"changes an nnx module .* Make the module an argument"):
-            jls.scaled_inside(fun, 2.0**10)(X)
+            jls.scaled_backward(fun, 2.0**10)(X)

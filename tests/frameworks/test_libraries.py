@@ -93,8 +93,8 @@ def test_brax():
     skipping = jls.loss_scaled(sgd, jls.FixedLossScale(1.0, skip_nonfinite=True))
     expected = updated(with_aux, sgd)
     assert distance(updated(half, sgd), expected) > 0.1
-    assert distance(updated(jls.scaled_inside(half, 2.0**16), skipping), expected) < 1e-2
-    nothing = updated(jls.scaled_inside(half, 2.0**120), skipping)
+    assert distance(updated(jls.scaled_backward(half, 2.0**16), skipping), expected) < 1e-2
+    nothing = updated(jls.scaled_backward(half, 2.0**120), skipping)
     assert not any(leaf.any() for leaf in jax.tree.leaves(nothing))
 
 

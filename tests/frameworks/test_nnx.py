@@ -152,12 +152,12 @@ SKIPPED = {  # what makes a step a skipped one; whether the step is compiled
 }
 
 
-@pytest.mark.parametrize(("x", "told", "is_skipped", "compiled"), SKIPPED.values(), ids=SKIPPED)
-def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, told, is_skipped, compiled):
-    def one_step(model, opt, x, told):
+@pytest.mark.parametrize(("x", "kwargs", "is_skipped", "compiled"), SKIPPED.values(), ids=SKIPPED)
+def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, kwargs, is_skipped, compiled):
+    def one_step(model, opt, x, kwargs):
         before = nnx.clone(model)
         (loss, _), grads = opt.value_and_scaled_grad(jls.autocast(deep_loss), has_aux=True)(model, x)
-        opt.update(model, grads, value=loss, before=before, **told)
+        opt.update(model, grads, value=loss, restore_from=before, **kwargs)
 
     model = Deep()
     opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1), LOSS_SCALE), wrt=nnx.Param)
@@ -166,7 +166,7 @@ def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, told,
     start, start_of_inner = copied_leaves(pure(model)), copied_leaves(pure(opt)["opt_state"]["inner_state"])
     changed = copied_leaves(nnx.clone(model))
     deep_loss(changed, jnp.stack([x, x]).astype(jnp.float32))
-    run(model, opt, jnp.stack([x, x]).astype(jnp.float32), told)
+    run(model, opt, jnp.stack([x, x]).astype(jnp.float32), kwargs)
     assert opt.opt_state.skipped_steps[...] == is_skipped
     if is_skipped:
         assert_same_bits(pure(model), start)
@@ -177,14 +177,14 @@ def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, told,
         assert (model.norm.mean[...] != start["norm"]["mean"]).all()
 
 
-def test_what_the_forward_pass_adds_stays_and_without_before_nothing_is_undone():
-    for is_told in True, False:
+def test_what_the_forward_pass_adds_stays_and_without_restore_from_nothing_is_undone():
+    for is_given in True, False:
         model = Deep()
         opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
         before = nnx.clone(model)
         _, grads = opt.value_and_scaled_grad(deep_loss, has_aux=True)(model, jnp.ones((3, 2)))
-        opt.update(model, grads, skip_if=jnp.array(True), **({"before": before} if is_told else {}))
-        assert (int(model.dropout.rngs.count[...]), model.hidden[...].shape) == (0 if is_told else 1, (3, 4))
+        opt.update(model, grads, skip_if=jnp.array(True), **({"restore_from": before} if is_given else {}))
+        assert (int(model.dropout.rngs.count[...]), model.hidden[...].shape) == (0 if is_given else 1, (3, 4))
 
 
 def with_its_statistics(model):
@@ -194,7 +194,7 @@ def with_its_statistics(model):
     return copied
 
 
-BEFORE = {
+INVALID_COPIES = {
     "itself": (lambda model: model, "got the model itself"),
     "its state": (nnx.state, "got <class .*State"),
     "a copy with the same variables": (copy.copy, "got a copy that shares its variables"),
@@ -207,12 +207,12 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize(("wrong", "words"), BEFORE.values(), ids=BEFORE)
-def test_a_copy_that_is_none_is_refused_before_anything_is_changed(wrong, words):
+@pytest.mark.parametrize(("wrong", "words"), INVALID_COPIES.values(), ids=INVALID_COPIES)
+def test_an_invalid_restore_from_raises_an_error_before_anything_is_changed(wrong, words):
     model = Line()
     opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
-    with pytest.raises(ValueError, match=rf"update\(before=\.\.\.\).*nnx\.clone\(model\).*{words}"):
-        opt.update(model, nnx.grad(loss_fn)(model, XS[0]), before=wrong(model))
+    with pytest.raises(ValueError, match=rf"update\(restore_from=\.\.\.\).*nnx\.clone\(model\).*{words}"):
+        opt.update(model, nnx.grad(loss_fn)(model, XS[0]), restore_from=wrong(model))
     assert opt.step[...] == 0
     with pytest.raises(ValueError, match=r"Optimizer\.value_and_scaled_grad\(fun=\.\.\.\)"):
         opt.value_and_scaled_grad(3.0)

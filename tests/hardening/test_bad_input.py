@@ -173,8 +173,8 @@ jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32)
     `in_precision(fun=...)` must be a function, got 3.
-jls.in_half(square, otherwise=3)
-    `in_half(otherwise=...)` must be a function, got 3.
+jls.in_half(square, fallback=3)
+    `in_half(fallback=...)` must be a function, got 3.
 jls.keep_float32(3)
     `keep_float32(function=...)` must be a function, got 3.
 jls.loss_scale_for(jnp.int32)
@@ -190,9 +190,9 @@ jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
     alone.
-TX.update(PARAMS, STATE, PARAMS, before=PARAMS)
-    `update(before=...)` is taken by `jax_lossscale.interop.flax.Optimizer` alone. To set back what is no parameter, use
-    `select_tree(state.consecutive_skips == 0, new, before)`.
+TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
+    `update(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore other values
+    after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
@@ -225,8 +225,8 @@ jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
     `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. Of a function, pass the result.
-jls.scaled_inside(3, 8)
-    `scaled_inside(fun=...)` must be a function, got 3.
+jls.scaled_backward(3, 8)
+    `scaled_backward(fun=...)` must be a function, got 3.
 jls.scaled_grad(3, 8)
     `scaled_grad(fun=...)` must be a function, got 3.
 jls.scaled_grad(square, True)
@@ -368,7 +368,7 @@ TAKE_A_STATE = {
     "scaled_grad(loss_scale=...)": lambda state: jls.scaled_grad(square, state),
     "scale_gradient(scale=...)": lambda state: jls.scale_gradient(LOSS, state),
     "unscale_gradient(scale=...)": lambda state: jls.unscale_gradient(LOSS, state),
-    "scaled_inside(loss_scale=...)": lambda state: jls.scaled_inside(square, state),
+    "scaled_backward(loss_scale=...)": lambda state: jls.scaled_backward(square, state),
     "accumulate_gradients(loss_scale=...)": lambda state: jls.accumulate_gradients(square, state, 2),
     "filter_value_and_scaled_grad(loss_scale=...)": lambda state: NAMES["equinox"].filter_value_and_scaled_grad(
         square, state

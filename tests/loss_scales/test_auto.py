@@ -15,7 +15,7 @@ from kinds import F32_MAX, named
 from unscaled import states
 
 import jax_lossscale as jls
-from jax_lossscale._optax.readers import seem_unscaled
+from jax_lossscale._optax.monitoring import seem_unscaled
 
 Auto = jls.AutoLossScale
 STATE = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
-from jax_lossscale._autocast.in_half import is_otherwise
+from jax_lossscale._autocast.in_half import is_fallback
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.inside import HOLDING, inside
@@ -141,7 +141,7 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
         if path[-1].primitive.name == IN_HALF:
             sources_by_reason.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
     for step in _steps(program):
-        if is_otherwise((*step.within, step.eqn)):
+        if is_fallback((*step.within, step.eqn)):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
@@ -180,8 +180,8 @@ def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
     for eqn in step.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which is computed as it was"
-    if is_otherwise((*step.within, step.eqn)):
-        return "in `otherwise` of `in_half`"
+    if is_fallback((*step.within, step.eqn)):
+        return "in `fallback` of `in_half`"
     if exceptions:
         return "; ".join(exceptions)
     if not step.place.is_backward:

@@ -48,7 +48,7 @@ class AutocastReport(Report[OperationPrecision]):
       casts: how many casts between floating dtypes value and gradient hold with `autocast`.
       not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
       arguments: what is wrong with the arguments themselves, a sentence each.
-      not_in_half: where ``otherwise`` of an `in_half` is computed: the lines, and why.
+      not_in_half: where ``fallback`` of an `in_half` is computed: the lines, and why.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -99,7 +99,7 @@ class AutocastReport(Report[OperationPrecision]):
         if self.not_followed:
             notes.append(f"Not followed: {', '.join(self.not_followed)}.")
         if self.not_in_half:
-            notes.append(f"`otherwise` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
+            notes.append(f"`fallback` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
         return notes
 
 

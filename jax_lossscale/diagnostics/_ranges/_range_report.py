@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_flag, is_number
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._asked._facts import ProductFacts

@@ -16,7 +16,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
-from jax_lossscale._optax.readers import (
+from jax_lossscale._optax.monitoring import (
     HOW_TO_SCALE,
     OVERFLOWS_OF_CLIPPED_GRADIENTS,
     check_is_concrete,

@@ -46,7 +46,7 @@ def simulate(
     grads_finite: ArrayLike | None = None,
     *,
     largest: ArrayLike | None = None,
-    inside: ArrayLike | None = None,
+    max_cotangent: ArrayLike | None = None,
     dtype: DTypeLike = jnp.float16,
 ) -> Simulation:
     """Replay a loss scale over a trace: compiled, a million steps in a moment.
@@ -55,7 +55,7 @@ def simulate(
     the largest true gradient of each step was, from which it follows whether the step is finite at the scale that this
     loss scale would have had::
 
-        finite = isfinite(round(inside * scale)) and isfinite(round(largest * scale))
+        finite = isfinite(round(max_cotangent * scale)) and isfinite(round(largest * scale))
         loss_scale = loss_scale.adjust(finite)
         loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else nan)
 
@@ -68,9 +68,9 @@ def simulate(
       grads_finite: ``bool[steps]``.
       largest: instead of it, ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step; NaN
         or infinity if the gradients would not be finite at any scale.
-      inside: with ``largest``, the magnitude of what overflows first, if that is not a gradient of a parameter:
-        ``float[steps]``, the largest unscaled magnitude inside the backward pass, among the cotangents of activations.
-        By default ``largest``.
+      max_cotangent: ``float[steps]``, the largest magnitude among the *unscaled* cotangents of the activations in the
+        backward pass of each step. Pass it together with ``largest`` if these cotangents overflow at a lower scale than
+        the gradients of the parameters. By default it equals ``largest``.
       dtype: the dtype in which the backward pass computes.
 
     Returns:
@@ -78,8 +78,8 @@ def simulate(
 
     Raises:
       ValueError: if ``loss_scale`` is no `LossScale`; unless exactly one trace is given, of one dimension, and
-        ``grads_finite`` of booleans; if a kind that needs the largest gradient does not get it; if ``inside`` is given
-        without ``largest``, or is not as long; if ``dtype`` is no floating dtype.
+        ``grads_finite`` of booleans; if a kind that needs the largest gradient does not get it; if ``max_cotangent`` is
+        given without ``largest``, or its length differs; if ``dtype`` is no floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -107,14 +107,14 @@ def simulate(
         raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
     if largest is not None:
         seen = _checked_trace(largest, "largest")
-        overflowing = seen if inside is None else _checked_trace(inside, "inside")
+        overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
         if overflowing.shape != seen.shape:
             raise ValueError(
-                f"`simulate(inside=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}."
+                f"`simulate(max_cotangent=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}."
             )
         return _replay(loss_scale, seen, overflowing, dtype)
-    if inside is not None:
-        raise ValueError("`simulate(inside=...)` goes with `largest`, not with `grads_finite`: leave it out.")
+    if max_cotangent is not None:
+        raise ValueError("`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`.")
     if loss_scale.needs_largest:
         raise ValueError(
             f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
@@ -147,7 +147,7 @@ def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=3)
-def _replay(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype: jnp.dtype) -> Simulation:
+def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array, dtype: jnp.dtype) -> Simulation:
     def step(loss_scale: LossScale, event: tuple[jax.Array, jax.Array]) -> Any:
         scale = jnp.asarray(loss_scale(), jnp.float32)
         arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
@@ -155,7 +155,7 @@ def _replay(loss_scale: LossScale, largest: jax.Array, inside: jax.Array, dtype:
         measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, jnp.nan)
         return adjust(loss_scale, finite, measured), (scale, finite)
 
-    final, (scales, finite) = jax.lax.scan(step, loss_scale, (largest, inside))
+    final, (scales, finite) = jax.lax.scan(step, loss_scale, (largest, max_cotangent))
     should_apply = finite if final.skip_nonfinite else jnp.ones_like(finite)
     return Simulation(scales, finite, should_apply, final)
 

@@ -13,7 +13,7 @@ from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.accumulation import AccumulatedGradients, as_tuple, check_argnums, sum_over_microbatches
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.finding import as_loss_scale
+from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._optax import LossScaledTransformation
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._tree import select_tree
@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer):
       ...     return jnp.mean(model(x) ** 2)
       >>> before, x = nnx.clone(model), jnp.ones((1, 2))
       >>> loss, grads = opt.value_and_scaled_grad(jls.autocast(loss_fn))(model, x)
-      >>> opt.update(model, grads, value=loss, before=before)
+      >>> opt.update(model, grads, value=loss, restore_from=before)
       >>> int(opt.opt_state.applied_steps[...])
       1
     """
@@ -163,7 +163,7 @@ class Optimizer(nnx.Optimizer):
     def _value_and_grad(self, fun: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, chex.ArrayTree]]:
         return nnx.value_and_grad(fun, argnums=nnx.DiffState(0, self.wrt), has_aux=has_aux, **self._options)
 
-    def update(self, model: Any, grads: chex.ArrayTree, /, *, before: Any = None, **told: Any) -> None:
+    def update(self, model: Any, grads: chex.ArrayTree, /, *, restore_from: Any = None, **kwargs: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.
 
         ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts the applied ones.
@@ -171,42 +171,42 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the model.
           grads: the gradients of the scaled loss, as `value_and_scaled_grad` of this optimizer gives them.
-          before: the model as it was before the forward pass, ``nnx.clone(model)``. If the step is skipped, batch
-            statistics, random counts and whatever else the forward pass has changed are set back to it. Without it,
-            they stay changed.
-          **told: all that ``update`` of `loss_scaled` takes by name: ``value``, the true loss, ``skip_if``,
-            ``grads_finite``, and what the chain takes.
+          restore_from: a copy of the model, ``nnx.clone(model)``, made before the forward pass. If the step is skipped,
+            every variable that is not trained (batch statistics, random counts, ...) is restored from this copy.
+            Without it, such variables keep the values that the forward pass has assigned to them.
+          **kwargs: the keyword arguments of ``update`` of `loss_scaled`: ``value`` (the true loss), ``skip_if``,
+            ``grads_finite``, and the extra arguments of the inner optimizer.
 
         Raises:
-          ValueError: if ``before`` is the model itself, a copy that shares its variables, or a model of another kind or
-            size; as ``update`` of `loss_scaled`.
+          ValueError: if ``restore_from`` is the model itself, a copy that shares its variables, or a model of another
+            kind or size; as ``update`` of `loss_scaled`.
         """
-        if before is not None:
-            self._check_is_a_copy(before, model)
+        if restore_from is not None:
+            self._check_is_a_copy(restore_from, model)
         params, grads = (_arrays(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
-        params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(told))
+        params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(kwargs))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, **self._options))
         self.step[...] += 1
-        if before is not None:
-            old, new = (_arrays(self._all_else(tree)) for tree in (before, model))
+        if restore_from is not None:
+            old, new = (_arrays(self._all_else(tree)) for tree in (restore_from, model))
             kept = {path: leaf for path, leaf in new.items() if path in old}  # the forward pass may add variables
             old = {path: old[path] for path in kept}
             kept = select_tree(opt_state.consecutive_skips == 0, kept, old)
             nnx.update(model, nnx.from_flat_state(list(kept.items())))
 
-    def _check_is_a_copy(self, before: Any, model: Any) -> None:
-        """Raise a `ValueError` unless ``before`` is a model of the same kind that keeps what this one was."""
-        if type(before) is not type(model):
-            what = repr(type(before))
-        elif before is model:
+    def _check_is_a_copy(self, copy: Any, model: Any) -> None:
+        """Raise a `ValueError` unless ``copy`` is a model of the same kind and shares no variable with ``model``."""
+        if type(copy) is not type(model):
+            what = repr(type(copy))
+        elif copy is model:
             what = "the model itself"
         else:
-            what = _difference(self._all_else(before), self._all_else(model))
+            what = _difference(self._all_else(copy), self._all_else(model))
         if what:
             raise ValueError(
-                "`Optimizer.update(before=...)` must be a copy of the model from before the forward pass, "
-                f"`before = nnx.clone(model)`, got {what}."
+                "`Optimizer.update(restore_from=...)` must be a copy of the model from before the forward pass, "
+                f"`nnx.clone(model)`, got {what}."
             )
 
     def _all_else(self, model: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""The state of a run tells on the host what to log, and whether the run is stuck."""
+"""Metrics of a run that are read on the host, and the error if the run is stuck."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_lossscale._check import count
 from jax_lossscale._loss_scale import LossScale, auto
-from jax_lossscale._loss_scale.finding import find_one, unwrapped
+from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._optax.state import LossScaledState
 
 # MindSpore's manager gives up after as many skipped steps in a row.

@@ -1,4 +1,4 @@
-"""`scaled_inside`: values and gradients are those of the function itself; between them, the backward pass is scaled."""
+"""`scaled_backward`: the values and gradients equal those of the function; only the pass in between is scaled."""
 
 import inspect
 import warnings
@@ -48,7 +48,7 @@ GRADIENTS = {  # how a library takes them: a function of the loss, and its argum
 @pytest.mark.parametrize(("take", "args"), GRADIENTS.values(), ids=GRADIENTS)
 def test_the_gradients_are_float32s_however_a_library_takes_them(take, args, jit):
     half = jls.autocast(loss_fn)
-    found = jit(take(jls.scaled_inside(half, SCALE)))(*args)
+    found = jit(take(jls.scaled_backward(half, SCALE)))(*args)
     nearly_equal(found, take(loss_fn)(*args))
 
 
@@ -62,7 +62,7 @@ def test_where_nothing_is_lost_the_gradients_are_the_same_to_the_bit():
     for unit in 1.0, 1e-3:
         of_unit = partial(loss_fn, unit=unit)
         expected = jax.jit(jax.value_and_grad(of_unit, (0, 1)))(PARAMS, X)
-        found = jax.jit(jax.value_and_grad(jls.scaled_inside(of_unit, SCALE), (0, 1)))(PARAMS, X)
+        found = jax.jit(jax.value_and_grad(jls.scaled_backward(of_unit, SCALE), (0, 1)))(PARAMS, X)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -72,7 +72,7 @@ def test_it_is_the_backward_pass_that_is_scaled():
         return x
 
     see.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent**2,))
-    assert jax.grad(jls.scaled_inside(lambda x: see(2.0 * x), SCALE))(1.5) == 2 * SCALE
+    assert jax.grad(jls.scaled_backward(lambda x: see(2.0 * x), SCALE))(1.5) == 2 * SCALE
 
 
 def test_derivatives_inside_the_function_are_not_scaled():
@@ -86,9 +86,9 @@ def test_derivatives_inside_the_function_are_not_scaled():
         return velocity + value
 
     args = PARAMS, jnp.float32(0.3)
-    expected, found = (jax.value_and_grad(fun)(*args) for fun in (residual, jls.scaled_inside(residual, SCALE)))
+    expected, found = (jax.value_and_grad(fun)(*args) for fun in (residual, jls.scaled_backward(residual, SCALE)))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    in_half = jax.grad(jls.scaled_inside(jls.autocast(residual), 2.0**10))(*args)
+    in_half = jax.grad(jls.scaled_backward(jls.autocast(residual), 2.0**10))(*args)
     nearly_equal(in_half, expected[1], rtol=1e-2)
 
 
@@ -105,7 +105,7 @@ def test_arguments_and_results_that_are_no_arrays_come_through_as_they_are():
     static = {"activation": jnp.tanh, "name": name, "nothing": None}
     take = partial(jax.value_and_grad, has_aux=True)
     (expected, expected_aux), expected_grads = take(fun)(PARAMS, static, key=key, rate=rate)
-    (value, aux), grads = take(jls.scaled_inside(fun, SCALE))(PARAMS, static, key=key, rate=rate)
+    (value, aux), grads = take(jls.scaled_backward(fun, SCALE))(PARAMS, static, key=key, rate=rate)
     assert (seen["rate"], seen["static"]) == (rate, static)
     assert type(seen["rate"]) is float
     assert {name: aux[name] for name in ("name", "count", "activation")} == {
@@ -122,7 +122,7 @@ def test_a_result_of_any_shape():
     def residuals(params, x):
         return {"residual": x @ params["weights"], "others": (x**2, jnp.arange(3))}
 
-    scaled = jls.scaled_inside(residuals, SCALE)
+    scaled = jls.scaled_backward(residuals, SCALE)
     jax.tree.map(np.testing.assert_array_equal, scaled(PARAMS, X), residuals(PARAMS, X))
     expected, found = (jax.jacrev(lambda x, fun=fun: fun(PARAMS, x)["residual"])(X) for fun in (residuals, scaled))
     np.testing.assert_array_equal(found, expected)
@@ -130,7 +130,7 @@ def test_a_result_of_any_shape():
 
 def test_forward_mode_is_the_functions_own():
     args, tangents = (PARAMS, X), (PARAMS, jnp.ones_like(X))
-    functions = loss_fn, jls.scaled_inside(loss_fn, SCALE)
+    functions = loss_fn, jls.scaled_backward(loss_fn, SCALE)
     expected, found = (jax.jit(lambda *args, fun=fun: jax.jvp(fun, *args))(args, tangents) for fun in functions)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -152,12 +152,12 @@ def test_an_optimizer_with_a_line_search_ends_where_float32_does():
         return loss_fn(params, X, unit=1e-6)
 
     start = loss(PARAMS)
-    assert minimized(jls.scaled_inside(jls.autocast(loss), 2.0**20)) < 0.05 * start
+    assert minimized(jls.scaled_backward(jls.autocast(loss), 2.0**20)) < 0.05 * start
     assert minimized(loss) < 0.05 * start
 
 
 def test_an_overflow_is_not_finite_for_the_library_too():
-    grads = jax.grad(jls.scaled_inside(jls.autocast(loss_fn), 2.0**60))(PARAMS, X)
+    grads = jax.grad(jls.scaled_backward(jls.autocast(loss_fn), 2.0**60))(PARAMS, X)
     assert not jls.all_finite(grads)
 
 
@@ -165,19 +165,19 @@ def test_the_scale_comes_from_whatever_holds_one():
     state = jls.loss_scaled(optax.sgd(0.1), SCALE).init(PARAMS)
     expected = jax.grad(loss_fn)(PARAMS, X)
     for scale in SCALE, np.float32(SCALE), jnp.float32(SCALE), jls.FixedLossScale(SCALE), state:
-        nearly_equal(jax.grad(jls.scaled_inside(jls.autocast(loss_fn), scale))(PARAMS, X), expected)
+        nearly_equal(jax.grad(jls.scaled_backward(jls.autocast(loss_fn), scale))(PARAMS, X), expected)
     for none in None, jls.NoOpLossScale():
-        assert jls.scaled_inside(loss_fn, none) is loss_fn
+        assert jls.scaled_backward(loss_fn, none) is loss_fn
     with pytest.warns(UserWarning, match="is no argument of the program"):
-        jax.jit(jls.scaled_inside(loss_fn, "auto"))(PARAMS, X)
+        jax.jit(jls.scaled_backward(loss_fn, "auto"))(PARAMS, X)
 
 
 def test_it_can_be_asked_for_its_signature_and_for_its_name():
-    scaled = jls.scaled_inside(loss_fn, SCALE)
+    scaled = jls.scaled_backward(loss_fn, SCALE)
     assert inspect.signature(scaled) == inspect.signature(loss_fn)
     assert (scaled.__name__, scaled.__doc__) == (loss_fn.__name__, loss_fn.__doc__)
     with warnings.catch_warnings(action="error"):
-        nearly_equal(jls.scaled_inside(partial(loss_fn, unit=1.0), SCALE)(PARAMS, X), loss_fn(PARAMS, X, unit=1.0))
+        nearly_equal(jls.scaled_backward(partial(loss_fn, unit=1.0), SCALE)(PARAMS, X), loss_fn(PARAMS, X, unit=1.0))
 
 
 # What the function holds besides its arguments: the parameters of a module, and what it closes over.
@@ -227,5 +227,5 @@ HOLDERS = {  # how a function comes by its parameters, and what is made of it
 def test_the_gradients_of_all_that_a_function_holds_are_true(call, jit):
     expected = jax.grad(loss_fn, (0, 1))(PARAMS, X)
     for make in (lambda fun: fun), jls.autocast:
-        scaled = partial(lambda fun, make: jls.scaled_inside(make(fun), SCALE), make=make)
+        scaled = partial(lambda fun, make: jls.scaled_backward(make(fun), SCALE), make=make)
         nearly_equal(jit(jax.grad(partial(call, scaled), (0, 1)))(PARAMS, X), expected)

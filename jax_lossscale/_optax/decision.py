@@ -1,0 +1,130 @@
+"""Whether a step is applied, and how the loss scale reacts to it: the table in the docstring of `loss_scaled`.
+
+`decide` has three parts: check the step on each device, combine the results over devices, and decide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.base import adjust
+from jax_lossscale._measure import AxisName, agree, finite_and_largest
+
+
+class StepInputs(NamedTuple):
+    """The optional arguments of `update` on which the decision depends; ``None`` if an argument was not passed.
+
+    Attributes:
+      value: the true loss.
+      skip_if: ``bool[]``, whether the user requests to skip the step.
+      grads_finite: ``bool[]``, whether the unscaled gradients are finite on all devices.
+    """
+
+    value: ArrayLike | None = None
+    skip_if: ArrayLike | None = None
+    grads_finite: ArrayLike | None = None
+
+
+class StepChecks(NamedTuple):
+    """The results of the checks of one step. ``None`` always means that the check is not needed.
+
+    A check of the first three fields that is not needed counts as passed.
+
+    Attributes:
+      grads_finite: ``bool[]``, whether all gradients are finite. Not needed if the loss scale does not check gradients
+        (`NoOpLossScale`).
+      value_finite: ``bool[]``, whether the loss is finite. Not needed if the loss scale does not check gradients, or if
+        the loss was not passed or is an integer.
+      allowed: ``bool[]``, the negation of ``skip_if``. Not needed if ``skip_if`` was not passed.
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients, NaN if the gradients are not finite.
+        Not needed if the loss scale does not depend on it.
+    """
+
+    grads_finite: jax.Array | None
+    value_finite: jax.Array | None
+    allowed: jax.Array | None
+    largest: jax.Array | None
+
+
+class StepDecision(NamedTuple):
+    """The decision about one step, which is the same on all devices.
+
+    Attributes:
+      should_apply: ``bool[]``, whether the step is applied; ``None`` if no check can prevent the step. In this case, no
+        branch is compiled.
+      loss_scale: the loss scale of the next step.
+      checks: the checks on which the decision is based.
+    """
+
+    should_apply: jax.Array | None
+    loss_scale: LossScale
+    checks: StepChecks
+
+
+def decide(
+    scaled_grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, axis_name: AxisName
+) -> StepDecision:
+    """Return the decision about a step, given its scaled gradients and the loss scale that they were computed with.
+
+    Devices along ``axis_name`` communicate in a single all-reduce.
+    """
+    checks = _combine_over_devices(_check(scaled_grads, loss_scale, inputs), axis_name)
+    next_loss_scale = _next_loss_scale(loss_scale, checks)
+    must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
+    should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
+    return StepDecision(should_apply, next_loss_scale, checks)
+
+
+def _check(scaled_grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs) -> StepChecks:
+    """Return the results of the checks on this device."""
+    allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
+    if not loss_scale.checks_gradients:
+        return StepChecks(None, None, allowed, None)
+    grads_finite = largest = value_finite = None
+    if inputs.grads_finite is None or loss_scale.needs_largest:
+        grads_finite, largest = finite_and_largest(scaled_grads, loss_scale())
+    if inputs.grads_finite is not None:
+        grads_finite = jnp.asarray(inputs.grads_finite)
+    if inputs.value is not None and _tree.is_inexact(inputs.value):
+        value_finite = jnp.isfinite(inputs.value)
+    return StepChecks(grads_finite, value_finite, allowed, largest if loss_scale.needs_largest else None)
+
+
+def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks:
+    """Return checks that pass if they pass on every device, and the largest gradient of all devices."""
+    grads_finite, value_finite, allowed, largest = checks
+    known, structure = jax.tree.flatten((grads_finite, value_finite, allowed))
+    if known and axis_name:
+        known, largest = agree(known, largest, axis_name)
+        grads_finite, value_finite, allowed = jax.tree.unflatten(structure, known)
+    if grads_finite is not None and largest is not None:
+        # The argument `grads_finite` can be false although every gradient, and therefore `largest`, is finite.
+        largest = jnp.where(grads_finite, largest, jnp.nan)
+    return StepChecks(grads_finite, value_finite, allowed, largest)
+
+
+def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
+    """Return the loss scale of the next step."""
+    grads_finite, value_finite, allowed, largest = checks
+    if grads_finite is None:
+        return loss_scale
+    adjusted = adjust(loss_scale, grads_finite, largest)
+    # The scale reacts to an overflow even if `skip_if` is true.
+    reacts = _all(value_finite, None if allowed is None else allowed | ~grads_finite)
+    return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
+
+
+def _all(*flags: jax.Array | None) -> jax.Array | None:
+    """Return whether all flags are true. `None` counts as true, and the result is `None` if all flags are `None`."""
+    result = None
+    for flag in flags:
+        if flag is not None:
+            result = flag if result is None else result & flag
+    return result

@@ -1,0 +1,56 @@
+"""Partition of the parameters into the leaves that the inner optimizer updates, and all other leaves.
+
+A leaf is trained if it is an inexact array and its gradient is not ``None``. The inner optimizer receives ``None`` in
+place of every other leaf, and `combine` inserts these leaves into its results, as in equinox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import optax
+
+from jax_lossscale import _tree
+
+
+def is_none(node: Any) -> bool:
+    """Return whether a node is ``None``: the ``is_leaf`` with which ``None`` is a leaf."""
+    return node is None
+
+
+def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Params:
+    """Return the parameters with ``None`` in place of each parameter without a gradient, such as a frozen layer.
+
+    `jax_lossscale._tree.inexact_only` replaces the leaves that are not inexact arrays.
+    """
+    if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
+        return params
+    return map_copies(
+        lambda params: jax.tree.map(
+            lambda grad, param: None if grad is None else param, grads, params, is_leaf=is_none
+        ),
+        params,
+    )
+
+
+def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
+    """Return a tree with each leaf that is ``None`` replaced with the leaf of ``make_rest()``.
+
+    ``make_rest`` is not called if no leaf is ``None``.
+    """
+    if len(jax.tree.leaves(trained)) == len(_tree.leaves_and_nones(trained)):
+        return trained
+    return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, trained, make_rest(), is_leaf=is_none)
+
+
+def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
+    """Return ``function(params)``, and for the two copies in `optax.LookaheadParams`, the pair of results.
+
+    `optax.lookahead` keeps two copies of the parameters, but the gradients have the structure of one copy.
+    """
+    if isinstance(params, optax.LookaheadParams):
+        return optax.LookaheadParams(*map(function, params))
+    return function(params)
