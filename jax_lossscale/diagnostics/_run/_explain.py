@@ -18,7 +18,6 @@ from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState
 from jax_lossscale._optax.monitoring import (
     HOW_TO_SCALE,
-    OVERFLOWS_OF_CLIPPED_GRADIENTS,
     check_is_concrete,
     is_at_its_floor,
     own_numbers,
@@ -40,6 +39,7 @@ _MANY_SKIPS_IN_A_ROW = 16
 _MUCH_ROOM = 6
 # From so much room on, the gradients may be unscaled, or clipped outside of `loss_scaled`, without any other sign.
 _ROOM_OF_UNSCALED = 12
+_OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
 # Of the causes of a bad step, those in the gradients.
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
@@ -347,7 +347,7 @@ def _of_gradients(state: LossScaledState) -> Iterator[str]:
         yield HOW_TO_SCALE
     elif room >= _MUCH_ROOM:
         yield f"The scale is 2^{room} below what that would allow in float16."
-        if room >= _ROOM_OF_UNSCALED and state.skipped_steps <= OVERFLOWS_OF_CLIPPED_GRADIENTS:
+        if room >= _ROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
             yield _IF_THE_LOSS_DOES_NOT_FALL
 
 
