@@ -29,7 +29,8 @@ class EvaluateRule(Protocol):
 
         Args:
           closed: the jaxpr.
-          inputs: its inputs. The first ones are the operands of the equation, unless ``forward`` is given.
+          inputs: its inputs. Unless ``forward`` is given, the first ones are operands of the equation. (The cotangents
+            of a `linear_call` take the places of linear operands, which are not constants, because they have tangents.)
           forward: a jaxpr from the operands to the results of the equation, followed by the first inputs (residuals).
         """
 
@@ -46,9 +47,9 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
         jaxpr, are_zeros = derivative_of(eqn, moved)
         results = evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
         outputs, nonzero = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
-        types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         return outputs, [
-            SymbolicZero(aval) if is_zero else next(nonzero) for aval, is_zero in zip(types, are_zeros, strict=True)
+            SymbolicZero(jax.typeof(output).to_tangent_aval()) if is_zero else next(nonzero)
+            for output, is_zero in zip(outputs, are_zeros, strict=True)
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
@@ -199,7 +200,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
     return function(*inputs)
 
 
-def linear_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of a `jax.custom_derivatives.linear_call`."""
     number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
     residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
@@ -214,8 +215,7 @@ def linear_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list
             return jax.linear_transpose(of_linear, *linear_types)(cotangents)
 
         jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, [variable.aval for variable in eqn.outvars])
-        forward = jax.make_jaxpr(lambda *inputs: [*_of(eqn, inputs, ())(), *inputs[:number]])(*_types(eqn))
-        return evaluate(jaxpr, [*residuals, *cotangents], forward)
+        return evaluate(jaxpr, [*residuals, *cotangents])
 
     return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
 

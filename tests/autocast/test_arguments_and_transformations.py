@@ -451,10 +451,11 @@ def test_a_custom_vjp_receives_symbolic_zeros(around):
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda function: function], ids=["checkpoint", "nothing"])
 def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
     """As does equinox's for `None`. So what comes after it is not differentiated."""
-    matmul = jax.custom_jvp(lambda w, x: x @ w)
+    matmul = jax.custom_jvp(lambda w, x: (x @ w, 2 * w))
 
     def rule(primals, tangents):
-        return matmul(*primals), SymbolicZero(jax.typeof(primals[1]).to_tangent_aval())
+        result, twice = matmul(*primals)
+        return (result, twice), (SymbolicZero(jax.typeof(result).to_tangent_aval()), 2 * tangents[0])
 
     matmul.defjvp(rule, symbolic_zeros=True)
     perturbed = []
@@ -467,7 +468,8 @@ def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
     identity.defvjp(forward, lambda _, g: (g,), symbolic_zeros=True)
 
     def loss(w):
-        return jnp.sum(identity(matmul(w, X)) * network(w, X))
+        without_derivative, twice = matmul(w, X)
+        return jnp.sum(identity(without_derivative) * network(twice, X))
 
     assert close(jax.grad(around(jls.autocast(loss)))(W), jax.grad(around(loss))(W))
     assert True not in perturbed
