@@ -52,7 +52,7 @@ CORE = {
 # The other files and folders of the repository. A folder stands for all tests in it.
 OTHERS = {
     "jax_lossscale/_compat.py": ["test_versions.py"],
-    "jax_lossscale/_limits.py": ["diagnostics/test_range.py"],
+    "jax_lossscale/_limits.py": ["test_limits.py", "diagnostics/test_range.py"],
     "jax_lossscale/_warn.py": ["gradients/test_gradients.py"],
     "jax_lossscale/_version.py": ["test_release.py"],
     "jax_lossscale/diagnostics": ["diagnostics"],
