@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks import BENCHMARKS, ON_REQUEST
-from benchmarks.isolation import run_apart
-from benchmarks.report import about_this_run, as_markdown, index, marks_as_markdown
+from benchmarks.harness.isolation import run_apart
+from benchmarks.harness.report import about_this_run, as_markdown, index, marks_as_markdown
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     everything = BENCHMARKS | ON_REQUEST
-    listed = [f"  {name:13} {what}" for name, what in everything.items()]
+    listed = [f"  {name:13} {benchmark.description}" for name, benchmark in everything.items()]
     listed.insert(len(BENCHMARKS), "only if named:")
     parser = _Parser(
         prog="python -m benchmarks",

@@ -6,10 +6,11 @@
     python tests/mutation.py --save               writes the table to tests/mutation.md, too
 
 A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
-selection, a check left out. Of the tests of its folder (`TESTS`) those that run its line run on it until one fails:
-first those that noticed other mutants of the same file, or folder, then files that are quick, or noticed many. If none
-fails, or none within `PATIENCE`, the mutant has survived: a test is missing, or the change makes no difference, and
-`tests/mutation_explained.json` says why. At the end there is a table, and below it the survivors without a reason.
+selection, a check left out. Of the tests of its folder (`CORE` in `source_map.py`) those that run its line run on it
+until one fails: first those that noticed other mutants of the same file, or folder, then files that are quick, or
+noticed many. If none fails, or none within `PATIENCE`, the mutant has survived: a test is missing, or the change makes
+no difference, and `tests/mutation_explained.json` says why. At the end there is a table, and below it the survivors
+without a reason.
 
 Which test runs which line is measured once, on the package as it is, in ``.mutation/lines.json``; so it is seen, too,
 that all of them pass there. Delete that file after a change of the package or of a test.
@@ -41,6 +42,7 @@ from py_compile import PycInvalidationMode
 
 import coverage
 import pytest
+from source_map import CORE, OF_ALL
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / ".mutation" / "results.json"
@@ -65,44 +67,6 @@ FIRST = 12  # tests that noticed other mutants, which run before all others
 # What is imported before a mutant is: it takes longer than most tests.
 SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
-
-# The tests of each file or folder of the core, and what looks at all signatures and refusals.
-OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
-TESTS = {
-    "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
-    "_check.py": ["loss_scales", "wrapper/test_told.py"],
-    "_measure": [
-        *("measure", "diagnostics/test_nonfinite.py", "diagnostics/test_recording.py", "wrapper/test_measuring.py"),
-        *("wrapper/test_devices.py", "wrapper/test_sharded_programs.py"),
-    ],
-    "_loss_scale": [
-        *("loss_scales", "test_golden.py", "gradients/test_gradients.py"),
-        *("wrapper/test_monitoring.py", "wrapper/test_several.py"),
-    ],
-    "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
-    "_gradients": [
-        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
-        "frameworks/test_autocast_nnx.py",
-    ],
-    "_optax": [
-        *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
-        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_monitoring.py", "wrapper/test_data_parallel.py"),
-        *("diagnostics/test_recording.py", "wrapper"),
-        *("hardening/test_any_tree.py", "hardening/test_properties.py"),
-    ],
-    "_program": [
-        *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
-        *("diagnostics/test_in_precision.py", "gradients/test_scaled_backward.py", "diagnostics/test_layers.py"),
-        *("diagnostics/test_facts.py", "frameworks/test_autocast_nnx.py", "diagnostics/test_faults_found.py"),
-        *("diagnostics/test_verdicts.py", "diagnostics/test_range_report.py", "diagnostics/test_shadow.py"),
-        *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),
-        "diagnostics/test_programs_of_others.py",
-    ],
-    "_autocast": [
-        *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
-        *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),
-    ],
-}
 
 # Mutants.
 
@@ -353,7 +317,7 @@ def files_of(names):
     package = ROOT / "jax_lossscale"
     known = [
         str(path.relative_to(package))
-        for name in TESTS
+        for name in CORE
         for path in sorted(package.rglob("*.py"))
         if str(path.relative_to(package)).startswith(name) and path.stem != "__init__"
     ]
@@ -361,12 +325,12 @@ def files_of(names):
 
 
 def room_of(file):
-    return next(name for name in TESTS if file.startswith(name))
+    return next(name for name in CORE if file.startswith(name))
 
 
 def files_of_tests(room):
     folder = ROOT / "tests"
-    named = (folder / test for test in [*OF_ALL, *TESTS[room]])
+    named = (folder / test for test in [*OF_ALL, *CORE[room]])
     files = (file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
     return dict.fromkeys(str(file.relative_to(ROOT)) for file in files)
 
@@ -387,7 +351,7 @@ def measured_lines(jobs):
     if LINES.exists():
         return json.loads(LINES.read_text())
     files = sorted(
-        {file for room in TESTS for file in files_of_tests(room)}, key=lambda file: len((ROOT / file).read_text())
+        {file for room in CORE for file in files_of_tests(room)}, key=lambda file: len((ROOT / file).read_text())
     )
     places = [Workplace() for _ in range(jobs)]
     children = [measure_in(place, files[number::jobs]) for number, place in enumerate(places)]
@@ -465,7 +429,7 @@ def main():
     given = parser.parse_args()
     files = files_of(given.names)
     if not files:
-        parser.error(f"tests are named for {', '.join(TESTS)}")
+        parser.error(f"tests are named for {', '.join(CORE)}")
     results = read(RESULTS)
     explained = read(EXPLAINED)
     known = {key for key, (outcome, *_) in results.items() if outcome != "survived"} | explained.keys()

@@ -1,10 +1,11 @@
 """Numbers that pages take from ``benchmarks/results`` are those that stand there."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 from benchmarks import BENCHMARKS, ON_REQUEST
-from benchmarks.report import index
+from benchmarks.harness.report import index
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -114,3 +115,8 @@ def test_the_limits_of_the_automatic_scale():
 def test_the_index_is_that_of_the_files():
     assert {path.stem for path in RESULTS.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(RESULTS)
+
+
+def test_every_benchmark_has_a_module():
+    modules = [benchmark.module for benchmark in (BENCHMARKS | ON_REQUEST).values()]
+    assert [module for module in modules if importlib.util.find_spec(f"benchmarks.{module}") is None] == []

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from benchmarks.kernels import Kernel
+from benchmarks.gpu.kernels import Kernel
 
 
 def dtypes_of_products(kernels: Iterable[Kernel]) -> Counter[str]:

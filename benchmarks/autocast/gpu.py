@@ -10,12 +10,12 @@ import jax
 import optax
 
 import jax_lossscale as jls
-from benchmarks import cuda
 from benchmarks.autocast.models import Model, Transformer, model_of, networks
 from benchmarks.autocast.ways import FLOAT32, WAYS
-from benchmarks.gpu_program import Program, read
-from benchmarks.isolation import Progress
-from benchmarks.timing import Repeated, Timings, interleave
+from benchmarks.gpu import cuda
+from benchmarks.gpu.gpu_program import Program, read
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.timing import Repeated, Timings, interleave
 
 
 def training_step(trained: Model, way: str) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from benchmarks.autocast.models import Model
-from benchmarks.peers import Loss
+from benchmarks.optimizer.peers import Loss
 
 SCALES = tuple(2.0**exponent for exponent in (0, 6, 12, 18))
 _LEARNING_RATE = 1e-3

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from benchmarks.autocast.gradients import SCALES
 from benchmarks.autocast.models import Model
-from benchmarks.peers import Loss
+from benchmarks.optimizer.peers import Loss
 
 _Cast = Callable[[Any], Any]
 _TOO_FAR = 17, 0  # 2^-25 is e^-17.3: what is less is zero in float16, and `autocast` says so

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks.peers import Loss
+from benchmarks.optimizer.peers import Loss
 from benchmarks.workloads.layers import cross_entropy, mean_square
 
 

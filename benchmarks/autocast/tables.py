@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks import cuda
 from benchmarks.autocast import gpu, hard, tracing
 from benchmarks.autocast.counting import bytes_kept, dtypes_of_products
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.models import Transformer, model_of, small
 from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, KEPT, SKIPS, WAYS
-from benchmarks.gpu_program import Program
-from benchmarks.isolation import Progress, call_apart
-from benchmarks.report import Cell, Mark, Table, columns
+from benchmarks.gpu import cuda
+from benchmarks.gpu.gpu_program import Program
+from benchmarks.harness.isolation import Progress, call_apart
+from benchmarks.harness.report import Cell, Mark, Table, columns
 
 # Of time and of temporaries, over the same model cast by hand.
 _GOALS = {

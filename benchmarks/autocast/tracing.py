@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import jax_lossscale as jls
 from benchmarks.autocast.models import Transformer, model_of, small
 from benchmarks.autocast.ways import AUTOCAST, FLOAT32, WAYS
-from benchmarks.isolation import Progress
-from benchmarks.report import Mark, Table, columns
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Mark, Table, columns
 
 _MARKED, _GOAL = "48 blocks, one function", 2.0
 

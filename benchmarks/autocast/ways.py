@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 import jax_lossscale as jls
 from benchmarks.autocast.models import Model
-from benchmarks.peers import Loss
+from benchmarks.optimizer.peers import Loss
 
 FLOAT32 = "float32"
 BY_HAND = "by hand"

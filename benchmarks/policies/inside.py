@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 import jax_lossscale as jls
+from benchmarks.harness.report import Mark, Table, columns
 from benchmarks.policies import traces
 from benchmarks.policies.judge import unused_bits
 from benchmarks.policies.traces import Trace
-from benchmarks.report import Mark, Table, columns
 
 _STEPS, _SEEDS, _QUICK_SEEDS = 20_000, 6, 2
 ONE_IN, SIZES = (20, 50, 70, 100, 140, 200, 300, 400), (8, 10, 12, 16, 20, 24)

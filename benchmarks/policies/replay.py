@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.isolation import Progress
+from benchmarks.harness.isolation import Progress
 from benchmarks.policies.contenders import contenders
 from benchmarks.policies.judge import Judgement, dominated, dynamic_family, judge
 from benchmarks.policies.traces import Trace, of_one_length

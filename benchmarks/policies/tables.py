@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import jax_lossscale as jls
-from benchmarks.isolation import Progress
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Cell, Mark, Table, columns
 from benchmarks.policies import inside, traces
 from benchmarks.policies.constants import MEASURES, NEEDS
 from benchmarks.policies.contenders import AUTO, BEST_FIXED, DYNAMIC
@@ -15,7 +16,6 @@ from benchmarks.policies.judge import STEPS_PER_SKIP, Judgement, judge, unused_b
 from benchmarks.policies.replay import Group, replay
 from benchmarks.policies.traces import Trace, recorded
 from benchmarks.policies.trainings import trainings
-from benchmarks.report import Cell, Mark, Table, columns
 
 # Steps and runs of each synthetic kind. The slowest of the classic rules grows once in 10,000 steps.
 _STEPS, _RUNS = 20_000, 2

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 import jax_lossscale as jls
-from benchmarks.isolation import Progress
-from benchmarks.report import Cell, Mark, Table, columns
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Cell, Mark, Table, columns
 from benchmarks.workloads.data import digits
 
 _SEEDS = 3

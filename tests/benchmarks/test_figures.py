@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import accuracy_docs
+from benchmarks.accuracy import page
+from benchmarks.harness.report import Table
 from benchmarks.policies import figure
 from benchmarks.policies.replay import Group
-from benchmarks.report import Table
 
 pytestmark = pytest.mark.ci
 pytest.importorskip("matplotlib")
@@ -20,9 +20,9 @@ def test_the_legend_of_accuracy_has_the_names_of_its_table():
     headings = ["workload", "noise floor", *SETTINGS]
     summary = Table("", [(heading, "{}") for heading in headings], [("gru", 0.5, *["noise"] * len(SETTINGS))])
     details = Table("", [("workload", ""), ("setting", ""), ("seed 0", "")], [("gru", name, 1.0) for name in SETTINGS])
-    drawn = accuracy_docs.draw(summary, details)
+    drawn = page.draw(summary, details)
     (legend,) = drawn.legends
-    table = next(line for line in accuracy_docs._for_the_page(summary).as_markdown() if "workload" in line)
+    table = next(line for line in page._for_the_page(summary).as_markdown() if "workload" in line)
     names = [cell.strip().replace("`", "") for cell in table.strip("|").split("|")][2:]
     assert [text.get_text() for text in legend.get_texts()] == names
     assert "float16, fixed" not in names
@@ -34,7 +34,7 @@ def test_an_axis_that_is_symlog_says_so():
     trace = SimpleNamespace(log2_largest=np.zeros(1000))
     judged = SimpleNamespace(unused_bits=np.array([2.0]), skipped=np.array([1]))
     group = Group("ten trainings", [trace], {"auto": judged}, {})
-    axes = [*accuracy_docs.draw(summary, details).axes, *figure.draw([group]).axes]
+    axes = [*page.draw(summary, details).axes, *figure.draw([group]).axes]
     assert {ax.get_xscale() for ax in axes} == {"linear", "symlog"}
     for ax in axes:
         assert ("logarithmic" in ax.get_xlabel()) == (ax.get_xscale() == "symlog")

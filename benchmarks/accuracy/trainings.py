@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import jax_lossscale as jls
-from benchmarks.isolation import Progress
-from benchmarks.report import Cell, Table, columns
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Cell, Table, columns
 from benchmarks.workloads import WORKLOADS, Workload
 from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, batch_of, begin, compile_training
 
@@ -136,9 +136,9 @@ def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bo
     compared = compare(seeds, _QUICK_STEPS if quick else None, progress)
     tables = [summary(compared, quick), details(compared, quick)]
     if docs:
-        from benchmarks import accuracy_docs
+        from benchmarks.accuracy import page
 
-        accuracy_docs.write(*tables)
+        page.write(*tables)
     return tables
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import models, trees
-from benchmarks.isolation import Progress, call_apart
-from benchmarks.peers import APPLY_IF_FINITE, BARE, FLAX, JMP, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender
-from benchmarks.report import Cell, Mark, Table, columns
-from benchmarks.timing import Timings
+from benchmarks.harness.isolation import Progress, call_apart
+from benchmarks.harness.report import Cell, Mark, Table, columns
+from benchmarks.harness.timing import Timings
+from benchmarks.optimizer import models, trees
+from benchmarks.optimizer.peers import APPLY_IF_FINITE, BARE, FLAX, JMP, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender
 
 _CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, APPLY_IF_FINITE)
 _PATIENCE = 20.0  # seconds, for jmp, whose time grows faster than the number of leaves

@@ -9,12 +9,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from benchmarks.report import Table
+from benchmarks.harness.report import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FOLDER = Path(__file__).parent.parent / "docs"
+_FOLDER = Path(__file__).parents[2] / "docs"
 _BEGIN, _END = "<!-- begin: written by `python -m benchmarks accuracy --docs` -->", "<!-- end -->"
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart.

@@ -18,12 +18,12 @@ import optax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import trees
-from benchmarks.gpu_program import Program, read
-from benchmarks.isolation import Progress
-from benchmarks.meshes import LAYOUTS, Layout, collectives
-from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender, Ours
-from benchmarks.report import Mark, Table, columns
+from benchmarks.gpu.gpu_program import Program, read
+from benchmarks.gpu.meshes import LAYOUTS, Layout, collectives
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Mark, Table, columns
+from benchmarks.optimizer import trees
+from benchmarks.optimizer.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender, Ours
 
 _SKIPS = (Ours(skip="cond"), Ours(skip="select"))
 _CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *_SKIPS, *OTHER_KINDS, OURS_IN_TWO_CALLS)

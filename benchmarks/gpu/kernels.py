@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.hlo import Array, Computation, Instruction, root
+from benchmarks.gpu.hlo import Array, Computation, Instruction, root
 
 # A second of an H100 SXM5, by NVIDIA's data sheet: bytes, and operations of products by the dtype of their operands.
 BANDWIDTH = 3.35e12

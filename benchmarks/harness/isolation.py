@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.report import Table, environment
+from benchmarks import BENCHMARKS, ON_REQUEST
+from benchmarks.harness.report import Table, environment
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Progress:
 
 
 def run_apart(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
-    """Run ``benchmarks.<name>`` in a process of its own, with the ``options`` that only it has.
+    """Run a benchmark in a process of its own, with the ``options`` that only this benchmark has.
 
     Returns:
       Its tables, and the GPU that it ran on; or why it failed.
@@ -65,8 +66,9 @@ def _run(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], 
         if sys.stderr.isatty():
             print(f"\r\033[K{name}: {fraction:.0%} {what}", end="\r", file=sys.stderr, flush=True)
 
+    module = (BENCHMARKS | ON_REQUEST)[name].module
     try:
-        tables = importlib.import_module(f"benchmarks.{name}").run(quick, Progress(tell), **options)
+        tables = importlib.import_module(f"benchmarks.{module}").run(quick, Progress(tell), **options)
         return tables, environment()
     except Exception:
         return traceback.format_exc()

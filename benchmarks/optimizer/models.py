@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import jax_lossscale as jls
-from benchmarks.peers import Loss
+from benchmarks.optimizer.peers import Loss
 from benchmarks.workloads import data
 from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
 

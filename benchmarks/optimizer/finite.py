@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import jmp
 
 import jax_lossscale as jls
-from benchmarks import trees
-from benchmarks.isolation import Progress
-from benchmarks.report import Table, columns
-from benchmarks.timing import interleave
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Table, columns
+from benchmarks.harness.timing import interleave
+from benchmarks.optimizer import trees
 from jax_lossscale._measure import finite_and_largest
 
 _DTYPES = ("float32", "bfloat16", "float16")

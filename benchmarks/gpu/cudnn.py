@@ -17,12 +17,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from benchmarks import cuda
-from benchmarks.gpu_program import Program, read
-from benchmarks.hlo import Computation, Instruction, parse
-from benchmarks.isolation import Progress
-from benchmarks.meshes import mesh_of
-from benchmarks.report import Mark, Table, columns
+from benchmarks.gpu import cuda
+from benchmarks.gpu.gpu_program import Program, read
+from benchmarks.gpu.hlo import Computation, Instruction, parse
+from benchmarks.gpu.meshes import mesh_of
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Mark, Table, columns
 
 _BLOCKS, _WIDTH, _HEADS, _EXAMPLES, _CONTEXT = 2, 512, 8, 16, 1024
 _FORWARD, _BACKWARD = (f'custom_call_target="__cudnn$fmha{name}"' for name in ("Softmax", "SoftmaxBackward"))

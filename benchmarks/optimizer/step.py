@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from benchmarks import trees
-from benchmarks.isolation import Progress
-from benchmarks.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Bare, Contender, Ours
-from benchmarks.report import Mark, Table, columns
-from benchmarks.timing import Repeated, Timings, interleave
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Mark, Table, columns
+from benchmarks.harness.timing import Repeated, Timings, interleave
+from benchmarks.optimizer import trees
+from benchmarks.optimizer.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Bare, Contender, Ours
 
 _SKIPS: tuple[Contender, ...] = (Ours(skip="cond"), Ours(skip="select"))
 _GOALS = {"cpu": {"float32": 1.20, "float16": 1.20}, "gpu": {"float32": 1.18, "float16": 1.10}}

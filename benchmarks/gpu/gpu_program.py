@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from benchmarks.hlo import Computation, Instruction, parse
-from benchmarks.kernels import Kernel, kernels
+from benchmarks.gpu.hlo import Computation, Instruction, parse
+from benchmarks.gpu.kernels import Kernel, kernels
 
 
 @dataclass(frozen=True)

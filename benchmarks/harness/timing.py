@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from benchmarks.isolation import Progress
-from benchmarks.report import Mark
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Mark
 
 # Steps shorter than this are repeated before the clock is read again.
 _SHORTEST_SAMPLE = {"cpu": 0.005, "gpu": 0.05}  # seconds

@@ -18,12 +18,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from benchmarks import cuda
-from benchmarks.hlo import Computation, parse
-from benchmarks.isolation import Progress
-from benchmarks.kernels import turns
-from benchmarks.meshes import mesh_of
-from benchmarks.report import Table, columns
+from benchmarks.gpu import cuda
+from benchmarks.gpu.hlo import Computation, parse
+from benchmarks.gpu.kernels import turns
+from benchmarks.gpu.meshes import mesh_of
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Table, columns
 
 _HEADS, _BATCH, _CONTEXT, _VOCABULARY, _BLOCKS = 8, 16, 512, 8192, 2
 _GATHERED, _REDUCED, _OTHER = "gathered", "reduced", "other"

@@ -1,0 +1,1 @@
+"""Tools of all benchmarks: a process for each benchmark, timing, tables and marks."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the optimizer step and its parts, with other libraries for comparison."""

@@ -1,0 +1,98 @@
+"""Map from the source files to the tests that check them.
+
+`python tests/source_map.py` writes the map into CONTRIBUTING.md. After a change, run it again.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "CONTRIBUTING.md"
+BEGIN, END = "<!-- begin: written by `python tests/source_map.py` -->\n", "<!-- end -->\n"
+
+# Tests of all signatures and all error messages.
+OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
+
+# The core: `tests/mutation.py` changes these files and folders of the package, and runs these tests in this order.
+CORE = {
+    "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
+    "_check.py": ["loss_scales", "wrapper/test_told.py"],
+    "_measure": [
+        *("measure", "diagnostics/test_nonfinite.py", "diagnostics/test_recording.py", "wrapper/test_measuring.py"),
+        *("wrapper/test_devices.py", "wrapper/test_sharded_programs.py"),
+    ],
+    "_loss_scale": [
+        *("loss_scales", "test_golden.py", "gradients/test_gradients.py"),
+        *("wrapper/test_monitoring.py", "wrapper/test_several.py"),
+    ],
+    "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
+    "_gradients": [
+        *("gradients/test_gradients.py", "gradients", "wrapper/test_data_parallel.py"),
+        "frameworks/test_autocast_nnx.py",
+    ],
+    "_optax": [
+        *("wrapper/test_told.py", "wrapper/test_measuring.py", "wrapper/test_transform.py"),
+        *("wrapper/test_what_a_kind_is_told.py", "wrapper/test_monitoring.py", "wrapper/test_data_parallel.py"),
+        *("diagnostics/test_recording.py", "wrapper"),
+        *("hardening/test_any_tree.py", "hardening/test_properties.py"),
+    ],
+    "_program": [
+        *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
+        *("diagnostics/test_in_precision.py", "gradients/test_scaled_backward.py", "diagnostics/test_layers.py"),
+        *("diagnostics/test_facts.py", "frameworks/test_autocast_nnx.py", "diagnostics/test_faults_found.py"),
+        *("diagnostics/test_verdicts.py", "diagnostics/test_range_report.py", "diagnostics/test_shadow.py"),
+        *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),
+        "diagnostics/test_programs_of_others.py",
+    ],
+    "_autocast": [
+        *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
+        *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),
+    ],
+}
+
+# The other files and folders of the repository. A folder stands for all tests in it.
+OTHERS = {
+    "jax_lossscale/_compat.py": ["test_versions.py"],
+    "jax_lossscale/_limits.py": ["test_limits.py", "diagnostics/test_range.py"],
+    "jax_lossscale/_warn.py": ["gradients/test_gradients.py"],
+    "jax_lossscale/_version.py": ["test_release.py"],
+    "jax_lossscale/diagnostics": ["diagnostics"],
+    "jax_lossscale/interop": ["interop", "frameworks", "test_golden.py", "test_peers.py", "test_peer_faults.py"],
+    "jax_lossscale/plotting": ["plotting"],
+    "jax_lossscale/demo": ["demo"],
+    "jax_lossscale/__main__.py": ["demo"],
+    "jax_lossscale/__init__.py": ["test_architecture.py", "test_public_api.py", "hardening"],
+    "README.md": ["test_readme.py"],
+    "benchmarks": ["benchmarks", "test_told_numbers.py"],
+    "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_told_numbers.py"],
+    "examples": ["test_examples.py"],
+    "notebooks": ["test_notebooks.py"],
+    "tests/source_map.py": ["test_source_map.py"],
+}
+MAP = {f"jax_lossscale/{name}": tests for name, tests in CORE.items()} | OTHERS
+
+
+def is_below(name, folder):
+    """Return whether a name is that of a folder or of anything in it."""
+    return name == folder or name.startswith(f"{folder}/")
+
+
+def rows():
+    """Return for each source its tests, without those that are in a folder which is listed, too."""
+    for source, tests in MAP.items():
+        yield source, [test for test in tests if not any(test != other and is_below(test, other) for other in tests)]
+
+
+def table():
+    """Return the map as a Markdown table."""
+    lines = [f"| `{source}` | {', '.join(f'`{test}`' for test in tests)} |" for source, tests in rows()]
+    return "\n".join(["", "| source | tests, below `tests/` |", "|---|---|", *lines, "", ""])
+
+
+def with_table(page):
+    """Return the text of the page with the current table."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
