@@ -114,7 +114,7 @@ def autocast(
       >>> loss, grads = value_and_grad(params, x, y)
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
-      >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).facts)
+      >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).summary)
       Matrix products and convolutions: 4 of 4 in float16.
 
       As a decorator:

@@ -2,7 +2,7 @@
 
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale._program.widen import in_precision
-from jax_lossscale.diagnostics._asked._facts import ProductFacts
+from jax_lossscale.diagnostics._asked._facts import MatmulSummary
 from jax_lossscale.diagnostics._asked._operations import OperationPrecision
 from jax_lossscale.diagnostics._autocast._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics._compare._compare_gradients import GradientComparison, compare_gradients
@@ -28,10 +28,10 @@ __all__ = [
     "LeafGradientError",
     "LeafReport",
     "LossScaleSuggestion",
+    "MatmulSummary",
     "NonfiniteReport",
     "OperationPrecision",
     "OperationRange",
-    "ProductFacts",
     "RangeReport",
     "Simulation",
     "Underflow",

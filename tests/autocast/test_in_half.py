@@ -505,7 +505,7 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
 def test_the_report_counts_the_products_of_the_function():
     half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
     report = autocast_report(loss_of(half), X, W)
-    assert (report.facts.products, report.facts.narrow_products) == (2, 2)
+    assert (report.summary.products, report.summary.narrow_products) == (2, 2)
     assert all("test_in_half.py:" in each.source for each in report.products)
     beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
     assert report.not_in_half == beside_a_wide_one.not_in_half == ()

@@ -39,10 +39,10 @@ def test_a_program_without_layers_gets_none_of_this_library():
 def test_first_it_says_how_many_products_are_narrow_and_where_the_first_is_that_is_not():
     counts = "Matrix products and convolutions: {} of 5 in {}"
     assert str(autocast_report(plain, W, X)).splitlines()[0] == counts.format(5, "float16") + "."
-    assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).facts) == counts.format(5, "bfloat16") + "."
-    facts = str(autocast_report(network, W, X).facts)
-    assert facts.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
-    assert f"test_autocast_report.py:{HEAD}); marked with the precision" in facts
+    assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).summary) == counts.format(5, "bfloat16") + "."
+    summary = str(autocast_report(network, W, X).summary)
+    assert summary.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
+    assert f"test_autocast_report.py:{HEAD}); marked with the precision" in summary
 
 
 def test_printed_it_is_a_table_of_the_products():
@@ -220,10 +220,10 @@ def test_arguments_of_value_and_grad():
         return scale * plain(params["w"], x), {"aux": x}
 
     report = autocast_report(functools.partial(loss, scale=2.0), {"w": W}, X, has_aux=True)
-    assert str(report.facts).endswith("5 of 5 in float16.")
-    assert autocast_report(loss, {"w": W}, X, has_aux=True, scale=jnp.float32(2)).facts == report.facts
+    assert str(report.summary).endswith("5 of 5 in float16.")
+    assert autocast_report(loss, {"w": W}, X, has_aux=True, scale=jnp.float32(2)).summary == report.summary
     both = autocast_report(plain, W, X, argnums=(0, 1))
-    assert str(both.facts).endswith("6 of 6 in float16.")
+    assert str(both.summary).endswith("6 of 6 in float16.")
 
 
 def test_a_function_cast_by_hand():
@@ -231,15 +231,15 @@ def test_a_function_cast_by_hand():
         y = x.astype(jnp.float16) @ w.astype(jnp.float16)
         return jnp.sum(y.astype(jnp.float32))
 
-    assert str(autocast_report(by_hand, W, X).facts) == "Matrix products and convolutions: 2 of 2 in float16."
+    assert str(autocast_report(by_hand, W, X).summary) == "Matrix products and convolutions: 2 of 2 in float16."
     other = autocast_report(by_hand, W, X, dtype=jnp.bfloat16)
-    assert "0 of 2 in bfloat16" in str(other.facts)
-    assert str(other.facts).endswith("float16 in the source.")
+    assert "0 of 2 in bfloat16" in str(other.summary)
+    assert str(other.summary).endswith("float16 in the source.")
 
 
 def test_a_function_without_products():
     report = autocast_report(lambda x: jnp.sum(jnp.sin(x)), X)
-    assert str(report.facts) == "Matrix products and convolutions: none."
+    assert str(report.summary) == "Matrix products and convolutions: none."
     assert report.products == ()
     assert "dot_general" not in str(report)
 

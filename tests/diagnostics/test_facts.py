@@ -75,12 +75,12 @@ def in_a_jitted_branch(params, x):
 )
 def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
-    assert report.facts.first_wide == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
-    counts = f"Matrix products and convolutions: 0 of {report.facts.products} in float16. The first that is not: "
-    assert repr(report).startswith(f"{counts}{report.facts.first_wide}.")
+    assert report.summary.first_wide == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
+    counts = f"Matrix products and convolutions: 0 of {report.summary.products} in float16. The first that is not: "
+    assert repr(report).startswith(f"{counts}{report.summary.first_wide}.")
     assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", False, None)
     assert "It will train" not in report.verdict
-    assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.facts.first_wide}.")
+    assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_wide}.")
 
 
 def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
@@ -89,7 +89,7 @@ def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
         return jnp.mean((y.astype(jnp.float32) @ jnp.ones((4, 4))) ** 2)
 
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
-    assert (report.facts.products, report.facts.narrow_products) == (4, 2)
+    assert (report.summary.products, report.summary.narrow_products) == (4, 2)
     assert report.verdict.startswith("It will train, with 2 of 4 products in float16, without a loss scale.")
 
 
@@ -101,7 +101,7 @@ def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
 
 def test_arguments_without_names():
     report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
-    assert "float32 `args" in report.facts.first_wide
+    assert "float32 `args" in report.summary.first_wide
 
 
 def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():
@@ -113,7 +113,7 @@ def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_
 
     line = decay.__code__.co_firstlineno + 2
     report = compare_gradients(jls.autocast(decay), jnp.ones((8, 4)), jnp.ones((8, 8)) / 8, X, loss_scales=[1.0])
-    assert str(report.facts) == (
+    assert str(report.summary) == (
         "Matrix products and convolutions: 1 of 2 in float16, 67% of their work. The first that is not: "
         f"tests/diagnostics/test_facts.py:{line}; made by differentiating what is computed in float32."
     )
@@ -125,6 +125,6 @@ def test_a_product_outside_of_what_autocast_computes_is_told_to_be_there(precisi
         logits = jnp.matmul(x, weights, precision=precision)  # outside
         return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
 
-    facts = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).facts)
+    summary = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).summary)
     why = "outside of `autocast`, or made by differentiating"
-    assert facts.endswith(f"The first that is not: {line(partly, 'outside')}; {why}.")
+    assert summary.endswith(f"The first that is not: {line(partly, 'outside')}; {why}.")

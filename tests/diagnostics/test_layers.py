@@ -240,7 +240,7 @@ def printed_places(loss, *args):
     places = {
         (name, getattr(row, name)) for row in rows for name in ("layer", "source", "function") if hasattr(row, name)
     }
-    texts = [compare_gradients(under_autocast, *args).verdict, str(ranges.facts)]
+    texts = [compare_gradients(under_autocast, *args).verdict, str(ranges.summary)]
     for match in re.finditer(r"`[\w-]+`(?: in (.+?))? \(([^;)]+:\d+)|`([^`]+)` \(([^;)]+:\d+)", " ".join(texts)):
         places |= {("layer", match[1] or match[3]), ("source", match[2] or match[4])}
     return {(name, place) for name, place in places if place and place != "*"}

@@ -60,7 +60,7 @@ def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
     for text in (
         compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
         repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
-        str(autocast_report(fun, *args).facts),
+        str(autocast_report(fun, *args).summary),
     ):
         assert reason in text
         assert "where it is cast" not in text
@@ -81,11 +81,11 @@ def test_the_share_of_work_stands_beside_the_number_of_products():
         return jnp.mean((y @ weights["small"]) ** 2)
 
     args = {"large": draw(16, 16, seed=1), "small": draw(16, 2, seed=2)}, draw(8, 16, seed=3)
-    facts = compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).facts
+    summary = compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).summary
     report = autocast_report(fun, *args)
-    assert (facts.narrow_products, facts.products) == (3, 5)
-    assert facts.narrow_work == report.narrow_share
-    assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(facts)
+    assert (summary.narrow_products, summary.products) == (3, 5)
+    assert summary.narrow_work == report.narrow_share
+    assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(summary)
 
 
 def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():

@@ -23,7 +23,7 @@ from jax_lossscale.diagnostics._asked._operations import OperationPrecision, liv
 from jax_lossscale.diagnostics._report import at, percent
 
 
-class ProductFacts(NamedTuple):
+class MatmulSummary(NamedTuple):
     """How many products are computed in a dtype.
 
     Attributes:
@@ -67,7 +67,7 @@ class ProductFacts(NamedTuple):
 
 def products_of(
     traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()
-) -> ProductFacts:
+) -> MatmulSummary:
     """Count the products of a program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
     exceptions = [exception for planner in planners for exception in planner.exceptions]
     program = ClosedJaxpr(live(traced.jaxpr.jaxpr), traced.jaxpr.consts)
@@ -81,7 +81,7 @@ def products_of(
     return counted
 
 
-def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> ProductFacts:
+def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
     """Count the products among operations whose reasons are known."""
     products = [operation for operation in entries if operation.is_product]
     narrow = [product for product in products if product.dtype == dtype]
@@ -90,7 +90,7 @@ def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocas
         key=lambda product: (product.is_backward, product.position),
     )
     work = sum(product.work for product in products)
-    return ProductFacts(
+    return MatmulSummary(
         dtype=dtype,
         products=sum(product.number for product in products),
         narrow_products=sum(product.number for product in narrow),

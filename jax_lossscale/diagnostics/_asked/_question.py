@@ -19,7 +19,7 @@ from jax_lossscale._autocast.transform import with_planners
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
-from jax_lossscale.diagnostics._asked._facts import LostConstant, ProductFacts, lost_constants, products_of
+from jax_lossscale.diagnostics._asked._facts import LostConstant, MatmulSummary, lost_constants, products_of
 from jax_lossscale.diagnostics._tree._nonfinite import LeafReport, reports_of_named
 
 
@@ -191,7 +191,7 @@ class Question(NamedTuple):
     program: Traced
     inputs: list[str]
     parameters: list[str]
-    products: ProductFacts
+    products: MatmulSummary
     faults: ArgumentFaults
     lost: Sequence[LostConstant]
 

@@ -16,7 +16,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics._asked._facts import ProductFacts, products_among
+from jax_lossscale.diagnostics._asked._facts import MatmulSummary, products_among
 from jax_lossscale.diagnostics._asked._operations import (
     OperationPrecision,
     casts,
@@ -71,19 +71,19 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def narrow_share(self) -> float:
         """The share of the products' work that is done in the dtype; 1 if there is none."""
-        return self.facts.narrow_work
+        return self.summary.narrow_work
 
     @property
-    def facts(self) -> ProductFacts:
+    def summary(self) -> MatmulSummary:
         """How many products are narrow; if not all, where the first is that is not, and why."""
         return products_among(self.operations, self.dtype, is_autocast=True)
 
-    def _summary(self) -> str:
+    def _header(self) -> str:
         forward = sum(operation.number for operation in self.products if not operation.is_backward)
         backward = sum(operation.number for operation in self.products if operation.is_backward)
         without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
         return (
-            f"{self.facts}\n"
+            f"{self.summary}\n"
             f"Forward pass: {forward}. Backward pass: {backward}. "
             f"{percent(self.narrow_share)} of their work is in {self.dtype}.\n"
             f"Kept for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics._asked._facts import ProductFacts
+from jax_lossscale.diagnostics._asked._facts import MatmulSummary
 from jax_lossscale.diagnostics._asked._question import asked, called
 from jax_lossscale.diagnostics._compare._finding import Finder
 from jax_lossscale.diagnostics._errors._gradient_errors import LeafGradientError, errors_by_scale
@@ -46,7 +46,7 @@ class GradientComparison(Report[LeafGradientError]):
       value: the value of the function, which a loss scale does not change.
       reference_value: that of the reference.
       as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
-      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      summary: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
       working_scales: those of the scales compared at which all gradients are right.
       run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with what the
         error says first.
@@ -64,14 +64,14 @@ class GradientComparison(Report[LeafGradientError]):
     value: float
     reference_value: float
     as_they_are: tuple[str, ...]
-    facts: ProductFacts = ProductFacts()
+    summary: MatmulSummary = MatmulSummary()
     working_scales: tuple[float, ...] = ()
     run_time_errors: tuple[tuple[float, str], ...] = ()
 
     _entries: ClassVar[str] = "leaves"
 
-    def _summary(self) -> str:
-        lines = [str(self.facts), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+    def _header(self) -> str:
+        lines = [str(self.summary), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
             lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
@@ -216,7 +216,7 @@ def compare_gradients(
         value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
-        facts=question.products,
+        summary=question.products,
     )
 
 

@@ -15,7 +15,7 @@ from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics._asked._facts import ProductFacts
+from jax_lossscale.diagnostics._asked._facts import MatmulSummary
 from jax_lossscale.diagnostics._asked._question import Question, asked, called
 from jax_lossscale.diagnostics._errors._gradient_errors import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
@@ -99,7 +99,7 @@ class RangeReport(Report[OperationRange]):
       as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
       lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
         a root or a logarithm away from zero; and if anything is no number, the others.
-      facts: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      summary: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
       arguments: what is wrong with the arguments themselves, a sentence each.
     """
 
@@ -108,7 +108,7 @@ class RangeReport(Report[OperationRange]):
     loss_scale: float
     as_they_are: tuple[str, ...]
     lost_constants: tuple[str, ...] = ()
-    facts: ProductFacts = ProductFacts()
+    summary: MatmulSummary = MatmulSummary()
     arguments: tuple[str, ...] = ()
 
     _entries: ClassVar[str] = "operations"
@@ -140,13 +140,13 @@ class RangeReport(Report[OperationRange]):
         finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
         return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
-    def _summary(self) -> str:
-        return "\n".join([str(self.facts), *self.arguments, self._in_range()])
+    def _header(self) -> str:
+        return "\n".join([str(self.summary), *self.arguments, self._in_range()])
 
     def _in_range(self) -> str:
         """Say how many operations leave the range."""
         if not self:
-            return self.facts.nothing_narrow
+            return self.summary.nothing_narrow
         over = [operation for operation in self.bad if operation.overflow]
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
@@ -310,7 +310,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         loss_scale=loss_scale,
         as_they_are=tuple(evaluator.evaluator.as_they_are),
         lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
-        facts=question.products,
+        summary=question.products,
         arguments=tuple(faults),
     )
 

@@ -77,7 +77,7 @@ class NonfiniteReport(Report[LeafReport]):
         """The leaves that are not finite."""
         return tuple(leaf for leaf in self.leaves if leaf.nonfinite)
 
-    def _summary(self) -> str:
+    def _header(self) -> str:
         if self.bad:
             return f"{len(self.bad)} of {len(self)} leaves are not finite."
         if not self:
