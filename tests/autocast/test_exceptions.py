@@ -301,7 +301,7 @@ def loss_of(function):
 
 
 def forward_products(report):
-    return [each for each in report.products if not each.is_backward]
+    return [each for each in report.matmuls if not each.is_backward]
 
 
 @pytest.mark.parametrize(("function", "reason"), SITUATIONS.values(), ids=SITUATIONS)

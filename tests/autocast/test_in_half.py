@@ -505,8 +505,8 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
 def test_the_report_counts_the_products_of_the_function():
     half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
     report = autocast_report(loss_of(half), X, W)
-    assert (report.summary.products, report.summary.narrow_products) == (2, 2)
-    assert all("test_in_half.py:" in each.source for each in report.products)
+    assert (report.summary.matmuls, report.summary.half_matmuls) == (2, 2)
+    assert all("test_in_half.py:" in each.source for each in report.matmuls)
     beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
     assert report.not_in_half == beside_a_wide_one.not_in_half == ()
 
@@ -534,5 +534,5 @@ def test_the_report_says_where_the_other_function_is_computed_and_why(loss, poli
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
     assert f"`otherwise` of `in_half` is computed: {entry}." in str(report)
-    wide = [each.reason for each in report.products if each.dtype == "float32"]
+    wide = [each.reason for each in report.matmuls if each.dtype == "float32"]
     assert set(wide) == (set() if "differentiated" in reason else {"in `otherwise` of `in_half`"})

@@ -206,13 +206,13 @@ def test_a_package_whose_name_starts_like_another_is_a_package_of_its_own(folder
     report = jls.diagnostics.autocast_report(
         lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
     )
-    assert {(product.layer, product.dtype) for product in report.products} == {("Block", WIDE)}
+    assert {(product.layer, product.dtype) for product in report.matmuls} == {("Block", WIDE)}
 
 
 def test_a_rule_by_source_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
     file = Path(__file__)
     report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(network(w, x)), W, X)
-    sources = [f"{file}:*", f"autocast/{file.name}:*", f"{file.name}:{FIRST_LINE}", report.products[0].source]
+    sources = [f"{file}:*", f"autocast/{file.name}:*", f"{file.name}:{FIRST_LINE}", report.matmuls[0].source]
     for folder in ("/", file.parent, file.parents[1], tmp_path):
         monkeypatch.chdir(folder)
         for source in sources:

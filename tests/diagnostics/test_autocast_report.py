@@ -71,8 +71,8 @@ def test_long_tables_are_cut():
         return jnp.sum(x)
 
     report = autocast_report(many, W, X)
-    assert len(report.products) == 40
-    assert "... and 24 more: `report.products`." in str(report)
+    assert len(report.matmuls) == 40
+    assert "... and 24 more: `report.matmuls`." in str(report)
 
 
 def test_work_is_counted_in_floating_point_operations():
@@ -81,7 +81,7 @@ def test_work_is_counted_in_floating_point_operations():
         y = jax.lax.conv_general_dilated(image, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
         return jnp.sum(y) + jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=10)[0])
 
-    forward = {each.operation: each for each in autocast_report(loss, W, X).products if not each.is_backward}
+    forward = {each.operation: each for each in autocast_report(loss, W, X).matmuls if not each.is_backward}
     assert forward["conv_general_dilated"].work == 2 * (2 * 5) * (3 * 8)
     assert forward["dot_general"].work == 10 * 2 * (4 * 8) * 8
     assert forward["dot_general"].number == 1
@@ -93,7 +93,7 @@ def test_the_share_of_the_narrow_work():
         with jls.keep_float32():
             return y + jnp.sum(jnp.concatenate([x, x, x]) @ w)
 
-    assert autocast_report(loss, W, X).narrow_share == 0.25
+    assert autocast_report(loss, W, X).half_share == 0.25
 
 
 def test_arithmetic_is_in_it_too():
@@ -152,7 +152,7 @@ def by_rule(w, x):
 
 def test_the_products_of_a_rule_of_its_own_are_counted():
     report = autocast_report(by_rule, W, X, argnums=(0, 1))
-    assert [(each.dtype, each.is_backward, each.reason) for each in report.products] == [
+    assert [(each.dtype, each.is_backward, each.reason) for each in report.matmuls] == [
         ("float32", True, "inside `keep_float32`"),
         ("float16", False, ""),
         ("float16", True, ""),
@@ -197,7 +197,7 @@ NOT_FOLLOWED = {
 @pytest.mark.parametrize(("function", "reason", "opaque"), NOT_FOLLOWED.values(), ids=NOT_FOLLOWED)
 def test_what_is_not_followed_is_told(function, reason, opaque):
     report = autocast_report(lambda w, x: jnp.sum(function(w, x)) + jnp.sum(x), W, X, argnums=1)
-    wide = [each for each in report.products if each.dtype == "float32" and not each.is_backward]
+    wide = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
     assert bool(wide) == (reason is not None)
     assert all(each.reason.startswith(reason) for each in wide if "differentiating" not in each.reason)
     assert [each.partition(" ")[0] for each in report.not_followed] == ([opaque] if opaque else [])
@@ -207,7 +207,7 @@ def test_what_is_not_followed_is_told(function, reason, opaque):
 def test_a_policy_is_followed_and_named():
     rules = [jls.PrecisionRule("wide", layer="encoder"), jls.PrecisionRule("wide_result", layer="head")]
     report = autocast_report(network, W, X, policy=jls.PrecisionPolicy(rules))
-    forward = {each.layer: each for each in report.products if not each.is_backward}
+    forward = {each.layer: each for each in report.matmuls if not each.is_backward}
     assert forward["encoder"].reason == f"a rule of the policy: {rules[0]!r}"
     assert (forward["encoder"].dtype, forward["encoder"].result) == ("float32", "float32")
     assert forward["head"].reason == f"a rule of the policy: {rules[1]!r}"
@@ -240,7 +240,7 @@ def test_a_function_cast_by_hand():
 def test_a_function_without_products():
     report = autocast_report(lambda x: jnp.sum(jnp.sin(x)), X)
     assert str(report.summary) == "Matrix products and convolutions: none."
-    assert report.products == ()
+    assert report.matmuls == ()
     assert "dot_general" not in str(report)
 
 
@@ -256,7 +256,7 @@ def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
 
     rule = jls.PrecisionRule("wide", layer="head")
     report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
-    assert {(product.layer, product.reason) for product in report.products} == {
+    assert {(product.layer, product.reason) for product in report.matmuls} == {
         ("keep_float32", "inside `keep_float32`"),
         ("head", f"a rule of the policy: {rule!r}"),
     }
@@ -274,7 +274,7 @@ def test_a_jitted_function_on_two_lines_has_the_reason_of_each():
     rules = [jls.PrecisionRule("wide", function=name, reason=f"why {name}") for name in ("first", "second")]
     report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
     lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
-    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.products} == {
+    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.matmuls} == {
         (line, f"a rule of the policy: {rule!r}") for line, rule in zip(lines, rules, strict=True)
     }
 
@@ -286,5 +286,5 @@ def test_a_jitted_function_in_the_layer_of_a_class_keeps_its_reason():
 
     policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="Block")])
     report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
-    reasons = {product.dtype: product.reason for product in report.products}
+    reasons = {product.dtype: product.reason for product in report.matmuls}
     assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

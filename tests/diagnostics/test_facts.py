@@ -75,12 +75,12 @@ def in_a_jitted_branch(params, x):
 )
 def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
-    assert report.summary.first_wide == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
-    counts = f"Matrix products and convolutions: 0 of {report.summary.products} in float16. The first that is not: "
-    assert repr(report).startswith(f"{counts}{report.summary.first_wide}.")
+    assert report.summary.first_float32 == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
+    counts = f"Matrix products and convolutions: 0 of {report.summary.matmuls} in float16. The first that is not: "
+    assert repr(report).startswith(f"{counts}{report.summary.first_float32}.")
     assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", False, None)
     assert "It will train" not in report.verdict
-    assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_wide}.")
+    assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
 
 
 def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
@@ -89,7 +89,7 @@ def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
         return jnp.mean((y.astype(jnp.float32) @ jnp.ones((4, 4))) ** 2)
 
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
-    assert (report.summary.products, report.summary.narrow_products) == (4, 2)
+    assert (report.summary.matmuls, report.summary.half_matmuls) == (4, 2)
     assert report.verdict.startswith("It will train, with 2 of 4 products in float16, without a loss scale.")
 
 
@@ -101,7 +101,7 @@ def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
 
 def test_arguments_without_names():
     report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
-    assert "float32 `args" in report.summary.first_wide
+    assert "float32 `args" in report.summary.first_float32
 
 
 def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():

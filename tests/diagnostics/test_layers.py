@@ -236,7 +236,7 @@ def printed_places(loss, *args):
     ranges = range_report(under_autocast, *args, loss_scale=1.0)
     policy = find_precision(loss, *args)
     assert ranges.bad
-    rows = [*ranges.bad, *autocast_report(loss, *args, policy=policy).products, *policy.rules]
+    rows = [*ranges.bad, *autocast_report(loss, *args, policy=policy).matmuls, *policy.rules]
     places = {
         (name, getattr(row, name)) for row in rows for name in ("layer", "source", "function") if hasattr(row, name)
     }

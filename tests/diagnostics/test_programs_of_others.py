@@ -83,8 +83,8 @@ def test_the_share_of_work_stands_beside_the_number_of_products():
     args = {"large": draw(16, 16, seed=1), "small": draw(16, 2, seed=2)}, draw(8, 16, seed=3)
     summary = compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).summary
     report = autocast_report(fun, *args)
-    assert (summary.narrow_products, summary.products) == (3, 5)
-    assert summary.narrow_work == report.narrow_share
+    assert (summary.half_matmuls, summary.matmuls) == (3, 5)
+    assert summary.half_share == report.half_share
     assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(summary)
 
 
@@ -102,7 +102,7 @@ def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
     square.defvjp(lambda x: (square(x), x), backward)
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
     for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
-        wide = [product for product in autocast_report(each, *args).products if product.dtype == "float32"]
+        wide = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
         assert wide
         assert all(product.reason.startswith("marked") for product in wide)
 
@@ -149,8 +149,8 @@ def test_one_bad_layer_of_eight_is_named_by_its_parameter():
     policy = find_precision(layers, *args)
     assert {rule.parameter for rule in policy.rules} == {"[7]"}
     report = autocast_report(layers, *args, policy=policy)
-    assert sum(each.number for each in report.products) == 23
-    assert sum(each.number for each in report.products if each.dtype == "float16") == 20
+    assert sum(each.number for each in report.matmuls) == 23
+    assert sum(each.number for each in report.matmuls if each.dtype == "float16") == 20
     assert str(policy).startswith("Error against float32: wrong altogether -> ")
     kept = jls.PrecisionPolicy.from_config(policy.get_config())
     assert (kept, kept.errors) == (policy, policy.errors)
@@ -164,7 +164,7 @@ def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
     )
     policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", parameter="[7]")])
     report = autocast_report(namespace["layers"], DEEP, draw(16, 8, seed=20), policy=policy)
-    (wide,) = [each for each in report.products if each.dtype == "float32" and not each.is_backward]
+    (wide,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
     assert wide.number == 1
 
 
@@ -185,8 +185,8 @@ def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
     for name, number in (("['stack']", 1), ("*head*", 1), ("*", 2)):
         policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter=name)])
         report = autocast_report(fun, *args, policy=policy)
-        assert sum(e.number for e in report.products if e.dtype == "float32" and not e.is_backward) >= number
-        assert any(e.dtype == "float16" for e in report.products) == (name != "*")
+        assert sum(e.number for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number
+        assert any(e.dtype == "float16" for e in report.matmuls) == (name != "*")
 
 
 @pytest.mark.slow

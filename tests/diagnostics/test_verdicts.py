@@ -204,9 +204,9 @@ def test_behind_integers_the_backward_pass_is_narrow_and_what_nothing_is_made_of
         return jnp.mean(jnp.sin(quantized(x, weights)))
 
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
-    (product,) = autocast_report(loss, *args).products
+    (product,) = autocast_report(loss, *args).matmuls
     assert (product.is_backward, product.dtype, product.number, product.reason) == (True, "float16", 1, "")
-    assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.products == 1
+    assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
 
 
 def test_each_product_of_a_line_has_the_reason_of_its_own():
@@ -216,7 +216,7 @@ def test_each_product_of_a_line_has_the_reason_of_its_own():
         return jnp.mean(x)
 
     report = autocast_report(loss, [draw(8, 8, seed=1), draw(8, 8, seed=2)], draw(4, 8, seed=3))
-    assert {(each.dtype, each.reason[:6]) for each in report.products} == {("float32", "marked"), ("float16", "")}
+    assert {(each.dtype, each.reason[:6]) for each in report.matmuls} == {("float32", "marked"), ("float16", "")}
 
 
 def test_what_is_not_followed_is_named_with_its_library():

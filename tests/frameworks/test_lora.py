@@ -84,7 +84,7 @@ def test_every_product_is_narrow_those_of_the_base_too(stored, half):
     base = jls.cast_floating(BASE, stored)
     report = jls.diagnostics.autocast_report(loss_fn, adapters_for(base), base, BATCH, dtype=half)
     assert report.summary.dtype == half
-    assert report.summary.narrow_products == report.summary.products == 12
+    assert report.summary.half_matmuls == report.summary.matmuls == 12
 
 
 def test_a_base_stored_in_float16_gives_the_gradients_of_the_float32_one_to_the_bit():

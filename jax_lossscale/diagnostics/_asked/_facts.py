@@ -24,78 +24,79 @@ from jax_lossscale.diagnostics._report import at, percent
 
 
 class MatmulSummary(NamedTuple):
-    """How many products are computed in a dtype.
+    """The number of matrix multiplications and convolutions (matmuls), and how many of them are in half precision.
 
     Attributes:
-      dtype: the name of the dtype.
-      products: how many matrix products and convolutions there are in value and gradients; those in a loop count once.
-      narrow_products: how many of them take operands of the dtype.
-      first_wide: the first that does not, where it is, and where its float32 comes from; "" if there is none.
-      narrow_work: the share of the work of all that these do; 1 of none.
-      is_autocast: whether the function is under `autocast`, or a part of it.
+      dtype: the name of the half-precision dtype.
+      matmuls: the number of matmuls in value and gradients. A matmul in the body of a loop counts once.
+      half_matmuls: the number of matmuls whose operands have this dtype.
+      first_float32: the location of the first other matmul, and the reason for its dtype; "" if there is none.
+      half_share: the fraction of the floating-point operations of all matmuls that is done in this dtype; 1 if there
+        are no matmuls.
+      is_autocast: whether the function, or a part of it, is under `autocast`.
     """
 
     dtype: str = ""
-    products: int = 0
-    narrow_products: int = 0
-    first_wide: str = ""
-    narrow_work: float = 1.0
+    matmuls: int = 0
+    half_matmuls: int = 0
+    first_float32: str = ""
+    half_share: float = 1.0
     is_autocast: bool = False
 
     def __str__(self) -> str:
-        if not self.products:
+        if not self.matmuls:
             return "Matrix products and convolutions: none."
-        counts = f"Matrix products and convolutions: {self.narrow_products} of {self.products} in {self.dtype}"
-        if not self.first_wide:
+        counts = f"Matrix products and convolutions: {self.half_matmuls} of {self.matmuls} in {self.dtype}"
+        if not self.first_float32:
             return f"{counts}."
-        work = f", {percent(self.narrow_work)} of their work" if self.narrow_products else ""
-        return f"{counts}{work}. The first that is not: {self.first_wide}."
+        work = f", {percent(self.half_share)} of their work" if self.half_matmuls else ""
+        return f"{counts}{work}. The first that is not: {self.first_float32}."
 
     @property
-    def nothing_narrow(self) -> str:
-        """What to say where nothing is computed in the dtype."""
-        if self.is_autocast and not self.products:
+    def no_half_precision(self) -> str:
+        """The explanation to print if nothing is computed in the dtype."""
+        if self.is_autocast and not self.matmuls:
             return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
         if self.is_autocast:
-            left = f"all {self.products} matrix products and convolutions"
-            return f"`autocast` leaves {left} as they are: {self.first_wide}."
+            left = f"all {self.matmuls} matrix products and convolutions"
+            return f"`autocast` leaves {left} as they are: {self.first_float32}."
         return (
             f"`fun` computes nothing in {self.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
             "`fun`, with `jls.cast_floating`."
         )
 
 
-def products_of(
+def summarize_matmuls(
     traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()
 ) -> MatmulSummary:
-    """Count the products of a program; ``names``: of its inputs; ``planners``: of what is under `autocast`."""
+    """Summarize the matmuls of a program, given the names of its inputs and the planners of its `autocast` calls."""
     exceptions = [exception for planner in planners for exception in planner.exceptions]
     program = ClosedJaxpr(live(traced.jaxpr.jaxpr), traced.jaxpr.consts)
-    counted = products_among(operations(program.jaxpr, dtype, exceptions), dtype.name, bool(planners))
-    if not counted.first_wide or planners:  # which know why
+    counted = summary_of(operations(program.jaxpr, dtype, exceptions), dtype.name, bool(planners))
+    if not counted.first_float32 or planners:  # which know why
         return counted
     origins = _Origins(dtype)
     origins.outputs(program, [_given(2, f"`{name}`") for name in names])
     for place, origin in sorted(origins.wide, key=lambda product: product[0].is_backward)[:1]:
-        counted = counted._replace(first_wide="; ".join(filter(None, [_named(place), origin.why])))
+        counted = counted._replace(first_float32="; ".join(filter(None, [_named(place), origin.why])))
     return counted
 
 
-def products_among(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
-    """Count the products among operations whose reasons are known."""
-    products = [operation for operation in entries if operation.is_product]
-    narrow = [product for product in products if product.dtype == dtype]
-    wide = sorted(
-        (product for product in products if product.dtype != dtype),
-        key=lambda product: (product.is_backward, product.position),
+def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
+    """Summarize the matmuls among operations."""
+    matmuls = [operation for operation in entries if operation.is_product]
+    in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
+    others = sorted(
+        (matmul for matmul in matmuls if matmul.dtype != dtype),
+        key=lambda matmul: (matmul.is_backward, matmul.position),
     )
-    work = sum(product.work for product in products)
+    work = sum(matmul.work for matmul in matmuls)
     return MatmulSummary(
         dtype=dtype,
-        products=sum(product.number for product in products),
-        narrow_products=sum(product.number for product in narrow),
-        first_wide=f"{_named(wide[0]) or 'no line of your code'}; {wide[0].reason}" if wide else "",
-        narrow_work=sum(product.work for product in narrow) / work if work else 1.0,
+        matmuls=sum(matmul.number for matmul in matmuls),
+        half_matmuls=sum(matmul.number for matmul in in_half),
+        first_float32=f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else "",
+        half_share=sum(matmul.work for matmul in in_half) / work if work else 1.0,
         is_autocast=is_autocast,
     )
 

@@ -19,7 +19,7 @@ from jax_lossscale._autocast.transform import with_planners
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
-from jax_lossscale.diagnostics._asked._facts import LostConstant, MatmulSummary, lost_constants, products_of
+from jax_lossscale.diagnostics._asked._facts import LostConstant, MatmulSummary, lost_constants, summarize_matmuls
 from jax_lossscale.diagnostics._tree._nonfinite import LeafReport, reports_of_named
 
 
@@ -181,7 +181,7 @@ class Question(NamedTuple):
       program: the program of value and scaled gradients, of which the scale is the first input.
       inputs: the names of the inputs of the program.
       parameters: the names of the inputs that are differentiated, in the order of the gradients.
-      products: how many products it has, and how many are narrow.
+      matmuls: the number of matmuls, and how many of them are in half precision.
       faults: what is wrong with the arguments.
       lost: the constants of which zero or infinity was left, in float32, too.
     """
@@ -191,7 +191,7 @@ class Question(NamedTuple):
     program: Traced
     inputs: list[str]
     parameters: list[str]
-    products: MatmulSummary
+    matmuls: MatmulSummary
     faults: ArgumentFaults
     lost: Sequence[LostConstant]
 
@@ -213,7 +213,7 @@ def asked(call: Call, dtype: jnp.dtype) -> Question:
         program=program,
         inputs=inputs,
         parameters=[name for n in call.positions for name, _ in named[n]],
-        products=products_of(program, dtype, inputs, planners),
+        matmuls=summarize_matmuls(program, dtype, inputs, planners),
         faults=call.faults(),
         lost=lost_constants(program, is_autocast=bool(planners)),
     )

@@ -16,7 +16,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics._asked._facts import MatmulSummary, products_among
+from jax_lossscale.diagnostics._asked._facts import MatmulSummary, summary_of
 from jax_lossscale.diagnostics._asked._operations import (
     OperationPrecision,
     casts,
@@ -64,37 +64,37 @@ class AutocastReport(Report[OperationPrecision]):
     _text_columns: ClassVar[Sequence[int]] = (0, 1, 2, 3, 4, 7)
 
     @property
-    def products(self) -> tuple[OperationPrecision, ...]:
-        """The matrix products and convolutions."""
+    def matmuls(self) -> tuple[OperationPrecision, ...]:
+        """The matrix multiplications and convolutions (matmuls)."""
         return tuple(operation for operation in self.operations if operation.is_product)
 
     @property
-    def narrow_share(self) -> float:
-        """The share of the products' work that is done in the dtype; 1 if there is none."""
-        return self.summary.narrow_work
+    def half_share(self) -> float:
+        """The fraction of the flops of all matmuls that is done in the dtype; 1 if there are no matmuls."""
+        return self.summary.half_share
 
     @property
     def summary(self) -> MatmulSummary:
-        """How many products are narrow; if not all, where the first is that is not, and why."""
-        return products_among(self.operations, self.dtype, is_autocast=True)
+        """The number of matmuls, how many are in the dtype, and why the first other matmul is not."""
+        return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
-        forward = sum(operation.number for operation in self.products if not operation.is_backward)
-        backward = sum(operation.number for operation in self.products if operation.is_backward)
+        forward = sum(operation.number for operation in self.matmuls if not operation.is_backward)
+        backward = sum(operation.number for operation in self.matmuls if operation.is_backward)
         without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
         return (
             f"{self.summary}\n"
             f"Forward pass: {forward}. Backward pass: {backward}. "
-            f"{percent(self.narrow_share)} of their work is in {self.dtype}.\n"
+            f"{percent(self.half_share)} of their work is in {self.dtype}.\n"
             f"Kept for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
         )
 
     def _rows(self) -> list[list[str]]:
-        return [_HEADINGS, *map(_cells, self.products[:_MOST_ROWS])] if self.products else []
+        return [_HEADINGS, *map(_cells, self.matmuls[:_MOST_ROWS])] if self.matmuls else []
 
     def _notes(self) -> list[str]:
-        more = len(self.products) - _MOST_ROWS
-        notes = [f"... and {more} more: `report.products`."] if more > 0 else []
+        more = len(self.matmuls) - _MOST_ROWS
+        notes = [f"... and {more} more: `report.matmuls`."] if more > 0 else []
         notes += self.arguments
         if self.not_followed:
             notes.append(f"Not followed: {', '.join(self.not_followed)}.")
@@ -149,7 +149,7 @@ def autocast_report(
       ... )
       >>> [
       ...     (each.layer, each.dtype, each.number, each.reason)
-      ...     for each in report.products
+      ...     for each in report.matmuls
       ...     if not each.is_backward
       ... ]
       [('energy/keep_float32', 'float32', 1, 'inside `keep_float32`'), ('', 'float16', 1, '')]

@@ -46,7 +46,7 @@ class GradientComparison(Report[LeafGradientError]):
       value: the value of the function, which a loss scale does not change.
       reference_value: that of the reference.
       as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
-      summary: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
       working_scales: those of the scales compared at which all gradients are right.
       run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with what the
         error says first.
@@ -216,7 +216,7 @@ def compare_gradients(
         value=errors.value,
         reference_value=errors.reference_value,
         as_they_are=errors.as_they_are,
-        summary=question.products,
+        summary=question.matmuls,
     )
 
 

@@ -84,9 +84,9 @@ class Finder:
         return finding._replace(said=told)
 
     def _cause(self) -> Finding:
-        question, errors, counted, dtype = self._question, self._errors, self._question.products, self._dtype
+        question, errors, counted, dtype = self._question, self._errors, self._question.matmuls, self._dtype
         met = [narrow.name for narrow in question.narrow_dtypes]
-        is_narrow, why = dtype in met, counted.nothing_narrow
+        is_narrow, why = dtype in met, counted.no_half_precision
         if met and not is_narrow:
             why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
         bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
@@ -117,12 +117,12 @@ class Finder:
             return self._overflow_at_every_scale()
         if errors.best() not in errors.working():
             return self._does_not_train(errors.best())
-        if is_narrow and (counted.narrow_products or not counted.products):
+        if is_narrow and (counted.half_matmuls or not counted.matmuls):
             return self._trains()
         if not counted.is_autocast:  # a function that casts by hand is one that was meant to be narrow
-            none = f"None of the {counted.products} matrix products and convolutions is computed in {dtype}, so nothing"
+            none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
             cure = f"`jls.autocast(fun)` computes them in {dtype}."
-            return Finding("nothing narrow", [f"{none} is gained: {counted.first_wide}.", cure])
+            return Finding("nothing narrow", [f"{none} is gained: {counted.first_float32}.", cure])
         gained = "So the gradients are those of float32, and nothing is gained."
         return Finding("nothing narrow", [why, gained], will_train=True, loss_scale=1.0)
 
@@ -212,7 +212,7 @@ class Finder:
         return Finding("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
 
     def _trains(self) -> Finding:
-        errors, counted, dtype = self._errors, self._question.products, self._question.dtype
+        errors, counted, dtype = self._errors, self._question.matmuls, self._question.dtype
         start, cause = errors.start(), "none"
         bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
         starving = [] if bare is None or start < 1 else errors.suffering_at(bare)
@@ -224,8 +224,8 @@ class Finder:
             start = 1.0
         at = errors.scales.index(start)
         it = "It will train"
-        if counted.narrow_products < counted.products:
-            it += f", with {counted.narrow_products} of {counted.products} products in {self._dtype}"
+        if counted.half_matmuls < counted.matmuls:
+            it += f", with {counted.half_matmuls} of {counted.matmuls} products in {self._dtype}"
         said = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
         if cause == "backward overflow":
             made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"

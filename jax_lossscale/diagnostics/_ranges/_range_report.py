@@ -99,7 +99,7 @@ class RangeReport(Report[OperationRange]):
       as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
       lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
         a root or a logarithm away from zero; and if anything is no number, the others.
-      summary: how many products there are, how many are in the dtype, and where the first other gets its float32 from.
+      summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
       arguments: what is wrong with the arguments themselves, a sentence each.
     """
 
@@ -146,7 +146,7 @@ class RangeReport(Report[OperationRange]):
     def _in_range(self) -> str:
         """Say how many operations leave the range."""
         if not self:
-            return self.summary.nothing_narrow
+            return self.summary.no_half_precision
         over = [operation for operation in self.bad if operation.overflow]
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
@@ -270,7 +270,7 @@ def range_report(
 
 def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
     """Make the report at a scale."""
-    traced, dtype, graph = question.program, question.dtype, Graph(question.products.is_autocast)
+    traced, dtype, graph = question.program, question.dtype, Graph(question.matmuls.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in question.parameters}
     ends = graph.outputs(traced.jaxpr, [Ancestry(parameter=entering.get(name)) for name in question.inputs])
     value, grads = traced.result([end.nodes for end in ends])
@@ -294,7 +294,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             statistics,
             is_harmful=node in harmful,
             is_origin=node in origins,
-            is_autocast=question.products.is_autocast,
+            is_autocast=question.matmuls.is_autocast,
             is_score=node in scores,
             amplified_by=site_of.get(amplified.get(node, -1)),
         )
@@ -310,7 +310,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         loss_scale=loss_scale,
         as_they_are=tuple(evaluator.evaluator.as_they_are),
         lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
-        summary=question.products,
+        summary=question.matmuls,
         arguments=tuple(faults),
     )
 
