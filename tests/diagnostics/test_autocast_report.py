@@ -59,7 +59,7 @@ def test_printed_it_is_a_table_of_the_products():
 def test_reasons_stand_on_the_left_also_where_there_are_none():
     report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
     heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
-    assert heading.endswith("work  why")
+    assert heading.endswith("flops  why")
     assert '<th style="text-align: left">why</th>' in report._repr_html_()
 
 
@@ -82,9 +82,9 @@ def test_work_is_counted_in_floating_point_operations():
         return jnp.sum(y) + jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=10)[0])
 
     forward = {each.operation: each for each in autocast_report(loss, W, X).matmuls if not each.is_backward}
-    assert forward["conv_general_dilated"].work == 2 * (2 * 5) * (3 * 8)
-    assert forward["dot_general"].work == 10 * 2 * (4 * 8) * 8
-    assert forward["dot_general"].number == 1
+    assert forward["conv_general_dilated"].flops == 2 * (2 * 5) * (3 * 8)
+    assert forward["dot_general"].flops == 10 * 2 * (4 * 8) * 8
+    assert forward["dot_general"].count == 1
 
 
 def test_the_share_of_the_narrow_work():
@@ -100,7 +100,7 @@ def test_arithmetic_is_in_it_too():
     def tanh(policy):
         return next(each for each in autocast_report(plain, W, X, policy=policy) if each.operation == "tanh")
 
-    assert (tanh(None).dtype, tanh(None).reason, tanh(None).work) == ("float32", "", 0)
+    assert (tanh(None).dtype, tanh(None).reason, tanh(None).flops) == ("float32", "", 0)
     assert tanh(jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="tanh")])).dtype == "float16"
 
 

@@ -149,8 +149,8 @@ def test_one_bad_layer_of_eight_is_named_by_its_parameter():
     policy = find_precision(layers, *args)
     assert {rule.parameter for rule in policy.rules} == {"[7]"}
     report = autocast_report(layers, *args, policy=policy)
-    assert sum(each.number for each in report.matmuls) == 23
-    assert sum(each.number for each in report.matmuls if each.dtype == "float16") == 20
+    assert sum(each.count for each in report.matmuls) == 23
+    assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
     assert str(policy).startswith("Error against float32: wrong altogether -> ")
     kept = jls.PrecisionPolicy.from_config(policy.get_config())
     assert (kept, kept.errors) == (policy, policy.errors)
@@ -165,7 +165,7 @@ def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
     policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", parameter="[7]")])
     report = autocast_report(namespace["layers"], DEEP, draw(16, 8, seed=20), policy=policy)
     (wide,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
-    assert wide.number == 1
+    assert wide.count == 1
 
 
 @pytest.mark.parametrize("inside", ["jit", "scan", "checkpoint"])
@@ -185,7 +185,7 @@ def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
     for name, number in (("['stack']", 1), ("*head*", 1), ("*", 2)):
         policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter=name)])
         report = autocast_report(fun, *args, policy=policy)
-        assert sum(e.number for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number
+        assert sum(e.count for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number
         assert any(e.dtype == "float16" for e in report.matmuls) == (name != "*")
 
 

@@ -205,7 +205,7 @@ def test_behind_integers_the_backward_pass_is_narrow_and_what_nothing_is_made_of
 
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
     (product,) = autocast_report(loss, *args).matmuls
-    assert (product.is_backward, product.dtype, product.number, product.reason) == (True, "float16", 1, "")
+    assert (product.is_backward, product.dtype, product.count, product.reason) == (True, "float16", 1, "")
     assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
 
 

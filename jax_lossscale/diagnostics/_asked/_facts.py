@@ -88,15 +88,15 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
     others = sorted(
         (matmul for matmul in matmuls if matmul.dtype != dtype),
-        key=lambda matmul: (matmul.is_backward, matmul.position),
+        key=lambda matmul: (matmul.is_backward, matmul.index),
     )
-    work = sum(matmul.work for matmul in matmuls)
+    flops = sum(matmul.flops for matmul in matmuls)
     return MatmulSummary(
         dtype=dtype,
-        matmuls=sum(matmul.number for matmul in matmuls),
-        half_matmuls=sum(matmul.number for matmul in in_half),
+        matmuls=sum(matmul.count for matmul in matmuls),
+        half_matmuls=sum(matmul.count for matmul in in_half),
         first_float32=f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else "",
-        half_share=sum(matmul.work for matmul in in_half) / work if work else 1.0,
+        half_share=sum(matmul.flops for matmul in in_half) / flops if flops else 1.0,
         is_autocast=is_autocast,
     )
 

@@ -42,12 +42,12 @@ class OperationPrecision:
       is_backward: whether they belong to the backward pass.
       dtype: the dtype of their operands; of operands of several dtypes, the widest.
       result: the dtype of their results.
-      number: how many there are in the program.
-      work: the floating-point operations of matrix products and convolutions; 0 for anything else.
+      count: the number of these operations in the program.
+      flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
       reason: why a product, or its result, is not in the dtype of `autocast`; "" if it is.
       is_product: whether it is a matrix product or a convolution. A product whose contracted axes all have size 1, such
         as an outer product, is a multiplication.
-      position: how many operations of the program come before the first of them.
+      index: the number of operations of the program that precede the first of them.
     """
 
     operation: str
@@ -56,11 +56,11 @@ class OperationPrecision:
     is_backward: bool
     dtype: str
     result: str
-    number: int
-    work: float
+    count: int
+    flops: float
     reason: str
     is_product: bool
-    position: int
+    index: int
 
 
 class _Step(NamedTuple):
@@ -92,22 +92,22 @@ def operations(
     for path, reason in exceptions:
         for key in _keys(path[-1], place_within(path[-1], path[:-1])):
             reasons.setdefault(key, {})[reason] = None
-    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # of each kind, the positions and the work
-    for position, step in enumerate(_steps(program)):
+    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # for each kind, the indices and the flops
+    for index, step in enumerate(_steps(program)):
         eqn, name = step.eqn, _name(step.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
             continue
-        work, result = _work(eqn), eqn.outvars[0].aval.dtype
+        flops, result = _flops(eqn), eqn.outvars[0].aval.dtype
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         where = name, step.place.layer, step.place.source, step.place.is_backward
-        is_exception = work > 0 and {widest, result} != {dtype}
+        is_exception = flops > 0 and {widest, result} != {dtype}
         of_step = next((reasons[key] for key in _keys(eqn, step.place) if key in reasons), {})
         reason = _reason(step, of_step) if is_exception else ""
-        kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, is_product=work > 0, position=0)
-        found.setdefault(kind, []).append((position, step.times * work))
+        kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, is_product=flops > 0, index=0)
+        found.setdefault(kind, []).append((index, step.times * flops))
     return [
-        dataclasses.replace(kind, number=len(steps), work=sum(work for _, work in steps), position=steps[0][0])
+        dataclasses.replace(kind, count=len(steps), flops=sum(flops for _, flops in steps), index=steps[0][0])
         for kind, steps in found.items()
     ]
 
@@ -195,6 +195,6 @@ def _name(eqn: Any) -> str:
     return eqn.params["product"].name if name == WIDE_PRODUCT else name
 
 
-def _work(eqn: Any) -> float:
+def _flops(eqn: Any) -> float:
     """Return the number of multiplications and additions of a matmul; 0 for any other operation."""
     return 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) if is_product(eqn) else 0.0

@@ -29,7 +29,7 @@ from jax_lossscale.diagnostics._asked._question import Call, called
 from jax_lossscale.diagnostics._report import Report, percent
 
 _MOST_ROWS = 16
-_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "number", "work", "why"]
+_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "why"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -79,8 +79,8 @@ class AutocastReport(Report[OperationPrecision]):
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
-        forward = sum(operation.number for operation in self.matmuls if not operation.is_backward)
-        backward = sum(operation.number for operation in self.matmuls if operation.is_backward)
+        forward = sum(operation.count for operation in self.matmuls if not operation.is_backward)
+        backward = sum(operation.count for operation in self.matmuls if operation.is_backward)
         without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
         return (
             f"{self.summary}\n"
@@ -148,7 +148,7 @@ def autocast_report(
       ...     loss_fn, jnp.ones((4, 4)), jnp.ones((8, 4))
       ... )
       >>> [
-      ...     (each.layer, each.dtype, each.number, each.reason)
+      ...     (each.layer, each.dtype, each.count, each.reason)
       ...     for each in report.matmuls
       ...     if not each.is_backward
       ... ]
@@ -166,7 +166,7 @@ def autocast_report(
     under_autocast = call._replace(fun=narrow)
     program = live(under_autocast.value_and_grad().jaxpr.jaxpr)
     entries = operations(program, dtype, planner.exceptions)
-    entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.work, entry.position))
+    entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_kept(call)
     except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
@@ -204,7 +204,7 @@ def _cells(operation: OperationPrecision) -> list[str]:
     direction, result = "backward" if operation.is_backward else "forward", operation.result
     dtype = operation.dtype if result == operation.dtype else f"{operation.dtype}, result {result}"
     where = operation.operation, operation.layer, operation.source, direction, dtype
-    return [*where, str(operation.number), f"{operation.work:.2g}", operation.reason]
+    return [*where, str(operation.count), f"{operation.flops:.2g}", operation.reason]
 
 
 def _in_bytes(number: float) -> str:
