@@ -16,7 +16,7 @@ from jax_lossscale.diagnostics import compare_gradients
 
 pytestmark = pytest.mark.ci
 
-# What each workload is known to suffer from: the cause, whether it trains, and words of the verdict.
+# What each workload is known to get wrong: the cause, whether it trains, and words of the verdict.
 KNOWN = {
     "healthy": ("none", True, "It will train; start from 2^15."),
     "normalized": ("none", True, "It will train; start from 2^12."),
@@ -27,7 +27,7 @@ KNOWN = {
         False,
         "The loss is 5.6e-10, too small for float16. The loss is float16, which",
     ),
-    "two_branches": ("starving branch", False, "`jls.scale_gradient(..., 2.0**"),
+    "two_branches": ("branch underflow", False, "`jls.scale_gradient(..., 2.0**"),
     "square_too_large": ("forward overflow", False, "`integer_pow` in energy (tests/diagnostics/workloads.py:"),
     "matmul_too_large": ("forward overflow", False, "`dot_general` in logits (tests/diagnostics/workloads.py:"),
     "mask_of_minus_a_billion": ("forward overflow", False, "`convert_element_type` in attention"),
@@ -83,9 +83,9 @@ def test_a_scale_below_one_is_one_that_the_verdict_s_own_code_makes():
     assert loss_scale.min_loss_scale < loss_scale()
 
 
-def test_the_branch_that_starves_is_named_and_cured_as_it_is_told():
+def test_the_suggested_scale_of_its_own_fixes_the_branch_that_underflows():
     report = compared("two_branches")
-    assert report.suffering == ("['side']['layer0']['kernel']", "['side']['layer0']['bias']")
+    assert report.inaccurate_leaves == ("['side']['layer0']['kernel']", "['side']['layer0']['bias']")
     factor = 2.0 ** float(report.verdict.split("`jls.scale_gradient(..., 2.0**")[1].split(")")[0])
     cured = compare_gradients(*workloads.two_branches_cured(factor))
     # The gradients are right then; float32 carries the factor, as the true ones of that branch are so small.
@@ -242,26 +242,26 @@ def test_what_lies_on_a_mesh_is_compared_and_measured_there():
 
 def test_nothing_narrow():
     report = compare_gradients(lambda w: jnp.sum(w**2), jnp.ones(3))
-    assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", False, None)
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
     assert report.verdict.startswith("`fun` computes nothing in float16")
 
 
 def test_where_nothing_is_narrow_a_loss_that_is_not_finite_is_told():
     report = compare_gradients(lambda w: jnp.log(-jnp.sum(w * w)), jnp.ones(3))
-    assert report.cause == "nothing narrow"
+    assert report.cause == "no half precision"
     assert report.verdict.endswith("with `jls.cast_floating`. In float32 the loss is not finite either.")
 
 
 def test_another_dtype_than_was_asked_for():
     report = compare_gradients(lambda w: jnp.sum((w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)), jnp.ones(3))
-    assert report.cause == "nothing narrow"
+    assert report.cause == "no half precision"
     assert "`fun` computes in bfloat16, and nothing in float16" in report.verdict
     assert "dtype='bfloat16'" in report.verdict
 
 
 def test_a_reference_that_is_not_finite_either():
     report = compare_gradients(lambda w: jnp.sum(jnp.sqrt(w.astype(jnp.float16))).astype(jnp.float32), jnp.zeros(3))
-    assert (report.cause, report.suffering) == ("reference not finite", ("",))
+    assert (report.cause, report.inaccurate_leaves) == ("reference not finite", ("",))
     assert "In float32 the gradients of the only leaf are not finite either" in report.verdict
 
 

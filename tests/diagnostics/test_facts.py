@@ -78,7 +78,7 @@ def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(f
     assert report.summary.first_float32 == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
     counts = f"Matrix products and convolutions: 0 of {report.summary.matmuls} in float16. The first that is not: "
     assert repr(report).startswith(f"{counts}{report.summary.first_float32}.")
-    assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", False, None)
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
     assert "It will train" not in report.verdict
     assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
 

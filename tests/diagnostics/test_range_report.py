@@ -23,7 +23,7 @@ def reported(name, loss_scale=1.0):
     return range_report(fun, *args, loss_scale=loss_scale)
 
 
-# What each workload is known to suffer from: the operation, whose derivative, the layer, and words of the cure.
+# What each workload is known to get wrong: the operation, whose derivative, the layer, and words of the cure.
 KNOWN = {
     "square_too_large": ("integer_pow", "", "energy", False, "Compute it in float32."),
     "matmul_too_large": ("dot_general", "", "logits", False, "Make the operands smaller"),
@@ -90,9 +90,9 @@ def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
         shell_class.clear_instance()
 
 
-def test_every_operation_that_starves_belongs_to_the_branch():
-    starving = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
-    assert [operation.shape for operation in starving] == [(4, 8)]  # the kernel of the side branch, transposed
+def test_only_operations_of_the_small_branch_underflow():
+    underflowing = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
+    assert [operation.shape for operation in underflowing] == [(4, 8)]  # the kernel of the side branch, transposed
 
 
 @pytest.mark.slow

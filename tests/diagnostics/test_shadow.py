@@ -160,7 +160,7 @@ def test_what_is_left_of_a_sum_in_float32_and_lost_in_float16_is():
 
     report = range_report(fun, jnp.zeros(()), loss_scale=1.0)
     assert [(of.operation, of.is_backward) for of in report.bad] == [("reduce_sum", True)]
-    assert compare_gradients(fun, jnp.zeros(()), loss_scales=[1.0]).suffering == ("",)
+    assert compare_gradients(fun, jnp.zeros(()), loss_scales=[1.0]).inaccurate_leaves == ("",)
 
 
 # Outliers, such as the fill value of a mask, do not hide the error of the other elements.

@@ -124,7 +124,7 @@ def test_what_autocast_leaves_in_float32_is_right_and_gains_nothing(loss):
             return square_error(weights, x)
 
     report = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2), loss_scales=[1.0])
-    assert (report.cause, report.will_train, report.loss_scale) == ("nothing narrow", True, 1.0)
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", True, 1.0)
     assert report.verdict.endswith("So the gradients are those of float32, and nothing is gained.")
 
 

@@ -33,12 +33,12 @@ class GradientComparison(Report[LeafGradientError]):
 
     Attributes:
       verdict: in a sentence or two: whether it will train, and the scale to start from; or why not, and what helps.
-      cause: ``"none"``, ``"nothing narrow"``, ``"reference not finite"``, ``"no gradients"``, ``"forward overflow"``,
-        ``"backward overflow"``, ``"underflow"``, ``"starving branch"``, ``"forward rounding"``, or
-        ``"run-time error"``.
+      cause: ``"none"``, ``"no half precision"``, ``"reference not finite"``, ``"no gradients"``,
+        ``"forward overflow"``, ``"backward overflow"``, ``"underflow"``, ``"branch underflow"``,
+        ``"forward rounding"``, or ``"run-time error"``.
       will_train: whether there is a loss scale with which all gradients are right.
       loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
-      suffering: the paths of the leaves that are wrong at the best of the scales.
+      inaccurate_leaves: the paths of the leaves whose gradients are wrong at the best of the scales.
       dtype: the name of the narrow dtype.
       loss_scales: the scales that were compared, in ascending order.
       leaves: a `LeafGradientError` for each leaf, the worst first.
@@ -56,7 +56,7 @@ class GradientComparison(Report[LeafGradientError]):
     cause: str
     will_train: bool
     loss_scale: float | None
-    suffering: tuple[str, ...]
+    inaccurate_leaves: tuple[str, ...]
     dtype: str
     loss_scales: tuple[float, ...]
     leaves: tuple[LeafGradientError, ...]
@@ -206,7 +206,7 @@ def compare_gradients(
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,
-        suffering=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
+        inaccurate_leaves=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
         dtype=dtype.name,
         loss_scales=tuple(errors.scales),
         working_scales=tuple(errors.scales[n] for n in errors.working()),

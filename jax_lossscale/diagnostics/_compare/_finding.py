@@ -16,7 +16,7 @@ from jax_lossscale.diagnostics._ranges._range_report import OperationRange, Rang
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
 from jax_lossscale.diagnostics._shadow._blame import ACCUMULATED, MANY_ZEROS
 
-# A leaf starves where so many of its numbers are zero.
+# A leaf is reported as underflowing if at least this fraction of its elements is zero.
 _MANY_LOST = 0.25
 # Of one leaf, an error above this is told even if its network trains.
 _WORTH_SAYING = 0.05
@@ -67,7 +67,7 @@ class Finder:
     def found(self) -> Finding:
         """Give the cause; add what may be said of any: that it diverged, what is zero, which constants were lost."""
         finding, reference = self._cause(), self._errors.reference_value
-        if finding.cause == "nothing narrow":
+        if finding.cause == "no half precision":
             return finding
         told, is_in_vain = list(finding.said), finding.cause in ("reference not finite", "no gradients")
         if "overflow" in finding.cause and self._has_diverged:
@@ -93,7 +93,7 @@ class Finder:
         not_finite = f"In float32 {f'the gradients of {_paths(bad)} are' if bad else 'the loss is'} not finite either."
         is_finite = not bad and math.isfinite(errors.reference_value)
         if not is_narrow and not counted.is_autocast:
-            return Finding("nothing narrow", [why, "" if is_finite else not_finite])
+            return Finding("no half precision", [why, "" if is_finite else not_finite])
         if not is_finite:
             return self._reference_not_finite(bad, not_finite)
         if len(errors.run_time_errors) == len(errors.scales):
@@ -122,9 +122,9 @@ class Finder:
         if not counted.is_autocast:  # a function that casts by hand is one that was meant to be narrow
             none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
             cure = f"`jls.autocast(fun)` computes them in {dtype}."
-            return Finding("nothing narrow", [f"{none} is gained: {counted.first_float32}.", cure])
+            return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", cure])
         gained = "So the gradients are those of float32, and nothing is gained."
-        return Finding("nothing narrow", [why, gained], will_train=True, loss_scale=1.0)
+        return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
     def _reference_not_finite(self, bad: Sequence[LeafGradientError], said: str) -> Finding:
         question, faults = self._question, self._question.faults
@@ -139,7 +139,7 @@ class Finder:
             told = [*faults.nan, *faults.infinite, f"So i{said[1:]}"]
         return Finding("reference not finite", told, leaves=bad)
 
-    def _forward_overflow(self, at: int, suffering: Sequence[LeafGradientError]) -> Finding:
+    def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         places = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
         wrong = f"The loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32."
@@ -154,7 +154,7 @@ class Finder:
             if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
         ]
         said = [f"{wrong} No loss scale changes that.", begins, *too_large]
-        return Finding("forward overflow", said, at, suffering)
+        return Finding("forward overflow", said, at, inaccurate)
 
     def _overflow_at_every_scale(self) -> Finding:
         report = self._ranges(self._errors.scales[0])
@@ -170,21 +170,21 @@ class Finder:
     def _does_not_train(self, at: int) -> Finding:
         """Tell apart what makes gradients wrong that are finite at some scales."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
-        suffering, error = errors.suffering_at(at), errors.total.relative_error[at]
+        inaccurate, error = errors.inaccurate_leaves(at), errors.total.relative_error[at]
         does_harm = any(operation.changes_result for operation in report.forward_overflows())
         if does_harm and (errors.is_loss_wrong or error > LARGE_ERROR):
-            return self._forward_overflow(at, suffering)
-        starving = [leaf for leaf in suffering if leaf.lost[at] >= _MANY_LOST]
-        vanishes = starving and errors.is_loss_too_small
+            return self._forward_overflow(at, inaccurate)
+        underflowing = [leaf for leaf in inaccurate if leaf.lost[at] >= _MANY_LOST]
+        vanishes = underflowing and errors.is_loss_too_small
         if not vanishes and (report.begin_forward() or not report.underflows()):
-            most = f", most of all those of {_paths(suffering)}" if suffering else ""
+            most = f", most of all those of {_paths(inaccurate)}" if inaccurate else ""
             said = [
                 f"The gradients are {off(error)} at the best loss scale{most}. No loss scale helps, since the error is "
                 "made in the forward pass.",
                 self._begins(report.begin_forward()) or "`range_report` shows how far off each operation is.",
             ]
-            return Finding("forward rounding", said, at, suffering)
-        leaves = starving or suffering or list(errors.leaves)
+            return Finding("forward rounding", said, at, inaccurate)
+        leaves = underflowing or inaccurate or list(errors.leaves)
         share = sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / max(sum(leaf.nonzero for leaf in leaves), 1)
         lost = f"{percent(share)} of those of {_paths(leaves)} are zero"
         if error <= LARGE_ERROR:
@@ -199,7 +199,7 @@ class Finder:
                 f"through `jls.unscale_gradient(..., {factor})`, and its result, cast to float32, through "
                 f"`jls.scale_gradient(..., {factor})`. Or compute it in float32.",
             ]
-            return Finding("starving branch", said, at, leaves, loss_scale=start)
+            return Finding("branch underflow", said, at, leaves, loss_scale=start)
         if errors.finite()[-1] + 1 == len(errors.scales):
             advice = "Compare larger scales: `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
@@ -215,10 +215,10 @@ class Finder:
         errors, counted, dtype = self._errors, self._question.matmuls, self._question.dtype
         start, cause = errors.start(), "none"
         bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
-        starving = [] if bare is None or start < 1 else errors.suffering_at(bare)
+        underflowing = [] if bare is None or start < 1 else errors.inaccurate_leaves(bare)
         if start < 1:
             cause = "backward overflow"
-        elif bare is not None and (errors.total.relative_error[bare] > LARGE_ERROR or starving):
+        elif bare is not None and (errors.total.relative_error[bare] > LARGE_ERROR or underflowing):
             cause = "underflow"
         elif bare is not None and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
             start = 1.0
@@ -238,7 +238,7 @@ class Finder:
             lost = f"{percent(share)} of the gradients would be zero"
             if share < _WORTH_SAYING:  # they are subnormal
                 lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
-            whose = f", most of all those of {_paths(starving)}" if starving else ""
+            whose = f", most of all those of {_paths(underflowing)}" if underflowing else ""
             said.append(f"Without a loss scale {lost}{whose}.")
         if too_small := errors.is_loss_noted and self._too_small():
             said.append(f"{too_small} Return it in float32.")
@@ -251,7 +251,7 @@ class Finder:
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)
             said.append(f"The gradients of {_paths(worse)} stay {off(most)}.")
-        return Finding(cause, said, at, starving, will_train=True, loss_scale=start)
+        return Finding(cause, said, at, underflowing, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
         errors = self._errors

@@ -218,19 +218,21 @@ class GradientErrors(NamedTuple):
         """List the scales at which all gradients are finite, by their positions."""
         return [n for n in range(len(self.scales)) if not any(leaf.nonfinite[n] for leaf in self.leaves)]
 
-    def suffering_at(self, n: int) -> list[LeafGradientError]:
-        """List the leaves with a true gradient that is wrong at a scale, the largest first."""
+    def inaccurate_leaves(self, n: int) -> list[LeafGradientError]:
+        """List the leaves whose gradient is not only rounding and is wrong at a scale, the largest first."""
         wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
     def working(self) -> list[int]:
         """List the scales at which all gradients are right."""
-        return [n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.suffering_at(n)]
+        return [
+            n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.inaccurate_leaves(n)
+        ]
 
     def best(self) -> int:
         """Find the scale with the smallest errors; of scales that are alike, the largest, which loses least."""
         errors = self.total.relative_error
-        return min(self.finite(), key=lambda n: (len(self.suffering_at(n)), float(f"{errors[n]:.1g}"), -n))
+        return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
 
     def start(self) -> float:
         """Give the largest scale that is as good as the best, with room above it if there is any; else the least."""
@@ -238,11 +240,11 @@ class GradientErrors(NamedTuple):
         if not finite:
             return scales[0]
         best = self.best()
-        wrong = len(self.suffering_at(best))
+        wrong = len(self.inaccurate_leaves(best))
         good = [
             scales[n]
             for n in finite
-            if len(self.suffering_at(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
+            if len(self.inaccurate_leaves(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
         ]
         roomy = scales[finite[-1]] * 2.0**-_LOG2_HEADROOM
         return max([scale for scale in good if scale <= roomy] or [good[0]])
