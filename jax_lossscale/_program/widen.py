@@ -86,9 +86,9 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
         traced = Traced(fun, args, kwargs)
         evaluator = Evaluator(dtype)
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
-        if evaluator.as_they_are:
+        if evaluator.opaque_operations:
             warnings.warn(
-                f"`in_precision` cannot follow {', '.join(evaluator.as_they_are)}, and evaluates what it meets there "
+                f"`in_precision` cannot follow {', '.join(evaluator.opaque_operations)}, and evaluates what it meets there "
                 "as it is, in its own dtype.",
                 UserWarning,
                 stacklevel=2,
@@ -111,12 +111,12 @@ class Evaluator(Walk[Any]):
 
     Attributes:
       dtype: what narrow floats are computed in.
-      as_they_are: the names of the primitives that it met and could not follow.
+      opaque_operations: the names of the primitives that it could not evaluate in ``dtype``.
     """
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.as_they_are: dict[str, None] = {}
+        self.opaque_operations: dict[str, None] = {}
         self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
@@ -137,7 +137,7 @@ class Evaluator(Walk[Any]):
         if name in BITS:
             return self._as_it_is(eqn, operands)
         if name in OPAQUE or any(map(is_reference, [*eqn.invars, *eqn.outvars])):
-            self.as_they_are[name_in_reports(eqn.primitive)] = None
+            self.opaque_operations[name_in_reports(eqn.primitive)] = None
             return self._as_it_is(eqn, operands)
         if name == "reduce_precision" and self._rounds_to_its_own(eqn):
             return list(operands)
@@ -150,7 +150,7 @@ class Evaluator(Walk[Any]):
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
             except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
-                self.as_they_are[name_in_reports(eqn.primitive)] = None
+                self.opaque_operations[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:

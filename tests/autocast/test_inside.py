@@ -154,8 +154,8 @@ def test_what_is_in_no_table_takes_and_gives_float32():
 
 def test_what_is_in_no_table_is_told():
     report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jax.lax.stop_gradient(_strange.bind(x)) @ w), W, X)
-    assert [each.split(" ")[0] for each in report.not_followed] == ["strange"]
-    assert not jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jnp.sin(x) @ w), W, X).not_followed
+    assert [each.split(" ")[0] for each in report.opaque_operations] == ["strange"]
+    assert not jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jnp.sin(x) @ w), W, X).opaque_operations
 
 
 # Linear algebra.

@@ -200,7 +200,7 @@ def test_what_is_not_followed_is_told(function, reason, opaque):
     wide = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
     assert bool(wide) == (reason is not None)
     assert all(each.reason.startswith(reason) for each in wide if "differentiating" not in each.reason)
-    assert [each.partition(" ")[0] for each in report.not_followed] == ([opaque] if opaque else [])
+    assert [each.partition(" ")[0] for each in report.opaque_operations] == ([opaque] if opaque else [])
     assert ("Not followed" in str(report)) == (opaque is not None)
 
 

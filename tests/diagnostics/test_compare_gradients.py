@@ -278,7 +278,7 @@ def test_what_is_not_followed_is_listed():
         return jnp.sum((narrow * factor).astype(jnp.float32))
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
-    assert report.as_they_are == ("pure_callback",)
+    assert report.opaque_operations == ("pure_callback",)
     assert "Not followed, and narrow in the reference, too: pure_callback." in repr(report)
 
 

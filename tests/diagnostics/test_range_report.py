@@ -293,7 +293,7 @@ def test_what_is_not_followed_is_listed():
         return jnp.sum((w.astype(jnp.float16) * factor).astype(jnp.float32))
 
     report = range_report(fun, jnp.full(2, 60000.0))
-    assert report.as_they_are == ("pure_callback",)
+    assert report.opaque_operations == ("pure_callback",)
     assert repr(report).endswith("Not followed: pure_callback.")
 
 

@@ -223,7 +223,7 @@ def test_what_is_not_followed_is_named_with_its_library():
     def loss(weights, x):
         return jnp.mean(x @ weights) + eqx.internal.unvmap_any(weights > 0)
 
-    (found,) = autocast_report(loss, draw(8, 4, seed=1), draw(4, 8, seed=2)).not_followed
+    (found,) = autocast_report(loss, draw(8, 4, seed=1), draw(4, 8, seed=2)).opaque_operations
     assert found.startswith("unvmap_any of equinox (")
 
 

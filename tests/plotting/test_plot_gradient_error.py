@@ -43,7 +43,7 @@ def comparison(leaves, total, **changes):
         total=total,
         value=1.0,
         reference_value=1.0,
-        as_they_are=(),
+        opaque_operations=(),
     )
     return dataclasses.replace(made, **changes)
 

@@ -122,8 +122,8 @@ def casts(program: Jaxpr) -> int:
     )
 
 
-def opaque(program: Jaxpr) -> list[str]:
-    """List what is computed as it was written, or is not known, each by its name and line."""
+def opaque_operations(program: Jaxpr) -> list[str]:
+    """List the operations that are computed as written or are unknown, each with its name and line."""
     steps = [(step.eqn.primitive, step.place.source) for step in _steps(program)]
     unknown = [(each, at) for each, at in steps if each.name in OPAQUE or each.name not in KNOWN | HOLDING]
     return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))

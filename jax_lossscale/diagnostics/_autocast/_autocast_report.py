@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics._asked._operations import (
     casts,
     live,
     not_in_half,
-    opaque,
+    opaque_operations,
     operations,
 )
 from jax_lossscale.diagnostics._asked._question import Call, called
@@ -46,7 +46,8 @@ class AutocastReport(Report[OperationPrecision]):
         if it is not to be had without, as a kernel in `in_half` that takes 16 bits only.
       bytes_after: the same with `autocast`.
       casts: how many casts between floating dtypes value and gradient hold with `autocast`.
-      not_followed: what `autocast` could not look into, each by its name and line: it is computed as it was.
+      opaque_operations: the operations whose code `autocast` cannot see, each with its name and line. They are computed
+        as written.
       arguments: what is wrong with the arguments themselves, a sentence each.
       not_in_half: where ``otherwise`` of an `in_half` is computed: the lines, and why.
     """
@@ -56,7 +57,7 @@ class AutocastReport(Report[OperationPrecision]):
     bytes_before: int | None
     bytes_after: int
     casts: int
-    not_followed: tuple[str, ...]
+    opaque_operations: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     not_in_half: tuple[str, ...] = ()
 
@@ -96,8 +97,8 @@ class AutocastReport(Report[OperationPrecision]):
         more = len(self.matmuls) - _MOST_ROWS
         notes = [f"... and {more} more: `report.matmuls`."] if more > 0 else []
         notes += self.arguments
-        if self.not_followed:
-            notes.append(f"Not followed: {', '.join(self.not_followed)}.")
+        if self.opaque_operations:
+            notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
         if self.not_in_half:
             notes.append(f"`otherwise` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
         return notes
@@ -177,7 +178,7 @@ def autocast_report(
         bytes_before=bytes_before,
         bytes_after=_bytes_kept(under_autocast),
         casts=casts(program),
-        not_followed=tuple(opaque(program)),
+        opaque_operations=tuple(opaque_operations(program)),
         arguments=tuple(call.faults().nan),
         not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )

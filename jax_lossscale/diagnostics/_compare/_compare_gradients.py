@@ -45,7 +45,8 @@ class GradientComparison(Report[LeafGradientError]):
       total: the same for all leaves together.
       value: the value of the function, which a loss scale does not change.
       reference_value: that of the reference.
-      as_they_are: the operations that `in_precision` could not follow; they are narrow in the reference, too.
+      opaque_operations: the operations that `in_precision` cannot evaluate in float32. They are in half precision in the
+        reference, too.
       summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
       working_scales: those of the scales compared at which all gradients are right.
       run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with what the
@@ -63,7 +64,7 @@ class GradientComparison(Report[LeafGradientError]):
     total: LeafGradientError
     value: float
     reference_value: float
-    as_they_are: tuple[str, ...]
+    opaque_operations: tuple[str, ...]
     summary: MatmulSummary = MatmulSummary()
     working_scales: tuple[float, ...] = ()
     run_time_errors: tuple[tuple[float, str], ...] = ()
@@ -82,8 +83,8 @@ class GradientComparison(Report[LeafGradientError]):
                 "a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set the "
                 "environment variable EQX_ON_ERROR=nan: then such a step is skipped."
             )
-        if self.as_they_are:
-            lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.as_they_are)}.")
+        if self.opaque_operations:
+            lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.opaque_operations)}.")
         if any(leaf.is_rounding for leaf in self):
             lines.append(
                 "*: in float32, too, rounding alone changes its gradient by more than 5%, so its errors say nothing."
@@ -215,7 +216,7 @@ def compare_gradients(
         total=errors.total,
         value=errors.value,
         reference_value=errors.reference_value,
-        as_they_are=errors.as_they_are,
+        opaque_operations=errors.opaque_operations,
         summary=question.matmuls,
     )
 

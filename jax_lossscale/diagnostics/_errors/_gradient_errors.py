@@ -185,7 +185,7 @@ class GradientErrors(NamedTuple):
     value: float
     loss_dtype: jnp.dtype
     reference_value: float
-    as_they_are: tuple[str, ...]
+    opaque_operations: tuple[str, ...]
     run_time_errors: dict[float, str]  # by scale, what the program raised there
 
     @property
@@ -294,7 +294,7 @@ def errors_by_scale(
             run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
     all_leaves, total = reports_of(exact, measured, rounding)
-    loss_dtype, known = narrow.jaxpr.out_avals[0].dtype, tuple(evaluator.as_they_are)
+    loss_dtype, known = narrow.jaxpr.out_avals[0].dtype, tuple(evaluator.opaque_operations)
     losses = float(value), loss_dtype, float(reference_value)
     return GradientErrors(question.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
 

@@ -96,7 +96,7 @@ class RangeReport(Report[OperationRange]):
       operations: the operations.
       dtype: the name of the dtype.
       loss_scale: the loss scale.
-      as_they_are: the operations that could not be evaluated in float32, of which only the results are measured.
+      opaque_operations: the operations that could not be evaluated in float32. Only their results are measured.
       lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
         a root or a logarithm away from zero; and if anything is no number, the others.
       summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
@@ -106,7 +106,7 @@ class RangeReport(Report[OperationRange]):
     operations: tuple[OperationRange, ...]
     dtype: str
     loss_scale: float
-    as_they_are: tuple[str, ...]
+    opaque_operations: tuple[str, ...]
     lost_constants: tuple[str, ...] = ()
     summary: MatmulSummary = MatmulSummary()
     arguments: tuple[str, ...] = ()
@@ -178,8 +178,8 @@ class RangeReport(Report[OperationRange]):
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
         notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
-        if self.bad and self.as_they_are:
-            notes.append(f"Not followed: {', '.join(self.as_they_are)}.")
+        if self.bad and self.opaque_operations:
+            notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
         return notes
 
     def _cures(self) -> list[str]:
@@ -308,7 +308,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
         operations=tuple(operations),
         dtype=dtype.name,
         loss_scale=loss_scale,
-        as_they_are=tuple(evaluator.evaluator.as_they_are),
+        opaque_operations=tuple(evaluator.evaluator.opaque_operations),
         lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
         summary=question.matmuls,
         arguments=tuple(faults),
