@@ -88,8 +88,8 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
         if evaluator.opaque_operations:
             warnings.warn(
-                f"`in_precision` cannot follow {', '.join(evaluator.opaque_operations)}, and evaluates what it meets there "
-                "as it is, in its own dtype.",
+                f"`in_precision` cannot follow {', '.join(evaluator.opaque_operations)}, and evaluates what it meets "
+                "there as it is, in its own dtype.",
                 UserWarning,
                 stacklevel=2,
             )

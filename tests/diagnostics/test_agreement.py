@@ -35,4 +35,4 @@ def test_a_verdict_and_a_list_agree(name):
     if "No loss scale" in verdict:
         assert not report[0].is_backward
     if "underflow" in verdict and "Compare larger scales" in verdict:
-        assert "A larger loss scale" in next(operation.cure for operation in report if operation.is_backward)
+        assert "A larger loss scale" in next(operation.suggestion for operation in report if operation.is_backward)

@@ -176,7 +176,7 @@ def test_a_sum_by_hand_has_a_sentence_and_a_place():
     assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
 
 
-# What is refused, at once, naming argument, value and cure.
+# What is refused, at once, naming argument, value and suggestion.
 
 REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
 REPORTS["range_report"] = range_report

@@ -32,7 +32,7 @@ def verdict(fun, *args, cast=jls.autocast):
 
 def worst(fun, *args, cast=jls.autocast):
     operation = range_report(cast(fun), *args)[0]
-    return f"{operation.operation} {operation.derivative_of} {operation.source} {operation.cure}"
+    return f"{operation.operation} {operation.derivative_of} {operation.source} {operation.suggestion}"
 
 
 def run(fun, batches, learning_rate=0.01, steps=40, loss_scale="auto"):

@@ -32,7 +32,7 @@ def test_a_sum_is_called_a_sum(keepdims):
 
     worst = range_report(fun, jnp.full((2, 80000), 1.0), loss_scale=1.0)[0]
     assert (worst.operation, worst.largest) == ("reduce_sum", 80000)
-    assert "Take sums in float32" in worst.cure
+    assert "Take sums in float32" in worst.suggestion
 
 
 @pytest.mark.slow
@@ -58,9 +58,9 @@ def softmax_of_an_empty_row(x):
 
 @pytest.mark.parametrize("fun", [log_times_zero, softmax_of_an_empty_row])
 def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
-    worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.cure)
+    worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.suggestion)
     assert (worst.source, worst.dtype) == (line(fun), "float32")
-    assert "not a number" in worst.cure
+    assert "not a number" in worst.suggestion
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_an_infinity_that_float32_has_is_no_overflow():
 
 @pytest.mark.slow
 def test_a_mask_that_is_added_is_not_cured_by_the_least_number():
-    cure = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].cure
-    assert "One that is added must leave room" in cure
+    suggestion = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].suggestion
+    assert "One that is added must leave room" in suggestion
 
 
 def epsilon(w, x):
@@ -271,7 +271,7 @@ OTHERS = (head_by_parameter, gram_then_classified)
 @pytest.mark.parametrize("fun", SCORES + OTHERS)
 def test_the_advice_about_queries_is_for_attention_only(fun):
     report = range_report(autocast(fun), PARAMS, workloads.draw(8, 4, seed=6), loss_scale=1.0)
-    cures = {each.cure for each in report.forward_overflows() if each.operation == "dot_general"}
-    (cure,) = cures
-    assert ("ueries" in cure) == (fun in SCORES)
-    assert "give it a float32 result" in cure
+    suggestions = {each.suggestion for each in report.forward_overflows() if each.operation == "dot_general"}
+    (suggestion,) = suggestions
+    assert ("ueries" in suggestion) == (fun in SCORES)
+    assert "give it a float32 result" in suggestion

@@ -23,7 +23,7 @@ def reported(name, loss_scale=1.0):
     return range_report(fun, *args, loss_scale=loss_scale)
 
 
-# What each workload is known to get wrong: the operation, whose derivative, the layer, and words of the cure.
+# What each workload is known to get wrong: the operation, whose derivative, the layer, and words of the suggestion.
 KNOWN = {
     "square_too_large": ("integer_pow", "", "energy", False, "Compute it in float32."),
     "matmul_too_large": ("dot_general", "", "logits", False, "Make the operands smaller"),
@@ -47,11 +47,11 @@ SLOW = ("mask_of_minus_a_billion", "matmul_too_large", "square_too_large", "sum_
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
 def test_the_worst_operation_is_the_one_that_is_known(name):
-    operation, derivative_of, layer, is_backward, cure = KNOWN[name]
+    operation, derivative_of, layer, is_backward, suggestion = KNOWN[name]
     worst = reported(name)[0]
     assert (worst.operation, worst.derivative_of, worst.layer or worst.instance) == (operation, derivative_of, layer)
     assert worst.is_backward is is_backward
-    assert cure in worst.cure
+    assert suggestion in worst.suggestion
     assert worst.source.startswith(SOURCE)
 
 
@@ -138,9 +138,9 @@ def test_how_far_above_and_below():
     above = measured(functools.partial(fun, power=2.0**10), jnp.float32(2.0**9))["mul"]
     below = measured(functools.partial(fun, power=2.0**-10), jnp.float32(2.0**-9))["mul"]
     inside = measured(functools.partial(fun, power=2.0**-5), jnp.float32(2.0**-9))["mul"]
-    assert (above.log2_above, above.log2_below, above.largest) == (4, 0, 2.0**19)  # 2**15 is the largest power
-    assert (below.log2_above, below.log2_below) == (0, 5)  # 2**-14 is the smallest that is normal
-    assert (inside.log2_above, inside.log2_below, inside.cure) == (0, 0, "")
+    assert (above.log2_overflow, above.log2_underflow, above.largest) == (4, 0, 2.0**19)  # 2**15 is the largest power
+    assert (below.log2_overflow, below.log2_underflow) == (0, 5)  # 2**-14 is the smallest that is normal
+    assert (inside.log2_overflow, inside.log2_underflow, inside.suggestion) == (0, 0, "")
 
 
 def test_only_the_backward_pass_moves_with_the_loss_scale():
@@ -171,7 +171,7 @@ def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
 
     worst = range_report(fun, jnp.ones(3), loss_scale=1.0)[0]
     assert worst.is_backward
-    assert "no loss scale helps" in worst.cure
+    assert "no loss scale helps" in worst.suggestion
 
 
 # Through control flow.
@@ -308,7 +308,7 @@ def test_the_report_prints_as_a_table_with_cures_below():
     )
     assert (
         headings.split()
-        == "operation layer line pass shape largest off by overflow zero subnormal error in error cure".split()
+        == "operation layer line pass shape largest off by overflow zero subnormal input error error suggestion".split()
     )
     assert first.startswith("div (derivative of rsqrt)  norm   tests/diagnostics/workloads.py:")
     assert first.split()[-6:] == ["3.2e+07", "2^9", "3.1%", "0.035%", "inf", "[1]"]

@@ -16,7 +16,7 @@ from jax_lossscale.diagnostics import compare_gradients, range_report
 half = jnp.float16
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
-# Of each planted fault, the operation that it is called by, and words of the cure.
+# Of each planted fault, the operation that it is called by, and words of the suggestion.
 KNOWN = {
     "second_differences": ("add", "It makes the rounding errors of its operands larger"),
     "difference_of_squares": ("sub", "It makes the rounding errors of its operands larger"),
@@ -42,11 +42,11 @@ SLOW = ("counts", "difference_of_squares", "positions", "second_differences")
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
 def test_a_fault_is_called_by_its_name_and_line(name):
-    operation, cure = KNOWN[name]
-    worst = reported(name).begin_forward()[0]
+    operation, suggestion = KNOWN[name]
+    worst = reported(name).forward_error_sources()[0]
     assert (worst.operation, worst.source, worst.changes_result) == (operation, line(faults.FAULTS[name][0]), True)
-    assert cure in worst.cure
-    assert not [word for word in ("verdict", "facts", "the others", "so does", "trial") if word in worst.cure]
+    assert suggestion in worst.suggestion
+    assert not [word for word in ("verdict", "facts", "the others", "so does", "trial") if word in worst.suggestion]
     assert worst.error > 0.1
 
 
@@ -65,7 +65,7 @@ def test_of_a_sound_function_nothing_is_told(name):
 def test_what_vanishes_without_harm_is_measured_and_not_told():
     vanishing = [operation for operation in reported("transmittances") if operation.zero > 0.5]
     assert vanishing
-    assert {operation.cure for operation in vanishing} == {""}
+    assert {operation.suggestion for operation in vanishing} == {""}
 
 
 @pytest.mark.slow
@@ -107,12 +107,12 @@ def test_errors_are_those_of_numpy():
     of = measured(fun, jnp.asarray(x))
     cast = x.astype(np.float16).astype(np.float32)
     square = np.square(x.astype(np.float16)).astype(np.float32)
-    error_in = np.linalg.norm(cast - x) / np.linalg.norm(x)
+    input_error = np.linalg.norm(cast - x) / np.linalg.norm(x)
     error = np.linalg.norm(square - x**2) / np.linalg.norm(x**2)
-    assert of["convert_element_type"].error == pytest.approx(error_in, rel=1e-4)
-    assert of["square"].error_in == pytest.approx(error_in, rel=1e-4)
+    assert of["convert_element_type"].error == pytest.approx(input_error, rel=1e-4)
+    assert of["square"].input_error == pytest.approx(input_error, rel=1e-4)
     assert of["square"].error == pytest.approx(error, rel=1e-4)
-    assert of["square"].amplification == pytest.approx(error / max(error_in, 2.0**-11), rel=1e-4)
+    assert of["square"].amplification == pytest.approx(error / max(input_error, 2.0**-11), rel=1e-4)
 
 
 def test_in_a_loop_every_operation_rounds():
@@ -197,7 +197,7 @@ def attention(fill, mask=CAUSAL, is_added=False):
 
 
 def places(report):
-    return [(each.operation, each.source) for each in report.begin_forward()]
+    return [(each.operation, each.source) for each in report.forward_error_sources()]
 
 
 @pytest.mark.parametrize("is_added", [False, True], ids=["where", "added"])
@@ -274,8 +274,8 @@ def test_the_rounded_angle_is_reported_with_its_sine(fun, cast, operations):
     expected = list(zip(operations, (line(fun), line(fun, "operand")), strict=True))
     assert [(each.operation, each.source) for each in report.bad] == expected
     assert all(each.changes_result for each in report.bad)
-    assert f"`{operations[0]}` ({line(fun)}" in report.bad[1].cure
-    assert "makes its rounding error larger. Compute both in float32" in report.bad[1].cure
+    assert f"`{operations[0]}` ({line(fun)}" in report.bad[1].suggestion
+    assert "makes its rounding error larger. Compute both in float32" in report.bad[1].suggestion
 
 
 def test_the_suggestion_for_a_rounded_angle_makes_the_report_empty():
@@ -287,4 +287,6 @@ def test_the_suggestion_for_a_rounded_angle_makes_the_report_empty():
 def test_an_operation_that_underflows_by_itself_is_reported_without_its_operands():
     of_line = {each.operation for each in reported("cosines_of_small_vectors").bad if not each.is_backward}
     assert of_line == {"mul", "reduce_sum"}
-    assert not any("makes its rounding error larger" in each.cure for each in reported("cosines_of_small_vectors"))
+    assert not any(
+        "makes its rounding error larger" in each.suggestion for each in reported("cosines_of_small_vectors")
+    )

@@ -146,7 +146,7 @@ def test_a_float32_sum_whose_terms_cancel_is_not_told_to_be_added_up_in_float32(
     report = range_report(variance, draw(8, 4, seed=1, scale=0.02), draw(64, 8, seed=2), loss_scale=2.0**4)
     (worst, *_) = [operation for operation in report.bad if operation.dtype == "float32"]
     assert (worst.operation, worst.source) == ("sub", line(variance))
-    assert worst.cure.startswith("Its terms cancel: what is left is about one part in ")
+    assert worst.suggestion.startswith("Its terms cancel: what is left is about one part in ")
     assert "add up in float32" not in repr(report)
     assert "of float32, rounding changes the result." in repr(report)
 
@@ -170,7 +170,7 @@ def test_of_what_diverged_in_float32_too_the_learning_rate_is_told_and_nothing_e
     verdict = compare_gradients(jls.autocast(square_error), weights, draw(16, 8, seed=2)).verdict
     assert "look at the learning rate" in verdict
     assert not [
-        cure for cure in ("Keep that product", "Make the operands", "Multiply in", "Compute it") if cure in verdict
+        words for words in ("Keep that product", "Make the operands", "Multiply in", "Compute it") if words in verdict
     ]
 
 

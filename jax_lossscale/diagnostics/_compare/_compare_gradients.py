@@ -45,8 +45,8 @@ class GradientComparison(Report[LeafGradientError]):
       total: the same for all leaves together.
       value: the value of the function, which a loss scale does not change.
       reference_value: that of the reference.
-      opaque_operations: the operations that `in_precision` cannot evaluate in float32. They are in half precision in the
-        reference, too.
+      opaque_operations: the operations that `in_precision` cannot evaluate in float32. They are in half precision in
+        the reference, too.
       summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
       working_scales: those of the scales compared at which all gradients are right.
       run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with what the

@@ -121,8 +121,8 @@ class Finder:
             return self._trains()
         if not counted.is_autocast:  # a function that casts by hand is one that was meant to be narrow
             none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
-            cure = f"`jls.autocast(fun)` computes them in {dtype}."
-            return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", cure])
+            suggestion = f"`jls.autocast(fun)` computes them in {dtype}."
+            return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", suggestion])
         gained = "So the gradients are those of float32, and nothing is gained."
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
@@ -162,7 +162,7 @@ class Finder:
         if report.forward_overflows():  # though the loss is finite
             return self._forward_overflow(0, bad)
         derivatives = [operation for operation in report.bad if operation.derivative_of]
-        before = [operation for operation in report.begin_forward() if not operation.overflow]
+        before = [operation for operation in report.forward_error_sources() if not operation.overflow]
         places = derivatives or before or [operation for operation in report.bad if operation.overflow]
         said = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
         return Finding("backward overflow", [said, self._begins(places, not self._has_diverged)], leaves=bad)
@@ -176,12 +176,12 @@ class Finder:
             return self._forward_overflow(at, inaccurate)
         underflowing = [leaf for leaf in inaccurate if leaf.lost[at] >= _MANY_LOST]
         vanishes = underflowing and errors.is_loss_too_small
-        if not vanishes and (report.begin_forward() or not report.underflows()):
+        if not vanishes and (report.forward_error_sources() or not report.underflows()):
             most = f", most of all those of {_paths(inaccurate)}" if inaccurate else ""
             said = [
                 f"The gradients are {off(error)} at the best loss scale{most}. No loss scale helps, since the error is "
                 "made in the forward pass.",
-                self._begins(report.begin_forward()) or "`range_report` shows how far off each operation is.",
+                self._begins(report.forward_error_sources()) or "`range_report` shows how far off each operation is.",
             ]
             return Finding("forward rounding", said, at, inaccurate)
         leaves = underflowing or inaccurate or list(errors.leaves)
@@ -245,8 +245,9 @@ class Finder:
         elif errors.is_loss_noted:
             off_by = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
             numbers = f"{errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({off_by:+.0%})"
-            has_cure = not (self._has_diverged and cause == "backward overflow")
-            said += [f"But the loss is {numbers}.", self._begins(self._ranges(start).begin_forward(), has_cure)]
+            sources = self._ranges(start).forward_error_sources()
+            has_suggestion = not (self._has_diverged and cause == "backward overflow")
+            said += [f"But the loss is {numbers}.", self._begins(sources, has_suggestion)]
         worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _WORTH_SAYING]
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)
@@ -258,8 +259,8 @@ class Finder:
         too_small = f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
         return too_small if errors.is_loss_too_small else ""
 
-    def _begins(self, places: Sequence[OperationRange], has_cure: bool = True) -> str:
-        """Say where an error begins, if that is known, with the cure, if that would help."""
+    def _begins(self, places: Sequence[OperationRange], has_suggestion: bool = True) -> str:
+        """Describe where an error begins, if this is known, and add the suggestion if ``has_suggestion``."""
         if not places:
             return ""
         operation = places[0]
@@ -275,8 +276,8 @@ class Finder:
         elif operation.amplification < ACCUMULATED:
             what = f"the error grows to {percent(operation.error)} over the iterations at {it}"
         else:
-            what = f"the error grows from {percent(operation.error_in)} to {percent(operation.error)} at {it}"
-        return f"{what[0].upper()}{what[1:]}. {operation.cure if has_cure else ''}".rstrip()
+            what = f"the error grows from {percent(operation.input_error)} to {percent(operation.error)} at {it}"
+        return f"{what[0].upper()}{what[1:]}. {operation.suggestion if has_suggestion else ''}".rstrip()
 
 
 def _paths(leaves: Sequence[LeafGradientError]) -> str:

@@ -19,7 +19,13 @@ from jax_lossscale.diagnostics._asked._facts import MatmulSummary
 from jax_lossscale.diagnostics._asked._question import Question, asked, called
 from jax_lossscale.diagnostics._errors._gradient_errors import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
-from jax_lossscale.diagnostics._shadow._blame import MANY_ZEROS, attention_scores, blame, cure_of, sources_of_rounding
+from jax_lossscale.diagnostics._shadow._blame import (
+    MANY_ZEROS,
+    attention_scores,
+    blame,
+    sources_of_rounding,
+    suggestion_for,
+)
 from jax_lossscale.diagnostics._shadow._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
 
@@ -47,14 +53,14 @@ class OperationRange:
       overflow: the share of numbers that would be infinite in the dtype, or are not finite already.
       zero: the share of the non-zero numbers that would become zero.
       subnormal: the share of the non-zero numbers that would become subnormal, and lose digits.
-      log2_above: by how many powers of two the largest exceeds the largest number of the dtype; 0 if it does not.
-      log2_below: by how many powers of two the largest is below the smallest normal number; 0 if it is not.
-      cure: what helps, if anything is wrong; else "".
+      log2_overflow: log2 of ``largest`` over the largest finite number of the dtype, rounded up; 0 if it is in range.
+      log2_underflow: log2 of the smallest normal number over ``largest``, rounded up; 0 if ``largest`` is normal.
+      suggestion: how to fix the operation; "" if nothing is wrong.
       error: how far off the result is, computed as the function does, from float32: the norm of the difference over
         the norm in float32. 0 where next to nothing is left of a sum, which is rounding in float32, too. Elements that
         are far larger than all others, such as the fill value of a mask, are left out if this makes the error larger.
-      error_in: the largest of those of its operands.
-      amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
+      input_error: the largest error of its operands.
+      amplification: how many times ``input_error``, or half a unit in the last place if that is more, ``error`` is.
       changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient. The
         rounding error of an angle, for example, goes on by way of its cosine.
       instance: if the line is executed more than once, which execution this is: the path of the parameter that entered
@@ -72,11 +78,11 @@ class OperationRange:
     overflow: float
     zero: float
     subnormal: float
-    log2_above: int
-    log2_below: int
-    cure: str
+    log2_overflow: int
+    log2_underflow: int
+    suggestion: str
     error: float = 0.0
-    error_in: float = 0.0
+    input_error: float = 0.0
     amplification: float = 0.0
     changes_result: bool = False
     instance: str = ""
@@ -121,7 +127,7 @@ class RangeReport(Report[OperationRange]):
         Of the latter, those of which more than half becomes zero, those where an error begins, and if such an
         operation makes rounding errors larger, those whose half-precision results it takes.
         """
-        return tuple(operation for operation in self.operations if operation.cure)
+        return tuple(operation for operation in self.operations if operation.suggestion)
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """The operations that overflow in the forward pass itself, which they do at every loss scale."""
@@ -131,8 +137,8 @@ class RangeReport(Report[OperationRange]):
             if operation.overflow and not (operation.is_backward or operation.derivative_of)
         )
 
-    def begin_forward(self) -> tuple[OperationRange, ...]:
-        """The operations of the forward pass with which errors begin that change the result, the worst first."""
+    def forward_error_sources(self) -> tuple[OperationRange, ...]:
+        """The operations of the forward pass in which errors begin that change the result, the worst first."""
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
 
     def underflows(self) -> tuple[OperationRange, ...]:
@@ -168,8 +174,8 @@ class RangeReport(Report[OperationRange]):
     def _rows(self) -> list[list[str]]:
         if not self.bad:
             return []
-        cures, shown = self._cures(), self.bad[:_MOST_ROWS]
-        rows = [_HEADINGS, *([*_cells(o), f"[{cures.index(o.cure) + 1}]"] for o in shown)]
+        suggestions, shown = self._suggestions(), self.bad[:_MOST_ROWS]
+        rows = [_HEADINGS, *([*_cells(o), f"[{suggestions.index(o.suggestion) + 1}]"] for o in shown)]
         n = _HEADINGS.index("instance")
         return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
 
@@ -177,25 +183,25 @@ class RangeReport(Report[OperationRange]):
         notes = [f"{constant}, in float32, too." for constant in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
-        notes += [f"[{n}] {cure}" for n, cure in enumerate(self._cures(), 1)]
+        notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]
         if self.bad and self.opaque_operations:
             notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
         return notes
 
-    def _cures(self) -> list[str]:
-        return list(dict.fromkeys(operation.cure for operation in self.bad[:_MOST_ROWS]))
+    def _suggestions(self) -> list[str]:
+        return list(dict.fromkeys(operation.suggestion for operation in self.bad[:_MOST_ROWS]))
 
 
 _HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "off by"]
-_HEADINGS += ["overflow", "zero", "subnormal", "error in", "error", "cure"]
+_HEADINGS += ["overflow", "zero", "subnormal", "input error", "error", "suggestion"]
 
 
 def _cells(operation: OperationRange) -> list[str]:
-    of, log2_off = operation.derivative_of, operation.log2_above - operation.log2_below
+    of, log2_off = operation.derivative_of, operation.log2_overflow - operation.log2_underflow
     name = f"{operation.operation} (derivative of {of})" if of else operation.operation
     direction = "backward" if operation.is_backward else "forward"
     where = name, operation.layer, operation.source, direction, operation.instance, str(list(operation.shape))
-    shares = operation.overflow, operation.zero, operation.subnormal, operation.error_in, operation.error
+    shares = operation.overflow, operation.zero, operation.subnormal, operation.input_error, operation.error
     return [*where, f"{operation.largest:.2g}", f"2^{log2_off}" if log2_off else "", *map(_share, shares)]
 
 
@@ -289,7 +295,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
     operations = []
     for node, statistics in measured.items():
         site = site_of[node]
-        cure = cure_of(
+        suggestion = suggestion_for(
             site,
             statistics,
             is_harmful=node in harmful,
@@ -298,8 +304,8 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             is_score=node in scores,
             amplified_by=site_of.get(amplified.get(node, -1)),
         )
-        operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, cure)
-        if is_narrow(site.aval) or operation.cure:
+        operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, suggestion)
+        if is_narrow(site.aval) or operation.suggestion:
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
@@ -323,12 +329,12 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     """
     if measured is None or math.isinf(measured.error):
         return False
-    multiplied = measured.error / max(measured.error_in, 1.0)
+    multiplied = measured.error / max(measured.input_error, 1.0)
     return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
 
 
 def _severity(operation: OperationRange) -> Any:
-    changes = bool(operation.cure) and operation.changes_result
+    changes = bool(operation.suggestion) and operation.changes_result
     begins = 0.0 if operation.overflow else -operation.amplification * changes
     return not changes, operation.is_backward, not operation.overflow, begins, -operation.zero
 
@@ -342,13 +348,15 @@ def _scale_of(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def _operation_range(site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, cure: str) -> OperationRange:
+def _operation_range(
+    site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, suggestion: str
+) -> OperationRange:
     info = jnp.finfo(dtype)
-    log2_above = log2_below = 0
+    log2_overflow = log2_underflow = 0
     if measured.overflow:
-        log2_above = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
+        log2_overflow = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
     elif 0 < measured.largest < float(info.smallest_normal):
-        log2_below = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
+        log2_underflow = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
     numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
     is_nan = numbers.pop("nan") > 0 and not measured.overflow
     numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
@@ -360,9 +368,9 @@ def _operation_range(site: Site, measured: Statistics, dtype: jnp.dtype, is_harm
         is_backward=site.place.is_backward,
         shape=site.aval.shape,
         dtype=site.aval.dtype.name,
-        log2_above=log2_above,
-        log2_below=log2_below,
-        cure=cure,
+        log2_overflow=log2_overflow,
+        log2_underflow=log2_underflow,
+        suggestion=suggestion,
         changes_result=is_harmful or measured.nan > 0,
         instance=site.instance,
         **numbers,

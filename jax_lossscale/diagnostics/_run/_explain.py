@@ -155,7 +155,7 @@ def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str
     else:
         yield from _before(state, params)
     if skips and are_finite is not False:  # else no other cause is to be looked for
-        yield from _cures(cause, state)
+        yield from _suggestions(cause, state)
     elif not cause and are_finite is not False:
         yield from _of_gradients(state)
 
@@ -224,7 +224,7 @@ def _parts(inner_state: Any) -> list[Any]:
     return [part for each in inner_state for part in _parts(each)]
 
 
-def _cures(cause: str, state: LossScaledState) -> Iterator[str]:
+def _suggestions(cause: str, state: LossScaledState) -> Iterator[str]:
     """Say what to do about a step that was skipped."""
     if cause not in _OF_GRADIENTS:
         yield _CURES[cause]

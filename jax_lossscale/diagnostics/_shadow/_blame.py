@@ -38,7 +38,7 @@ def blame(
     harmful = wrong & measured.keys()
     # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
     harmful |= {node for node in _followed(graph, harmful) & measured.keys() if measured[node].overflow}
-    begins = {node for node in harmful if measured[node].error_in <= least and measured[node].amplification > 1}
+    begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # Where the iterations of a loop add up an error, no operation multiplies it: the one that makes the carry is told.
     ends = {node for loop in wrong - measured.keys() for node in graph.ends_of_loops[loop]}
     return harmful, begins or harmful & ends
@@ -115,7 +115,7 @@ _OVERFLOW_OF_SCORES = (
 )
 
 
-def cure_of(
+def suggestion_for(
     site: Site,
     measured: Statistics,
     *,
@@ -125,7 +125,7 @@ def cure_of(
     is_score: bool = False,
     amplified_by: Site | None = None,
 ) -> str:
-    """Say what helps against what is wrong with an operation; "" if nothing is.
+    """Return a suggestion how to fix an operation; "" if nothing is wrong with it.
 
     Args:
       site: the operation.
@@ -174,8 +174,8 @@ def cure_of(
         return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
     if not is_origin and amplified_by is not None:
         where = at(amplified_by.place.layer, amplified_by.place.source, amplified_by.instance)
-        cure = f"`{amplified_by.operation}`{where} makes its rounding error larger. Compute both in float32"
-        return f"{cure}, this one with `jls.keep_float32`." if is_autocast else f"{cure}."
+        suggestion = f"`{amplified_by.operation}`{where} makes its rounding error larger. Compute both in float32"
+        return f"{suggestion}, this one with `jls.keep_float32`." if is_autocast else f"{suggestion}."
     if not is_origin:
         return ""
     parts = float(f"{measured.amplification:.0e}")

@@ -191,8 +191,8 @@ class Statistics(NamedTuple):
       subnormal: the share of these that would become subnormal.
       error: the norm of the difference from float32, over the norm in float32; or the same without outliers (elements
         that are far larger than all others), if that is more.
-      error_in: the largest error of an operand.
-      amplification: how many times ``error_in``, or half a unit in the last place if that is more, ``error`` is.
+      input_error: the largest error of an operand.
+      amplification: how many times ``input_error``, or half a unit in the last place if that is more, ``error`` is.
       error_of_all: ``error`` with outliers.
     """
 
@@ -202,7 +202,7 @@ class Statistics(NamedTuple):
     zero: Any
     subnormal: Any
     error: Any
-    error_in: Any
+    input_error: Any
     amplification: Any
     error_of_all: Any
 
@@ -342,7 +342,7 @@ def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool
     """Give the statistics of a result, ``float32[fields]``, from its own and those of the operands."""
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
-    error, error_in = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
-    amplification = jnp.where(jnp.isinf(error_in), 0, error / jnp.maximum(error_in, unit))
+    error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
+    amplification = jnp.where(jnp.isinf(input_error), 0, error / jnp.maximum(input_error, unit))
     nan = jnp.where(jnp.max(operands.nan) > 0, 0, result.nan)
-    return jnp.stack(result._replace(nan=nan, error=error, error_in=error_in, amplification=amplification))
+    return jnp.stack(result._replace(nan=nan, error=error, input_error=input_error, amplification=amplification))
