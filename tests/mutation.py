@@ -97,6 +97,7 @@ TESTS = {
         *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),
         "diagnostics/test_programs_of_others.py",
     ],
+    "diagnostics/_in_precision.py": ["diagnostics/test_in_precision.py", "diagnostics/test_compare_gradients.py"],
     "_autocast": [
         *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
         *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),

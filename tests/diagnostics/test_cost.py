@@ -8,12 +8,15 @@ import workloads
 
 import jax_lossscale as jls
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics import compare_gradients, range_report
-from jax_lossscale.diagnostics._compare import _compare_gradients
-from jax_lossscale.diagnostics._errors import _gradient_errors
-from jax_lossscale.diagnostics._precision import _find_precision
-from jax_lossscale.diagnostics._shadow import _shadow
-from jax_lossscale.diagnostics._tree._bits import reduced
+from jax_lossscale.diagnostics import (
+    _compare_gradients,
+    _find_precision,
+    _gradient_errors,
+    _shadow,
+    compare_gradients,
+    range_report,
+)
+from jax_lossscale.diagnostics._bits import reduced
 
 pytestmark = pytest.mark.ci
 

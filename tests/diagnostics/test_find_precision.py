@@ -15,7 +15,7 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
-from jax_lossscale.diagnostics._precision._find_precision import Search
+from jax_lossscale.diagnostics._find_precision import Search
 
 pytestmark = pytest.mark.ci
 

@@ -20,9 +20,9 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale._program.widen import Evaluator
-from jax_lossscale.diagnostics._asked._question import Call, Question
-from jax_lossscale.diagnostics._tree._bits import reduced
+from jax_lossscale.diagnostics._bits import reduced
+from jax_lossscale.diagnostics._in_precision import Evaluator
+from jax_lossscale.diagnostics._traced_gradients import Call, Question
 
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
 _MOSTLY_ROUNDING = 0.05

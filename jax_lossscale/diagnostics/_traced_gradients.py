@@ -19,8 +19,8 @@ from jax_lossscale._autocast.transform import with_planners
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
-from jax_lossscale.diagnostics._asked._facts import LostConstant, MatmulSummary, lost_constants, summarize_matmuls
-from jax_lossscale.diagnostics._tree._nonfinite import LeafReport, reports_of_named
+from jax_lossscale.diagnostics._matmuls import LostConstant, MatmulSummary, lost_constants, summarize_matmuls
+from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
 
 
 class Call(NamedTuple):

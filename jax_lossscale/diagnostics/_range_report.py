@@ -14,20 +14,20 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
 from jax_lossscale._program.jaxpr import is_narrow
-from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics._asked._facts import MatmulSummary
-from jax_lossscale.diagnostics._asked._question import Question, asked, called
-from jax_lossscale.diagnostics._errors._gradient_errors import errors_by_scale, noted_error_of_loss
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two
-from jax_lossscale.diagnostics._shadow._blame import (
+from jax_lossscale.diagnostics._blame import (
     MANY_ZEROS,
     attention_scores,
     blame,
     sources_of_rounding,
     suggestion_for,
 )
-from jax_lossscale.diagnostics._shadow._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics._shadow._sites import Ancestry, Graph, Parameter, Site, told_apart
+from jax_lossscale.diagnostics._gradient_errors import errors_by_scale, noted_error_of_loss
+from jax_lossscale.diagnostics._in_precision import checked_precision
+from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
+from jax_lossscale.diagnostics._sites import Ancestry, Graph, Parameter, Site, told_apart
+from jax_lossscale.diagnostics._traced_gradients import Question, asked, called
 
 # The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
 _MOSTLY_ROUNDING = 2.0**-6

@@ -17,8 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics._tree import _bits as bits
-from jax_lossscale.diagnostics._tree._bits import DOUBLE, SINGLE, Layout
+from jax_lossscale.diagnostics import _bits as bits
+from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics._asked._question import Question
-from jax_lossscale.diagnostics._errors._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
-from jax_lossscale.diagnostics._ranges._range_report import OperationRange, RangeReport
+from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
+from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
+from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
-from jax_lossscale.diagnostics._shadow._blame import ACCUMULATED, MANY_ZEROS
+from jax_lossscale.diagnostics._traced_gradients import Question
 
 # A leaf is reported as underflowing if at least this fraction of its elements is zero.
 _MANY_LOST = 0.25

@@ -16,8 +16,8 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics._asked._facts import MatmulSummary, summary_of
-from jax_lossscale.diagnostics._asked._operations import (
+from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
+from jax_lossscale.diagnostics._operations import (
     OperationPrecision,
     casts,
     live,
@@ -25,8 +25,8 @@ from jax_lossscale.diagnostics._asked._operations import (
     opaque_operations,
     operations,
 )
-from jax_lossscale.diagnostics._asked._question import Call, called
 from jax_lossscale.diagnostics._report import Report, percent
+from jax_lossscale.diagnostics._traced_gradients import Call, called
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "why"]

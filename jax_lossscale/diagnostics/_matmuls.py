@@ -19,7 +19,7 @@ from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced, is_narrow
 from jax_lossscale._program.place import Place
 from jax_lossscale._program.primitives import STEEP_AT_ZERO, is_product, moved_operands
-from jax_lossscale.diagnostics._asked._operations import OperationPrecision, live, operations
+from jax_lossscale.diagnostics._operations import OperationPrecision, live, operations
 from jax_lossscale.diagnostics._report import at, percent
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from jax_lossscale._program.jaxpr import is_narrow
 from jax_lossscale._program.primitives import PRODUCTS, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics._report import at
-from jax_lossscale.diagnostics._shadow._shadow import Statistics
-from jax_lossscale.diagnostics._shadow._sites import Graph, Site
+from jax_lossscale.diagnostics._shadow import Statistics
+from jax_lossscale.diagnostics._sites import Graph, Site
 
 # An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1

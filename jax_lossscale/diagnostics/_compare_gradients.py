@@ -12,13 +12,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
-from jax_lossscale._program.widen import checked_precision
-from jax_lossscale.diagnostics._asked._facts import MatmulSummary
-from jax_lossscale.diagnostics._asked._question import asked, called
-from jax_lossscale.diagnostics._compare._finding import Finder
-from jax_lossscale.diagnostics._errors._gradient_errors import LeafGradientError, errors_by_scale
-from jax_lossscale.diagnostics._ranges._range_report import ranges_at
+from jax_lossscale.diagnostics._finding import Finder
+from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
+from jax_lossscale.diagnostics._in_precision import checked_precision
+from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._range_report import ranges_at
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
+from jax_lossscale.diagnostics._traced_gradients import asked, called
 
 _MOST_ROWS = 12
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale.diagnostics._bits import layout_of, magnitudes, number_of, reduced
 from jax_lossscale.diagnostics._report import Report, Rows
-from jax_lossscale.diagnostics._tree._bits import layout_of, magnitudes, number_of, reduced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,8 @@ from jax_lossscale._optax.readers import (
     seem_unscaled,
 )
 from jax_lossscale._optax.state import CAUSES
+from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
-from jax_lossscale.diagnostics._tree._nonfinite import leaf_path, nonfinite_report
 
 # A dynamic scale costs one step in `increment_period`; from here on something else is going on.
 _LARGE_SHARE_OF_SKIPS = 0.01

@@ -33,11 +33,11 @@ from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.parameters import parameters_of_products, path_of
 from jax_lossscale._program.place import Place, place_within
 from jax_lossscale._warn import warn_user
-from jax_lossscale.diagnostics._asked._question import Call, called
-from jax_lossscale.diagnostics._errors import _gradient_errors as errors
+from jax_lossscale.diagnostics import _gradient_errors as errors
+from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._report import off, percent, power_of_two, tell
-from jax_lossscale.diagnostics._shadow._shadow import MeasuringEvaluator, Rows
-from jax_lossscale.diagnostics._tree._bits import reduced
+from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics._traced_gradients import Call, called
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
 _MOST_GRADIENTS = 30

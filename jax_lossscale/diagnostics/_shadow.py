@@ -21,10 +21,10 @@ from jax_lossscale._program.inside import inside
 from jax_lossscale._program.jaxpr import bind, in_context, is_narrow, is_reference, narrow_dtypes
 from jax_lossscale._program.primitives import SUMS
 from jax_lossscale._program.walk import Walk
-from jax_lossscale._program.widen import Evaluator
+from jax_lossscale.diagnostics._bits import reduced
+from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._report import tell
-from jax_lossscale.diagnostics._shadow._sites import is_measured
-from jax_lossscale.diagnostics._tree._bits import reduced
+from jax_lossscale.diagnostics._sites import is_measured
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
 _ROUNDING = 2.0**-20
