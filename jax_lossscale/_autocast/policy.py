@@ -19,7 +19,7 @@ from jax_lossscale._program.place import Place
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 KEEP_FLOAT32 = "keep_float32"
-_PRECISIONS = ("narrow", "wide", "wide_result")
+_PRECISIONS = ("half", "float32", "float32_result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class PrecisionRule:
     Every layer, function and line that a report prints can therefore be used as a pattern.
 
     Args:
-      precision: ``"narrow"``: in the dtype of `autocast`. ``"wide"``: in float32. ``"wide_result"``, for matrix
-        products and convolutions: narrow operands, a float32 result. For `in_half`, ``"wide"`` and ``"wide_result"``
-        both mean ``otherwise``. An operation stays in float32 if half precision cannot represent one of its constant
-        operands, whatever the rule.
+      precision: ``"half"`` for the dtype of `autocast`, ``"float32"``, or, for matrix multiplications and convolutions,
+        ``"float32_result"``: operands in half precision and a float32 result. For `in_half`, ``"float32"`` and
+        ``"float32_result"`` both mean ``otherwise``. Whatever the rule, an operation stays in float32 if half precision
+        cannot represent one of its constant operands.
       layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
@@ -51,8 +51,8 @@ class PrecisionRule:
 
     Examples:
       >>> import jax_lossscale as jls
-      >>> jls.PrecisionRule("wide", layer="decoder/head")
-      PrecisionRule('wide', layer='decoder/head')
+      >>> jls.PrecisionRule("float32", layer="decoder/head")
+      PrecisionRule('float32', layer='decoder/head')
     """
 
     precision: str
@@ -125,10 +125,10 @@ class PrecisionPolicy:
     Examples:
       >>> import jax_lossscale as jls
       >>> policy = jls.PrecisionPolicy(
-      ...     [jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")]
+      ...     [jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")]
       ... )
       >>> print(policy)
-      wide: layer 'head' (logits of 1e5)
+      float32: layer 'head' (logits of 1e5)
       >>> jls.PrecisionPolicy.from_config(policy.get_config()) == policy
       True
     """
@@ -227,7 +227,9 @@ def _percent(error: float) -> str:
 def _sentence(rule: PrecisionRule) -> str:
     config = rule.get_config()
     reason = f" ({config.pop('reason')})" if rule.reason else ""
-    precision = {"wide_result": "narrow operands, float32 result"}.get(config.pop("precision"), rule.precision)
+    precision = config.pop("precision")
+    if precision == "float32_result":
+        precision = "half-precision operands, float32 result"
     names = ", ".join(f"{name} {value!r}" for name, value in config.items() if value)
     return f"{precision}: {names or 'everything'}{reason}"
 

@@ -24,7 +24,7 @@ POLICIES = {
     "recompute nothing": jls.PrecisionPolicy(recompute=False),
     "keep little": jls.PrecisionPolicy(recompute=100.0),
     "narrow skips": jls.PrecisionPolicy(narrow_skips=True),
-    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("wide_result")]),
+    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("float32_result")]),
 }
 # Where float32 is left all the same: what goes from block to block is stored in half precision, a rule overrules what
 # `autocast` knows of a constant, and a derivative that is taken before it looks, or by a rule of its own, may hand a

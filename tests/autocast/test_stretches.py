@@ -371,7 +371,7 @@ def test_a_rule_for_a_product_keeps_no_more():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
 
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="dot_general")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="dot_general")])
     assert kept(jls.autocast(loss, policy=policy), W, X) == kept(jls.autocast(loss), W, X)
 
 
@@ -615,7 +615,7 @@ def test_what_a_rule_makes_wide_moves_between_devices_once():
     def loss(w, x):
         return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
 
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="device_put")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="device_put")])
     plain, wide = (
         [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count("device_put")
         for each in (loss, jls.autocast(loss, policy=policy))
