@@ -113,10 +113,11 @@ class PrecisionPolicy:
         less is kept, which takes less memory and more time. No product is computed again, nor anything that is costly.
       loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
         and changes nothing: policies that differ in nothing else are equal.
-      narrow_skips: whether the float32 sums that go from one block of a network to the next (skip connections) are
-        stored in half precision. They take half the memory then, at the accuracy of code that casts by hand. What a
-        scan carries is such a sum if each iteration adds something to it, and computes something of it besides. So are
-        parameters of an inner loop, to which updates are added.
+      half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
+        float32 sums that each block of a network passes to the next one (skip connections). They then take half the
+        memory, and the result is as accurate as that of manual casts. A carry of a scan is part of the residual stream
+        if each iteration adds something to it and also uses it for something else. This includes the parameters of an
+        inner loop, to which updates are added.
       errors: how far value and gradients were from float32 without the rules, and are with them; likewise.
 
     Raises:
@@ -136,12 +137,12 @@ class PrecisionPolicy:
     rules: tuple[PrecisionRule, ...] = ()
     recompute: bool | float = True
     loss_scale: float | None = dataclasses.field(default=None, compare=False)
-    narrow_skips: bool = False
+    half_residual_stream: bool = False
     errors: tuple[float, float] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        check_flag(self.narrow_skips, "PrecisionPolicy(narrow_skips=...)")
-        object.__setattr__(self, "narrow_skips", bool(self.narrow_skips))
+        check_flag(self.half_residual_stream, "PrecisionPolicy(half_residual_stream=...)")
+        object.__setattr__(self, "half_residual_stream", bool(self.half_residual_stream))
         object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
             raise ValueError(
@@ -167,7 +168,7 @@ class PrecisionPolicy:
             lines.append("Nothing is computed again in the backward pass.")
         elif self.recompute != 1:
             lines.append(f"A byte kept for the backward pass counts as {self.recompute:g} bytes moved.")
-        if self.narrow_skips:
+        if self.half_residual_stream:
             lines.append("What goes from block to block is stored in half precision.")
         if self.loss_scale is not None:
             lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
@@ -181,7 +182,7 @@ class PrecisionPolicy:
         """Return the constructor's arguments, of values that JSON can hold."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
         errors = None if self.errors is None else list(self.errors)
-        optional = {"loss_scale": self.loss_scale, "narrow_skips": self.narrow_skips, "errors": errors}
+        optional = {"loss_scale": self.loss_scale, "half_residual_stream": self.half_residual_stream, "errors": errors}
         return config | {name: value for name, value in optional.items() if value not in (None, False)}
 
     @classmethod

@@ -421,7 +421,7 @@ def residual(w, x):
 @pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
 def test_what_goes_from_block_to_block_may_be_narrow(w, x):
     """The sums are arithmetic, and float32; where they are stored they are float16."""
-    narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(narrow_skips=True))
+    narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
     for function, dtype in ((jls.autocast(residual), WIDE), (narrow, NARROW)):
         kept = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
         large = [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape]
@@ -442,8 +442,8 @@ def test_what_goes_from_block_to_block_may_be_narrow(w, x):
         ),
         ({"recompute": 0}, {"recompute": False}, "Nothing is computed again"),
         (
-            {"narrow_skips": np.True_},
-            {"recompute": True, "narrow_skips": True},
+            {"half_residual_stream": np.True_},
+            {"recompute": True, "half_residual_stream": True},
             "What goes from block to block is stored in half precision.",
         ),
     ],
