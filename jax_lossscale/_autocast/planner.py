@@ -111,7 +111,7 @@ class Planner:
         if is_narrow:
             is_product = [decision.kind is Kind.PRODUCT for decision in decisions]
             order = stretches(program, [decision.is_alone for decision in decisions], is_product)
-            if self.policy.narrow_skips:
+            if self.policy.half_residual_stream:
                 narrow |= {name for stretch in order for name in streams(program, decisions, stretch)}
             order = self._with_what_is_kept(order, program, decisions, narrow, at)
         return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, tuple(order), at, is_narrow)
@@ -144,7 +144,7 @@ class Planner:
         eqn, name = step.eqn, step.eqn.primitive.name
         bodies, carried, sliced, _ = inside(eqn)
         takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
-        skips = carried_streams(eqn) if name == "scan" and self.policy.narrow_skips else set()
+        skips = carried_streams(eqn) if name == "scan" and self.policy.half_residual_stream else set()
         operands = [
             n in skips or ((takes_any or n in sliced) and not isinstance(atom, Literal) and atom in narrow)
             for n, atom in enumerate(step.inputs)

@@ -72,20 +72,20 @@ class Rule:
         # Of moves, rules decide about those between devices: the transpose of a gather is a sum.
         is_decided = follows is not Kind.MOVE or name in MOVES_BETWEEN_DEVICES | PLACEMENTS
         rule = self._rule(eqn, around) if is_decided else None
-        wide_by_rule = rule is not None and rule.precision == "wide"
+        wide_by_rule = rule is not None and rule.precision == "float32"
         if follows is not None and not wide_by_rule:
             return Decision(follows, is_alone)
         if not is_product(eqn):
-            is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(step, constants)
+            is_narrow = rule is not None and rule.precision == "half" and self._can_be_narrow(step, constants)
             return Decision(Kind.OTHER, is_alone, is_narrow)
         others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
         if others:
             return Decision(Kind.PRODUCT, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
-            reason = _said_by(rule) if rule.precision != "narrow" else ""
+            reason = _said_by(rule) if rule.precision != "half" else ""
             if not wide_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(step, constants)))):
                 return Decision(Kind.PRODUCT, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
-            has_wide_result = rule.precision == "wide_result"
+            has_wide_result = rule.precision == "float32_result"
             return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
         reason = self._exception(step, around, feeding, constants)
         return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
@@ -94,7 +94,7 @@ class Rule:
         """Tell why `in_half` computes its other function; "" if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:
-            return _said_by(rule) if rule.precision != "narrow" else ""
+            return _said_by(rule) if rule.precision != "half" else ""
         return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
     def _exception(self, step: Step, around: tuple[Any, ...], feeding: Mapping[Name, str], constants: Constants) -> str:

@@ -49,8 +49,8 @@ def autocast(
     - products with a constant operand, or one made of constants alone by anything but a product, unless its numbers lie
       between bounds that ``dtype`` holds. Nothing is known of what loops, factorizations, sums at places or random
       numbers make of constants;
-    - products in `keep_float32`, and those that a rule of ``policy`` speaks of. Even ``"narrow"`` and ``"wide_result"``
-      have no effect on a product with a constant operand whose bounds ``dtype`` does not hold.
+    - products in `keep_float32`, and those that a rule of ``policy`` speaks of. Even ``"half"`` and
+      ``"float32_result"`` have no effect on a product with a constant operand whose bounds ``dtype`` does not hold.
 
     Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are

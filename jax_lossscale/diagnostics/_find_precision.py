@@ -45,7 +45,7 @@ _OF_VERIFYING = 6
 _EXACT = {"xla_allow_excess_precision": False}
 # What becomes of the products of a site: levels, and how rules name them.
 _NARROW, _WIDE_RESULT, _WIDE = range(3)
-_PRECISIONS = ("narrow", "wide_result", "wide")
+_PRECISIONS = ("half", "float32_result", "float32")
 # What is probed of a product; and of each, its cotangent.
 _LEFT, _RIGHT, _RESULT = range(3)
 _VALUES, _COTANGENTS = slice(0, 3), slice(3, 6)
@@ -126,7 +126,7 @@ def find_precision(
       >>> args = jnp.full((4, 2), 200.0), jnp.full((8, 4), 200.0)
       >>> policy = jls.diagnostics.find_precision(loss_fn, *args)
       >>> policy.rules
-      (PrecisionRule('wide_result', layer='energy', operation='dot_general', reason='its result reaches 1.6e+05'),)
+      (PrecisionRule('float32_result', layer='energy', operation='dot_general', reason='its result reaches 1.6e+05'),)
       >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
       True
     """

@@ -23,14 +23,14 @@ POLICIES = {
     "none": None,
     "recompute nothing": jls.PrecisionPolicy(recompute=False),
     "keep little": jls.PrecisionPolicy(recompute=100.0),
-    "narrow skips": jls.PrecisionPolicy(narrow_skips=True),
-    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("wide_result")]),
+    "half residual stream": jls.PrecisionPolicy(half_residual_stream=True),
+    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("float32_result")]),
 }
 # Where float32 is left all the same: what goes from block to block is stored in half precision, a rule overrules what
 # `autocast` knows of a constant, and a derivative that is taken before it looks, or by a rule of its own, may hand a
 # constant on as if it were none.
 LEAVES_FLOAT32 = {
-    "narrow skips": ("attention", "with a large constant", *WIDE),
+    "half residual stream": ("attention", "with a large constant", *WIDE),
     "wide results": ("with a large constant",),
     "of the gradient": ("with a large constant",),
     "in_custom_vjp": ("with a large constant",),

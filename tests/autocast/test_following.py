@@ -213,7 +213,7 @@ BITS = {
 @pytest.mark.parametrize(("operation", "function"), BITS.items(), ids=BITS)
 @pytest.mark.filterwarnings("ignore:.*no operation matches")
 def test_a_narrow_rule_leaves_alone_what_would_be_something_else(operation, function):
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation=operation)])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation=operation)])
     narrow = jls.autocast(lambda x: function(x) @ W[:, :4], policy=policy)
     plain = function(X) @ W[:, :4]
     assert distance(plain, narrow(X)) < 1e-2

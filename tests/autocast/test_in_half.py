@@ -206,7 +206,7 @@ def test_inside_keep_float32_it_is_the_other_function(below):
 
 
 @pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
-@pytest.mark.parametrize("precision", ["wide", "wide_result"])
+@pytest.mark.parametrize("precision", ["float32", "float32_result"])
 def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precision):
     def loss(w, x):
         with jax.named_scope("attention"):
@@ -217,16 +217,20 @@ def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precisio
     assert_alike(found, jax.value_and_grad(loss_of(reference))(W, X))
 
 
-@pytest.mark.parametrize("rule", [("narrow", {}), ("wide", {"layer": "head"}), ("wide", {"operation": "dot_general"})])
+@pytest.mark.parametrize(
+    "rule", [("half", {}), ("float32", {"layer": "head"}), ("float32", {"operation": "dot_general"})]
+)
 def test_other_rules_do_not_ask_for_the_other_function(rule):
     precision, patterns = rule
-    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("wide", operation="add")])
+    policy = jls.PrecisionPolicy(
+        [jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("float32", operation="add")]
+    )
 
     def loss(w, x):
         with jax.named_scope("head"):
             x = x + 1
         x = x @ w
-        with jls.keep_float32() if precision == "narrow" else jax.named_scope("attention"):
+        with jls.keep_float32() if precision == "half" else jax.named_scope("attention"):
             return loss_of(either)(w, x)
 
     numbers = {each.dtype for each in autocast_report(loss, W, X, policy=policy) if each.operation == "sin"}
@@ -516,8 +520,8 @@ REPORTED = {
     "inside keep_float32": (jls.keep_float32(loss_of(either)), None, "inside `keep_float32`"),
     "by a rule": (
         loss_of(either),
-        jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="in_half")]),
-        "a rule of the policy: PrecisionRule('wide', operation='in_half')",
+        jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="in_half")]),
+        "a rule of the policy: PrecisionRule('float32', operation='in_half')",
     ),
     "differentiated before": (
         lambda w, x: jnp.sum(jax.grad(loss_of(either), 1)(w, x) ** 2),

@@ -11,7 +11,7 @@ import jax_lossscale as jls
 
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
-WIDE = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter="['kept']")])
+WIDE = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter="['kept']")])
 MOVED = {  # a parameter of the shape of W, and what a product takes of it
     "as it is": (W, lambda w: w),
     "transposed": (W, jnp.transpose),
@@ -67,7 +67,7 @@ def test_so_it_is_in_a_while_loop():
 
 
 def test_beside_a_rule_for_a_parameter_others_stand():
-    policy = jls.PrecisionPolicy([*WIDE.rules, jls.PrecisionRule("narrow", operation="dot_general")])
+    policy = jls.PrecisionPolicy([*WIDE.rules, jls.PrecisionRule("half", operation="dot_general")])
     params = {"kept": W, "other": W}
     narrow = jls.autocast(lambda params, x: x @ params["kept"] @ params["other"], policy=policy)
     assert product_dtypes(narrow, params, X) == ["float32", "float16"]

@@ -136,13 +136,13 @@ RULES = {
     "a function": ([{"function": "head"}], [NARROW, NARROW, WIDE]),
     "all at once": ([{"layer": "encoder", "operation": "dot*", "function": "network"}], [WIDE, WIDE, NARROW]),
     "two rules": ([{"layer": "encoder/first"}, {"function": "head"}], [WIDE, NARROW, WIDE]),
-    "the first that matches": ([{"precision": "narrow", "layer": "*/first"}, {"layer": "*"}], [NARROW, WIDE, WIDE]),
+    "the first that matches": ([{"precision": "half", "layer": "*/first"}, {"layer": "*"}], [NARROW, WIDE, WIDE]),
 }
 
 
 @pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
 def test_what_a_rule_speaks_of(rules, expected):
-    policy = jls.PrecisionPolicy([{"precision": "wide", **rule} for rule in rules])
+    policy = jls.PrecisionPolicy([{"precision": "float32", **rule} for rule in rules])
     narrow = functools.partial(jls.autocast, policy=policy)
     assert product_dtypes(narrow(network), W, X) == expected
     assert product_dtypes(narrow(jax.jit(network)), W, X) == expected
@@ -156,7 +156,7 @@ def test_what_a_rule_speaks_of(rules, expected):
 def test_a_rule_speaks_of_code_whose_source_cannot_be_read(rule):
     names = {"jax": jax}
     exec("def unreadable(w, x):\n    with jax.named_scope('encoder'):\n        return x @ w", names)
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", **rule)])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **rule)])
     assert product_dtypes(jls.autocast(names["unreadable"], policy=policy), W, X) == [WIDE]
 
 
@@ -177,14 +177,14 @@ def in_blocks(w, x):
     ],
 )
 def test_brackets_in_a_pattern_match_literally(layer, expected):
-    assert product_dtypes(following("wide", layer=layer)(in_blocks), W, X) == expected
+    assert product_dtypes(following("float32", layer=layer)(in_blocks), W, X) == expected
 
 
 def test_brackets_are_literal_in_parameters_and_functions():
     def loss(params, x):
         return [x @ w for w in params["w"]]
 
-    narrow = following("wide", parameter="['w'][1]", function="*<locals>.loss")(loss)
+    narrow = following("float32", parameter="['w'][1]", function="*<locals>.loss")(loss)
     assert product_dtypes(narrow, {"w": [W, W + 1]}, X) == [NARROW, WIDE]
 
 
@@ -202,7 +202,7 @@ def project(w, x):
 def test_a_package_whose_name_starts_like_another_is_a_package_of_its_own(folder):
     model = {}
     exec(compile(MODEL, f"{folder}/model.py", "exec"), model)
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", function="project")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", function="project")])
     report = jls.diagnostics.autocast_report(
         lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
     )
@@ -216,13 +216,13 @@ def test_a_rule_by_source_does_not_depend_on_the_working_directory(monkeypatch, 
     for folder in ("/", file.parent, file.parents[1], tmp_path):
         monkeypatch.chdir(folder)
         for source in sources:
-            assert WIDE in product_dtypes(following("wide", source=source)(network), W, X)
+            assert WIDE in product_dtypes(following("float32", source=source)(network), W, X)
 
 
 @pytest.mark.parametrize("source", ["policy.py:*", "test_policy.py", f"ocast/test_policy.py:{FIRST_LINE}"])
 def test_a_rule_by_source_matches_whole_components_of_the_path(source):
     with pytest.warns(UserWarning, match="no operation matches"):
-        following("wide", source=source)(network)(W, X)
+        following("float32", source=source)(network)(W, X)
 
 
 @jax.custom_vjp
@@ -239,13 +239,15 @@ with_a_layer_in_its_rule.defvjp(lambda w, x: (x @ w, (w, x)), backward_in_a_laye
 
 
 def test_a_rule_for_a_backward_pass_of_its_own_does_not_warn():
-    loss = following("wide", layer="backward")(lambda w, x: jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x))))
+    loss = following("float32", layer="backward")(lambda w, x: jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x))))
     assert product_dtypes(jax.grad(loss, (0, 1)), W, X) == [NARROW, WIDE, WIDE]
 
 
 def test_a_rule_that_speaks_of_nothing_warns():
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="decoder"), jls.PrecisionRule("wide", layer="*")])
-    with pytest.warns(UserWarning, match="no operation matches PrecisionRule\\('wide', layer='decoder'\\)"):
+    policy = jls.PrecisionPolicy(
+        [jls.PrecisionRule("float32", layer="decoder"), jls.PrecisionRule("float32", layer="*")]
+    )
+    with pytest.warns(UserWarning, match="no operation matches PrecisionRule\\('float32', layer='decoder'\\)"):
         jls.autocast(network, policy=policy)(W, X)
 
 
@@ -266,11 +268,11 @@ def test_narrow_overrules_a_mark():
         with jls.keep_float32():
             return jnp.matmul(x, w, precision="highest")
 
-    assert product_dtypes(following("narrow", operation="dot_general")(marked), W, X) == [NARROW]
+    assert product_dtypes(following("half", operation="dot_general")(marked), W, X) == [NARROW]
 
 
 def test_narrow_arithmetic():
-    function = following("narrow", operation="tanh")(network)
+    function = following("half", operation="tanh")(network)
     assert dtypes_of("tanh", function, W, X) == [(NARROW, NARROW)] * 2
     assert distance(network(W, X), function(W, X)) < 4e-3
 
@@ -279,7 +281,7 @@ def test_narrow_arithmetic_takes_its_integers_as_they_are():
     def rows(w, x):
         return jnp.tanh(x @ w).at[jnp.array([3, 9])].get(mode="fill", fill_value=0.1) @ w
 
-    for narrow, dtype in ((jls.autocast, WIDE), (following("narrow", operation="gather"), NARROW)):
+    for narrow, dtype in ((jls.autocast, WIDE), (following("half", operation="gather"), NARROW)):
         assert dtypes_of("gather", narrow(rows), W, X) == [(dtype, "int32", dtype)]
 
 
@@ -287,7 +289,7 @@ def test_what_cannot_be_narrow_stays_float32_whatever_a_rule_says():
     def with_positions(w, x):
         return jnp.tanh(x + jnp.arange(len(w))[None].astype(jnp.float32) * w[:1]) @ w
 
-    narrow = following("narrow")(with_positions)
+    narrow = following("half")(with_positions)
     assert ("int32", "float32") in dtypes_of("convert_element_type", narrow, W, X)
     assert dtypes_of("tanh", narrow, W, X) == [(NARROW, NARROW)]
 
@@ -296,17 +298,17 @@ def test_narrow_multiplications_have_narrow_results():
     def outer(w, x):
         return jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w
 
-    assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
+    assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
 
 
 def test_a_narrow_outer_product_may_be_written_as_a_matmul():
     def outer(w, x):
         return (x[:, :1] @ w[:1]) @ w
 
-    assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
+    assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
 
 
-@pytest.mark.parametrize("precision", ["narrow", "wide_result"])
+@pytest.mark.parametrize("precision", ["half", "float32_result"])
 @pytest.mark.parametrize("number", [1e6, 1e-9])
 def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_cannot_represent(precision, number):
     policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, operation="dot_general")])
@@ -328,18 +330,18 @@ def test_a_rule_decides_about_a_constant_with_unknown_bounds():
         return x @ jnp.linalg.cholesky(8 * jnp.eye(8))
 
     assert product_dtypes(jls.autocast(function), W, X) == [WIDE]
-    assert product_dtypes(following("narrow", operation="dot_general")(function), W, X) == [NARROW]
+    assert product_dtypes(following("half", operation="dot_general")(function), W, X) == [NARROW]
 
 
 def test_a_narrow_mask_does_not_become_infinite():
     def function(w, x):
         return jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None])
 
-    np.testing.assert_allclose(following("narrow")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(following("half")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
 
 
 def test_what_is_computed_once_is_made_narrow_by_no_rule():
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="cumsum")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="cumsum")])
     with pytest.warns(UserWarning, match="no operation matches"):
         result = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.cumsum(x @ w, axis=1), policy=policy))(W, X)
     (dtype,) = {eqn.outvars[0].aval.dtype.name for eqn in equations(result) if eqn.primitive.name == "cumsum"}
@@ -348,7 +350,7 @@ def test_what_is_computed_once_is_made_narrow_by_no_rule():
 
 def test_what_cannot_be_narrow_stays_as_it_is():
     """JAX makes no complex numbers of half precision."""
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half")])
     narrow = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
     assert distance(narrow(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
 
@@ -357,7 +359,7 @@ def test_everything_narrow():
     def loss(w, x):
         return jnp.mean(network(w, x) ** 2)
 
-    function = jax.value_and_grad(following("narrow")(loss))
+    function = jax.value_and_grad(following("half")(loss))
     assert distance(jax.value_and_grad(loss)(W, X), function(W, X)) < 1e-2
     assert set(dtypes_of("tanh", function, W, X)) == {(NARROW, NARROW)}
     assert set(dtypes_of("integer_pow", function, W, X)) == {(NARROW, NARROW)}
@@ -370,7 +372,7 @@ def test_between_devices_a_wide_move_moves_float32_and_its_gradient_is_summed_in
     def gathering(w, x):
         return jax.lax.pmean(jnp.sum(jnp.sin(x @ jax.lax.all_gather(w, "data", tiled=True))), "data")
 
-    for narrow, dtype in ((jls.autocast, NARROW), (following("wide", operation="all_gather"), WIDE)):
+    for narrow, dtype in ((jls.autocast, NARROW), (following("float32", operation="all_gather"), WIDE)):
         assert dtypes_of("all_gather", narrow(gathering), W, X) == [(dtype, dtype)]
         assert dtypes_of("reduce_scatter", jax.grad(narrow(gathering)), W, X) == [(dtype, dtype)]
         assert product_dtypes(narrow(gathering), W, X) == [NARROW]
@@ -378,7 +380,7 @@ def test_between_devices_a_wide_move_moves_float32_and_its_gradient_is_summed_in
 
 def test_a_rule_that_matches_moves_only_decides_nothing_and_warns():
     with pytest.warns(UserWarning, match="no operation matches"):
-        following("wide", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
+        following("float32", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
 
 
 # How the second parameter comes to its product.
@@ -389,7 +391,7 @@ def convolved(w, x):
 
 @pytest.mark.parametrize("function", [multiplied, convolved])
 def test_a_wide_result_is_float32_of_narrow_operands(function):
-    wide_result = following("wide_result", function=function.__name__)(function)
+    wide_result = following("float32_result", function=function.__name__)(function)
     assert product_dtypes(wide_result, W, X) == [f"{NARROW} {NARROW} {WIDE}"]
     assert jnp.all(jnp.isfinite(wide_result(1e3 * W, 1e3 * X)))
     assert not jnp.all(jnp.isfinite(jls.autocast(function)(1e3 * W, 1e3 * X)))
@@ -419,7 +421,7 @@ def residual(w, x):
 @pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
 def test_what_goes_from_block_to_block_may_be_narrow(w, x):
     """The sums are arithmetic, and float32; where they are stored they are float16."""
-    narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(narrow_skips=True))
+    narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
     for function, dtype in ((jls.autocast(residual), WIDE), (narrow, NARROW)):
         kept = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
         large = [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape]
@@ -440,8 +442,8 @@ def test_what_goes_from_block_to_block_may_be_narrow(w, x):
         ),
         ({"recompute": 0}, {"recompute": False}, "Nothing is computed again"),
         (
-            {"narrow_skips": np.True_},
-            {"recompute": True, "narrow_skips": True},
+            {"half_residual_stream": np.True_},
+            {"recompute": True, "half_residual_stream": True},
             "What goes from block to block is stored in half precision.",
         ),
     ],
@@ -456,7 +458,7 @@ def test_options_are_kept_and_shown(given, is_kept, words):
     assert words in str(policy)
 
 
-POLICY = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")], recompute=False)
+POLICY = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")], recompute=False)
 
 
 def test_a_policy_is_a_value():
@@ -464,7 +466,7 @@ def test_a_policy_is_a_value():
     assert again == POLICY
     assert hash(again) == hash(POLICY)
     assert eval(repr(POLICY), vars(jls)) == POLICY
-    assert str(POLICY) == "wide: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
+    assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
     assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
 
 
@@ -473,11 +475,11 @@ def test_errors_are_shown_and_kept_and_change_nothing():
     assert policy == jls.PrecisionPolicy(POLICY.rules)
     assert policy.errors == (1.0, 0.01)
     assert jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config()))).errors == (1.0, 0.01)
-    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nwide: ")
+    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nfloat32: ")
 
 
 def test_an_operation_that_takes_no_parameter_has_an_empty_one():
-    assert jls.PrecisionRule("wide", parameter="").parameter == ""
+    assert jls.PrecisionRule("float32", parameter="").parameter == ""
 
 
 def test_the_loss_scale_is_shown_and_kept_and_changes_nothing():

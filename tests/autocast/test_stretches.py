@@ -143,7 +143,7 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
 
-# What is kept of three blocks, beside weights: without, and with `narrow_skips`.
+# What is kept of three blocks, beside weights: without, and with `half_residual_stream`.
 NARROW, WIDE, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
 BLOCKS = {
     "relu behind the sum": (
@@ -173,12 +173,15 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize(("block", "plain", "with_narrow_skips"), BLOCKS.values(), ids=BLOCKS)
-def test_what_is_kept_of_blocks(block, plain, with_narrow_skips):
+@pytest.mark.parametrize(("block", "plain", "with_half_residual_stream"), BLOCKS.values(), ids=BLOCKS)
+def test_what_is_kept_of_blocks(block, plain, with_half_residual_stream):
     def loss(w, x):
         return jnp.sum(jnp.sin(block(w, block(w, block(w, x)))))
 
-    for policy, expected in ((None, plain), (jls.PrecisionPolicy(narrow_skips=True), with_narrow_skips)):
+    for policy, expected in (
+        (None, plain),
+        (jls.PrecisionPolicy(half_residual_stream=True), with_half_residual_stream),
+    ):
         found = Counter(kept(jls.autocast(loss, policy=policy), W, X))
         assert {kind: number for kind, number in found.items() if kind != "float16[16,16]"} == expected
 
@@ -371,7 +374,7 @@ def test_a_rule_for_a_product_keeps_no_more():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
 
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="dot_general")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="dot_general")])
     assert kept(jls.autocast(loss, policy=policy), W, X) == kept(jls.autocast(loss), W, X)
 
 
@@ -615,7 +618,7 @@ def test_what_a_rule_makes_wide_moves_between_devices_once():
     def loss(w, x):
         return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
 
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="device_put")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="device_put")])
     plain, wide = (
         [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count("device_put")
         for each in (loss, jls.autocast(loss, policy=policy))

@@ -14,7 +14,7 @@ from jax_lossscale._autocast.wide_product import wide_product
 
 pytestmark = pytest.mark.ci
 
-WIDE_RESULT = jls.PrecisionPolicy([jls.PrecisionRule("wide_result")])
+WIDE_RESULT = jls.PrecisionPolicy([jls.PrecisionRule("float32_result")])
 
 
 def wide(f):

@@ -101,7 +101,7 @@ def test_arithmetic_is_in_it_too():
         return next(each for each in autocast_report(plain, W, X, policy=policy) if each.operation == "tanh")
 
     assert (tanh(None).dtype, tanh(None).reason, tanh(None).flops) == ("float32", "", 0)
-    assert tanh(jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="tanh")])).dtype == "float16"
+    assert tanh(jls.PrecisionPolicy([jls.PrecisionRule("half", operation="tanh")])).dtype == "float16"
 
 
 def test_bytes_kept_are_what_vjp_keeps_beside_arguments():
@@ -205,7 +205,7 @@ def test_what_is_not_followed_is_told(function, reason, opaque):
 
 
 def test_a_policy_is_followed_and_named():
-    rules = [jls.PrecisionRule("wide", layer="encoder"), jls.PrecisionRule("wide_result", layer="head")]
+    rules = [jls.PrecisionRule("float32", layer="encoder"), jls.PrecisionRule("float32_result", layer="head")]
     report = autocast_report(network, W, X, policy=jls.PrecisionPolicy(rules))
     forward = {each.layer: each for each in report.matmuls if not each.is_backward}
     assert forward["encoder"].reason == f"a rule of the policy: {rules[0]!r}"
@@ -254,7 +254,7 @@ def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
         with jax.named_scope("head"):
             return jnp.sum(dense(x, w))
 
-    rule = jls.PrecisionRule("wide", layer="head")
+    rule = jls.PrecisionRule("float32", layer="head")
     report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
     assert {(product.layer, product.reason) for product in report.matmuls} == {
         ("keep_float32", "inside `keep_float32`"),
@@ -271,7 +271,7 @@ def second(w, x):
 
 
 def test_a_jitted_function_on_two_lines_has_the_reason_of_each():
-    rules = [jls.PrecisionRule("wide", function=name, reason=f"why {name}") for name in ("first", "second")]
+    rules = [jls.PrecisionRule("float32", function=name, reason=f"why {name}") for name in ("first", "second")]
     report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
     lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
     assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.matmuls} == {
@@ -284,7 +284,7 @@ def test_a_jitted_function_in_the_layer_of_a_class_keeps_its_reason():
         def __call__(self, w, x):
             return dense(x, w)
 
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="Block")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="Block")])
     report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
     reasons = {product.dtype: product.reason for product in report.matmuls}
     assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

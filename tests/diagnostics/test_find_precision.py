@@ -180,7 +180,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     loss = loaded(MODEL, "model")
     policy = find_precision(loss, *args)
     (rule,) = policy.rules
-    assert (rule.precision, rule.parameter, rule.source) == ("wide_result", "", "*")
+    assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
     edited = loaded(EDITED, "edited")
     assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
     without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
@@ -200,7 +200,7 @@ def test_several_batches():
     policy = find_precision(energies, WEIGHTS, X / 1000)
     assert policy.rules == ()
     policy = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
-    assert [rule.precision for rule in policy.rules] == ["wide_result"]
+    assert [rule.precision for rule in policy.rules] == ["float32_result"]
 
 
 def test_aux_several_arguments_keywords_and_what_is_no_array():

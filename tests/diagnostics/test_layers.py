@@ -261,7 +261,7 @@ def test_every_printed_place_matches_as_a_rule(body):
     places = printed_places(loss, *args)
     assert {name for name, _ in places} >= {"layer", "source"}
     for name, place in places:
-        policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", **{name: place})])
+        policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **{name: place})])
         jax.grad(autocast(loss, policy=policy))(*args)  # warns if the rule matches no operation
 
 

@@ -162,7 +162,7 @@ def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
         "def layers(ws, x):\n    for w in ws:\n        x = jnp.log1p(jnp.square(x @ w))\n    return jnp.mean(x)",
         namespace,
     )
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", parameter="[7]")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", parameter="[7]")])
     report = autocast_report(namespace["layers"], DEEP, draw(16, 8, seed=20), policy=policy)
     (wide,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
     assert wide.count == 1
@@ -183,7 +183,7 @@ def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
 
     args = {"stack": draw(2, 8, 8, seed=1), "head": draw(8, 4, seed=2)}, draw(4, 8, seed=3)
     for name, number in (("['stack']", 1), ("*head*", 1), ("*", 2)):
-        policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter=name)])
+        policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter=name)])
         report = autocast_report(fun, *args, policy=policy)
         assert sum(e.count for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number
         assert any(e.dtype == "float16" for e in report.matmuls) == (name != "*")
@@ -219,6 +219,6 @@ def test_of_two_rules_the_one_that_is_contained_goes():
     from jax_lossscale.diagnostics._find_precision import _contains
 
     rule = jls.PrecisionRule
-    assert _contains(rule("wide", layer="a"), rule("wide", layer="a", operation="dot_general", reason="why"))
-    assert not _contains(rule("wide", layer="a"), rule("wide_result", layer="a", operation="dot_general"))
-    assert not _contains(rule("wide", layer="a"), rule("wide", layer="a", reason="why"))
+    assert _contains(rule("float32", layer="a"), rule("float32", layer="a", operation="dot_general", reason="why"))
+    assert not _contains(rule("float32", layer="a"), rule("float32_result", layer="a", operation="dot_general"))
+    assert not _contains(rule("float32", layer="a"), rule("float32", layer="a", reason="why"))

@@ -279,7 +279,7 @@ def test_the_rounded_angle_is_reported_with_its_sine(fun, cast, operations):
 
 
 def test_the_suggestion_for_a_rounded_angle_makes_the_report_empty():
-    rule = jls.PrecisionRule("wide", source=line(fourier_features, "operand"))
+    rule = jls.PrecisionRule("float32", source=line(fourier_features, "operand"))
     fun = jls.autocast(fourier_features, policy=jls.PrecisionPolicy([rule]))
     assert range_report(fun, FOURIER, faults.X, loss_scale=1.0).bad == ()
 

@@ -228,4 +228,4 @@ def test_what_is_not_followed_is_named_with_its_library():
 
 
 def test_that_a_product_takes_no_parameter_is_not_printed():
-    assert str(jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="a", parameter="")])) == "wide: layer 'a'"
+    assert str(jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="a", parameter="")])) == "float32: layer 'a'"

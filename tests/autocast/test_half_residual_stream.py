@@ -1,4 +1,4 @@
-"""Under `narrow_skips`, what a scan carries from block to block is narrow, and nothing else that a scan carries."""
+"""`half_residual_stream` stores the residual stream in the carry of a scan in half precision, but no other carry."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ X = random.normal(KEY, (32, 16))
 pytestmark = pytest.mark.ci
 
 NARROW, WIDE = "float16", "float32"
-POLICY = jls.PrecisionPolicy(narrow_skips=True)
+POLICY = jls.PrecisionPolicy(half_residual_stream=True)
 
 
 def block(x, w):
