@@ -216,7 +216,7 @@ def test_of_a_policy_that_leaves_little_narrow_it_warns():
 
 
 def test_of_two_rules_the_one_that_is_contained_goes():
-    from jax_lossscale.diagnostics._find_precision import _contains
+    from jax_lossscale.diagnostics._precision_rules import _contains
 
     rule = jls.PrecisionRule
     assert _contains(rule("float32", layer="a"), rule("float32", layer="a", operation="dot_general", reason="why"))
