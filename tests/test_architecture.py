@@ -51,9 +51,9 @@ NO_POLICIES = POLICY_BASE | {"registry", "finding", "__init__"}
 
 # The modules of the diagnostics in order: each may import only modules before it.
 DIAGNOSTICS = (
-    "_report _bits _exponents _nonfinite _in_precision _operations _matmuls _traced_gradients _sites _shadow _blame "
-    "_gradient_errors _range_report _finding _compare_gradients _precision_probes "
-    "_precision_rules _precision_search _find_precision _autocast_report _explain _simulate"
+    "_report _bits _exponents _nonfinite _in_precision _operations _matmuls _lost_constants _loss_call "
+    "_traced_gradients _sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "
+    "_precision_probes _precision_rules _precision_search _find_precision _autocast_report _explain _simulate"
 ).split()
 
 

@@ -16,6 +16,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
 from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
 from jax_lossscale.diagnostics._operations import (
     OperationPrecision,
@@ -26,7 +27,6 @@ from jax_lossscale.diagnostics._operations import (
     operations,
 )
 from jax_lossscale.diagnostics._report import Report, percent
-from jax_lossscale.diagnostics._traced_gradients import Call, called
 
 _MOST_ROWS = 16
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "why"]
@@ -157,7 +157,7 @@ def autocast_report(
       >>> report.bytes_before, report.bytes_after
       (384, 256)
     """
-    call = called("autocast_report", fun, args, kwargs, argnums, has_aux)
+    call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
     dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
     planner = Planner(dtype, checked_policy(policy, "autocast_report(policy=...)"))
 
@@ -179,12 +179,12 @@ def autocast_report(
         bytes_after=_bytes_kept(under_autocast),
         casts=casts(program),
         opaque_operations=tuple(opaque_operations(program)),
-        arguments=tuple(call.faults().nan),
+        arguments=tuple(argument_faults(call).nan),
         not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, planner.exceptions)),
     )
 
 
-def _bytes_kept(call: Call) -> int:
+def _bytes_kept(call: LossCall) -> int:
     """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
 
     def kept(*args: Any, **kwargs: Any) -> list[Any]:

@@ -15,10 +15,11 @@ from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
 from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
+from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._range_report import ranges_at
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
-from jax_lossscale.diagnostics._traced_gradients import asked, called
+from jax_lossscale.diagnostics._traced_gradients import trace_gradients
 
 _MOST_ROWS = 12
 
@@ -190,16 +191,16 @@ def compare_gradients(
         check_function(progress, "compare_gradients(progress=...)")
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     scales = None if loss_scales is None else _checked_scales(loss_scales)
-    question = asked(called("compare_gradients", fun, args, kwargs, argnums, has_aux), dtype)
+    call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
+    gradients = trace_gradients(call, dtype, has_reference=reference is not None)
     wide = None
     if reference is not None:
-        wide = called("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
-        question = question._replace(lost=())  # of the function alone
-    errors = errors_by_scale(question, wide, scales, progress if callable(progress) else _told if progress else iter)
+        wide = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
+    errors = errors_by_scale(gradients, wide, scales, progress if callable(progress) else _told if progress else iter)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
-    ranges = functools.cache(lambda scale: ranges_at(question, scale, progress is True))
-    finding = Finder(question, errors, ranges).found()
+    ranges = functools.cache(lambda scale: ranges_at(gradients, scale, progress is True))
+    finding = Finder(gradients, errors, ranges).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
@@ -217,7 +218,7 @@ def compare_gradients(
         value=errors.value,
         reference_value=errors.reference_value,
         opaque_operations=errors.opaque_operations,
-        summary=question.matmuls,
+        summary=gradients.matmuls,
     )
 
 

@@ -16,11 +16,11 @@ from jax_lossscale._check import check_flag, checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
+from jax_lossscale.diagnostics._loss_call import argument_faults, check_call
 from jax_lossscale.diagnostics._precision_probes import FLOAT32
 from jax_lossscale.diagnostics._precision_rules import rules_for
 from jax_lossscale.diagnostics._precision_search import MOST_GRADIENTS, Search, Trial
 from jax_lossscale.diagnostics._report import off, percent, tell
-from jax_lossscale.diagnostics._traced_gradients import called
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
 
@@ -93,7 +93,7 @@ def find_precision(
       >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
       True
     """
-    call = called("find_precision", fun, args, kwargs, argnums, has_aux)
+    call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
@@ -111,7 +111,7 @@ def find_precision(
     # Under `autocast` the parameters of nnx modules have other paths than here.
     search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
     if not search.is_exact_finite():
-        faults = call.faults()
+        faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` tells where it begins."
         warn_user(
             "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "

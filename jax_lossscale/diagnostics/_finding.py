@@ -14,7 +14,7 @@ from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
 from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
-from jax_lossscale.diagnostics._traced_gradients import Question
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of its elements is zero.
 _MANY_LOST = 0.25
@@ -54,15 +54,15 @@ class Finder:
     """Finds the first of the causes that the errors show, the most fundamental first, and says it.
 
     Args:
-      question: the function, its products and its arguments.
+      gradients: the traced gradients of the function.
       errors: those of its gradients at each scale.
       ranges: a function of a scale that gives the operations out of range.
     """
 
-    def __init__(self, question: Question, errors: GradientErrors, ranges: Ranges) -> None:
-        self._question, self._errors, self._ranges = question, errors, ranges
-        self._dtype = question.dtype.name
-        self._has_diverged = abs(errors.reference_value) > limits_of(question.dtype).largest
+    def __init__(self, gradients: TracedGradients, errors: GradientErrors, ranges: Ranges) -> None:
+        self._gradients, self._errors, self._ranges = gradients, errors, ranges
+        self._dtype = gradients.dtype.name
+        self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
     def found(self) -> Finding:
         """Give the cause; add what may be said of any: that it diverged, what is zero, which constants were lost."""
@@ -78,14 +78,15 @@ class Finder:
             )
         if not is_in_vain:
             told.append(of_zeros(self._errors.leaves))
-        for constant in [constant for constant in self._question.lost if constant.is_epsilon or is_in_vain][:1]:
-            lost = f"{constant}, also in the float32 reference. Compute it in float32."
+        lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
+        if lost_constants:
+            lost = f"{lost_constants[0]}, also in the float32 reference. Compute it in float32."
             told.insert(0 if is_in_vain else len(told), lost)
         return finding._replace(said=told)
 
     def _cause(self) -> Finding:
-        question, errors, counted, dtype = self._question, self._errors, self._question.matmuls, self._dtype
-        met = [narrow.name for narrow in question.narrow_dtypes]
+        gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
+        met = [narrow.name for narrow in gradients.half_dtypes]
         is_narrow, why = dtype in met, counted.no_half_precision
         if met and not is_narrow:
             why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
@@ -112,7 +113,7 @@ class Finder:
                 "Look for a `jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the "
                 "loss does not use."
             )
-            return Finding("no gradients", [said, "" if question.lost else unused])
+            return Finding("no gradients", [said, "" if gradients.lost_constants else unused])
         if not errors.finite():
             return self._overflow_at_every_scale()
         if errors.best() not in errors.working():
@@ -127,8 +128,8 @@ class Finder:
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
     def _reference_not_finite(self, bad: Sequence[LeafGradientError], said: str) -> Finding:
-        question, faults = self._question, self._question.faults
-        is_explained = faults.nan or question.lost
+        gradients, faults = self._gradients, self._gradients.argument_faults
+        is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
         index = (
             "No arithmetic makes it. Look for an index that is out of range, for which `jnp.take` and its like give "
@@ -150,7 +151,7 @@ class Finder:
         cast = [place.largest for place in report.forward_overflows() if place.operation == "convert_element_type"]
         too_large = [
             f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
-            for path, largest in self._question.faults.largest.items()
+            for path, largest in self._gradients.argument_faults.largest.items()
             if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
         ]
         said = [f"{wrong} No loss scale changes that.", begins, *too_large]
@@ -212,7 +213,7 @@ class Finder:
         return Finding("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
 
     def _trains(self) -> Finding:
-        errors, counted, dtype = self._errors, self._question.matmuls, self._question.dtype
+        errors, counted, dtype = self._errors, self._gradients.matmuls, self._gradients.dtype
         start, cause = errors.start(), "none"
         bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
         underflowing = [] if bare is None or start < 1 else errors.inaccurate_leaves(bare)

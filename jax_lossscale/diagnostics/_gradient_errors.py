@@ -22,7 +22,8 @@ from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._traced_gradients import Call, Question
+from jax_lossscale.diagnostics._loss_call import LossCall
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
 _MOSTLY_ROUNDING = 0.05
@@ -251,7 +252,7 @@ class GradientErrors(NamedTuple):
 
 
 def errors_by_scale(
-    question: Question,
+    gradients: TracedGradients,
     wide: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
@@ -259,12 +260,12 @@ def errors_by_scale(
     """Give the errors of the gradients; ``None`` if there are none.
 
     Args:
-      question: what is asked about.
+      gradients: the traced gradients of the function.
       wide: the program of the reference, without a scale; by default it is made from that of the function.
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    call, narrow = question.call, question.program
+    call, narrow = gradients.call, gradients.program
     moved = nudged(call, keep_dtypes=wide is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
     if wide is None:
@@ -278,7 +279,7 @@ def errors_by_scale(
     of_moved = computed(*wide.inputs_from(moved, call.kwargs))
     rounding = measure(value_and_leaves(wide.result(of_moved), call.has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
-    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), question.dtype)
+    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
     value: Any = math.nan  # that of every scale
     measured, run_time_errors = [], dict[float, str]()
@@ -296,7 +297,7 @@ def errors_by_scale(
     all_leaves, total = reports_of(exact, measured, rounding)
     loss_dtype, known = narrow.jaxpr.out_avals[0].dtype, tuple(evaluator.opaque_operations)
     losses = float(value), loss_dtype, float(reference_value)
-    return GradientErrors(question.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
+    return GradientErrors(gradients.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
@@ -331,7 +332,7 @@ def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def nudged(call: Call, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
+def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
     """Give the arguments, those that are differentiated changed a little."""
     chosen = [call.args[position] for position in call.positions]
     leaves, structure = jax.tree.flatten(chosen)

@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import _gradient_errors as errors
+from jax_lossscale.diagnostics._loss_call import LossCall
 from jax_lossscale.diagnostics._precision_probes import (
     COTANGENTS,
     FLOAT32,
@@ -28,7 +29,6 @@ from jax_lossscale.diagnostics._precision_probes import (
     with_probes,
 )
 from jax_lossscale.diagnostics._report import off, power_of_two, tell
-from jax_lossscale.diagnostics._traced_gradients import Call
 
 MOST_GRADIENTS = 30
 _OF_VERIFYING = 6
@@ -113,7 +113,7 @@ class Search:
     """
 
     def __init__(
-        self, batches: Sequence[Call], dtype: jnp.dtype, tolerance: float, progress: bool, names_parameters: bool
+        self, batches: Sequence[LossCall], dtype: jnp.dtype, tolerance: float, progress: bool, names_parameters: bool
     ) -> None:
         self._call, self._batches, self._progress = batches[0], batches, progress
         self._dtype, self._tolerance, self._overflow = dtype, tolerance, limits_of(dtype).overflow

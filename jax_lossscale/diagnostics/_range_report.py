@@ -23,11 +23,12 @@ from jax_lossscale.diagnostics._blame import (
 )
 from jax_lossscale.diagnostics._gradient_errors import errors_by_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
+from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Ancestry, Graph, Parameter, Site, told_apart
-from jax_lossscale.diagnostics._traced_gradients import Question, asked, called
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
 
 # The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
 _MOSTLY_ROUNDING = 2.0**-6
@@ -267,29 +268,29 @@ def range_report(
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = None if loss_scale is None else _scale_of(loss_scale)
     check_flag(progress, "range_report(progress=...)")
-    question = asked(called("range_report", fun, args, kwargs, argnums, has_aux), dtype)
+    gradients = trace_gradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
     if scale is None:
-        errors = errors_by_scale(question)
+        errors = errors_by_scale(gradients)
         scale = errors.start() if errors else 1.0
-    return ranges_at(question, scale, progress)
+    return ranges_at(gradients, scale, progress)
 
 
-def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeReport:
+def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> RangeReport:
     """Make the report at a scale."""
-    traced, dtype, graph = question.program, question.dtype, Graph(question.matmuls.is_autocast)
-    entering = {name: Parameter(-1, name, is_bare=True) for name in question.parameters}
-    ends = graph.outputs(traced.jaxpr, [Ancestry(parameter=entering.get(name)) for name in question.inputs])
-    value, grads = traced.result([end.nodes for end in ends])
+    program, dtype, graph = gradients.program, gradients.dtype, Graph(gradients.is_autocast)
+    entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
+    ends = graph.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
+    value, grads = program.result([end.nodes for end in ends])
     evaluator = ShadowEvaluator(dtype, len(graph.sites) if progress else 0)
-    inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *traced.inputs[1:]], traced.jaxpr.in_avals)
-    _, rows = evaluator.evaluate(traced.jaxpr, list(inputs))
+    inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
+    _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
-    of_value, of_grads = value[0] if question.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
+    of_value, of_grads = value[0] if gradients.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
     results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
     harmful, origins = blame(graph, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
         harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    sites = told_apart(graph, dict(zip(question.parameters, jax.tree.leaves(grads), strict=True)))
+    sites = told_apart(graph, dict(zip(gradients.parameter_names, jax.tree.leaves(grads), strict=True)))
     site_of = dict(zip(measured, sites, strict=True))
     amplified, scores = sources_of_rounding(graph, measured, origins), attention_scores(graph)
     operations = []
@@ -300,7 +301,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             statistics,
             is_harmful=node in harmful,
             is_origin=node in origins,
-            is_autocast=question.matmuls.is_autocast,
+            is_autocast=gradients.is_autocast,
             is_score=node in scores,
             amplified_by=site_of.get(amplified.get(node, -1)),
         )
@@ -309,14 +310,14 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
-    faults = question.faults.nan + (question.faults.infinite if has_nan else [])
+    faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
     return RangeReport(
         operations=tuple(operations),
         dtype=dtype.name,
         loss_scale=loss_scale,
         opaque_operations=tuple(evaluator.evaluator.opaque_operations),
-        lost_constants=tuple(str(each) for each in question.lost if each.is_epsilon or has_nan),
-        summary=question.matmuls,
+        lost_constants=tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan),
+        summary=gradients.matmuls,
         arguments=tuple(faults),
     )
 
