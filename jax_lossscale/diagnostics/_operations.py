@@ -169,10 +169,10 @@ def _is_inexact(atoms: Sequence[Any]) -> bool:
 def _keys(eqn: Any, place: Place) -> list[tuple[Any, ...]]:
     """Return keys under which the reasons of an equation are found, the most specific first.
 
-    An equation and its derivative have the same traceback. So do the equations of a jitted function in all calls, which
+    An equation and its derivative have equal tracebacks. So do the equations of a jitted function in all calls, which
     the layer and the line of the call distinguish. `autocast` loses that line if it inlines the call.
     """
-    traceback = id(eqn.source_info.traceback)
+    traceback = eqn.source_info.traceback
     return [(traceback, place.layer, place.source), (traceback, place.layer), (traceback,)]
 
 
