@@ -91,16 +91,35 @@ TESTS = {
     ],
     "_program": [
         *("autocast/test_parameters.py", "autocast/test_policy.py", "autocast/test_structures.py"),
-        *("diagnostics/test_in_precision.py", "gradients/test_scaled_inside.py", "diagnostics/test_layers.py"),
-        *("diagnostics/test_facts.py", "frameworks/test_autocast_nnx.py", "diagnostics/test_faults_found.py"),
-        *("diagnostics/test_verdicts.py", "diagnostics/test_range_report.py", "diagnostics/test_shadow.py"),
-        *("autocast", "frameworks/test_nnx.py", "diagnostics/test_names_and_truth.py"),
-        "diagnostics/test_programs_of_others.py",
+        *(
+            "diagnostics/test_in_precision.py",
+            "gradients/test_scaled_inside.py",
+            "diagnostics/true_statements/test_layers.py",
+        ),
+        *(
+            "diagnostics/true_statements/test_facts.py",
+            "frameworks/test_autocast_nnx.py",
+            "diagnostics/finds_faults/test_faults_found.py",
+        ),
+        *(
+            "diagnostics/true_statements/test_verdicts.py",
+            "diagnostics/finds_faults/test_range_report.py",
+            "diagnostics/finds_faults/test_shadow.py",
+        ),
+        *("autocast", "frameworks/test_nnx.py", "diagnostics/true_statements/test_names_and_truth.py"),
+        "diagnostics/finds_faults/test_programs_of_others.py",
     ],
-    "diagnostics/_in_precision.py": ["diagnostics/test_in_precision.py", "diagnostics/test_compare_gradients.py"],
+    "diagnostics/_in_precision.py": [
+        "diagnostics/test_in_precision.py",
+        "diagnostics/finds_faults/test_compare_gradients.py",
+    ],
     "_autocast": [
         *("autocast/test_policy.py", "autocast/test_exceptions.py", "autocast/test_structures.py", "autocast"),
-        *("diagnostics/test_autocast_report.py", "frameworks/test_autocast_nnx.py", "frameworks/test_lora.py"),
+        *(
+            "diagnostics/true_statements/test_autocast_report.py",
+            "frameworks/test_autocast_nnx.py",
+            "frameworks/test_lora.py",
+        ),
     ],
 }
 

@@ -217,7 +217,8 @@ def test_it_looks_into(flow):
     over = report.forward_overflows()
     assert over[0].operation == "mul"
     assert {operation.layer for operation in over} == {"inside"}
-    assert {operation.source.split(":")[0] for operation in over} == {"tests/diagnostics/test_range_report.py"}
+    sources = {operation.source.split(":")[0] for operation in over}
+    assert sources == {"tests/diagnostics/finds_faults/test_range_report.py"}
     squared = ("scan", "fori_loop", "while_loop", "scan of a checkpoint")
     expected = 2.0**20 if "inputs" in flow else 2.0**16 if flow in squared else 120000
     assert over[0].largest == expected
