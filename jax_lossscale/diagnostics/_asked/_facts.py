@@ -15,10 +15,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.planner import Planner
-from jax_lossscale._program.flow import Flow
-from jax_lossscale._program.jaxpr import Traced, is_narrow
-from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import STEEP_AT_ZERO, is_product, moved_operands
+from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale._program.location import Location
+from jax_lossscale._program.primitives import STEEP_AT_ZERO, is_matmul, moved_operands
+from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._asked._operations import OperationPrecision, live, operations
 from jax_lossscale.diagnostics._report import at, percent
 
@@ -121,14 +121,14 @@ def _given(rank: int, name: str) -> _Origin:
     return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
 
 
-class _Origins(Flow[_Origin]):
+class _Origins(Propagation[_Origin]):
     """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
 
-    follows = Flow.follows | {"shard_map"}
+    follows = Propagation.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.wide: list[tuple[Place, _Origin]] = []
+        self.wide: list[tuple[Location, _Origin]] = []
 
     def value_of(self, constant: Any, aval: Any) -> _Origin:
         return _given(3, "a constant")
@@ -136,15 +136,15 @@ class _Origins(Flow[_Origin]):
     def joined(self, values: Sequence[_Origin]) -> _Origin:
         return min(values, key=lambda origin: origin.rank, default=_Origin(4))
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Origin]) -> Sequence[_Origin]:
+    def operation(self, eqn: Any, place: Location, operands: Sequence[_Origin]) -> Sequence[_Origin]:
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
-        takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
+        takes_narrow = any(is_half(atom.aval) for atom in eqn.invars)
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
         if given and (takes_narrow or (place.column and place.column in [each.column for each in origins])):
             met = f"{self.dtype.name} met float32 {given[0]} at {_named(place)}"
             origin = _Origin(0, f"its input is float32 since {met}")
-        if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+        if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.wide.append((place, origin))
         if takes_narrow and not origins:
             origin = _Origin(1, f"its input becomes float32 at {_named(place)}", column=place.column)
@@ -152,10 +152,10 @@ class _Origins(Flow[_Origin]):
 
 
 def _is_wide_float(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_half(aval)
 
 
-def _named(at: Place | OperationPrecision) -> str:
+def _named(at: Location | OperationPrecision) -> str:
     """Name a layer and a line; "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source
 
@@ -177,7 +177,7 @@ class LostConstant(NamedTuple):
     """
 
     operation: str
-    place: Place
+    place: Location
     value: float
     is_epsilon: bool = False
 
@@ -201,7 +201,7 @@ class _Value(NamedTuple):
     sums: tuple[LostConstant, ...] = ()
 
 
-class _Constants(Flow[_Value]):
+class _Constants(Propagation[_Value]):
     """Finds out of each value whether it is a constant of 16 bits, or one was added in it."""
 
     def __init__(self, is_autocast: bool) -> None:
@@ -209,14 +209,14 @@ class _Constants(Flow[_Value]):
         self.lost: list[LostConstant] = []
 
     def value_of(self, constant: Any, aval: Any) -> _Value:
-        if not is_narrow(constant) or np.size(constant) != 1 or isinstance(constant, jax.core.Tracer):
+        if not is_half(constant) or np.size(constant) != 1 or isinstance(constant, jax.core.Tracer):
             return _Value()
         return _Value(float(np.asarray(constant, np.float32).ravel()[0]))
 
     def joined(self, values: Sequence[_Value]) -> _Value:
         return _Value(sums=tuple(lost for value in values for lost in value.sums))
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
+    def operation(self, eqn: Any, place: Location, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
         moved = moved_operands(eqn)
         if moved is not None:
@@ -227,7 +227,7 @@ class _Constants(Flow[_Value]):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
         if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             # `autocast` stores a zero narrow, and uses it in float32, only if it was one from the beginning.
-            was_zero = self.is_autocast and not is_narrow(eqn.outvars[0].aval)
+            was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
                     lost = LostConstant(name, place, operand.number)

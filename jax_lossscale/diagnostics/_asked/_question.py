@@ -18,7 +18,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.transform import with_planners
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
-from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
+from jax_lossscale._program.jaxpr import Traced, half_dtypes
 from jax_lossscale.diagnostics._asked._facts import LostConstant, ProductFacts, lost_constants, products_of
 from jax_lossscale.diagnostics._tree._nonfinite import LeafReport, reports_of_named
 
@@ -198,7 +198,7 @@ class Question(NamedTuple):
     @property
     def narrow_dtypes(self) -> list[jnp.dtype]:
         """The narrow dtypes that the function computes in."""
-        return narrow_dtypes(self.program.jaxpr.jaxpr)
+        return half_dtypes(self.program.jaxpr.jaxpr)
 
 
 def asked(call: Call, dtype: jnp.dtype) -> Question:

@@ -30,8 +30,8 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules, nnx_objects
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
-from jax_lossscale._program.parameters import parameters_of_products, path_of
-from jax_lossscale._program.place import Place, place_within
+from jax_lossscale._program.location import Location, location_within
+from jax_lossscale._program.parameters import parameters_of_operations, path_of
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics._asked._question import Call, called
 from jax_lossscale.diagnostics._errors import _gradient_errors as errors
@@ -210,7 +210,7 @@ class _ProductSite(NamedTuple):
     """Products, or calls of `in_half`, that no rule of a policy can tell apart."""
 
     operation: str
-    place: Place  # of which rules know the layer, the source, the functions and the parameter
+    place: Location  # of which rules know the layer, the source, the functions and the parameter
 
 
 _Met: TypeAlias = dict[_ProductSite, dict[int, Any]]  # the products at each site, by their ids
@@ -236,10 +236,10 @@ def _probed(fun: Callable[..., Any], dtype: jnp.dtype, names_parameters: bool, m
 
     def with_probes(*args: Any, **kwargs: Any) -> Any:
         traced = Traced(fun, args, kwargs)
-        parameters = parameters_of_products(traced, args, kwargs) if names_parameters else {}
+        parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
         def product(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
-            place = place_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
+            place = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
             site = _ProductSite(eqn.primitive.name, place._replace(parameter=parameters.get(path_of(within, eqn), "")))
             met.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
             number = list(met).index(site)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
-from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale._program.widen import checked_precision
 from jax_lossscale.diagnostics._asked._facts import ProductFacts
 from jax_lossscale.diagnostics._asked._question import Question, asked, called
@@ -299,7 +299,7 @@ def ranges_at(question: Question, loss_scale: float, progress: bool) -> RangeRep
             amplified_by=site_of.get(amplified.get(node, -1)),
         )
         operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, cure)
-        if is_narrow(site.aval) or operation.cure:
+        if is_half(site.aval) or operation.cure:
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
