@@ -6,7 +6,7 @@ from jax.extend.core import Literal
 
 from jax_lossscale._program.jaxpr import jaxprs_of
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "wide_product")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "float32_result_matmul")
 
 
 def equations(jaxpr):

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._check import check_function
 from jax_lossscale._program.jaxpr import Traced, as_dtype
-from jax_lossscale._program.place import is_in_scope
+from jax_lossscale._program.location import is_in_scope
 from jax_lossscale._program.primitives import IN_HALF
 
 _SCOPE = "in_half_otherwise"

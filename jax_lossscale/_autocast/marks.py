@@ -15,17 +15,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._program.jaxpr import as_dtype
-from jax_lossscale._program.primitives import KEPT, ROUNDED_COTANGENT
+from jax_lossscale._program.primitives import ROUNDED_COTANGENT, SAVED
 
 
-def mark_kept(value: Any) -> Any:
+def mark_saved(value: Any) -> Any:
     """Mark ``value``, so that `jax.checkpoint` with the policy `keeps` does not compute it again."""
-    return _kept.bind(value)
+    return _saved.bind(value)
 
 
-def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
     """Tell `jax.checkpoint` to keep what is marked so."""
-    return primitive is _kept
+    return primitive is _saved
 
 
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
@@ -55,7 +55,7 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
     return primitive
 
 
-_kept = identity(KEPT, lambda cotangent, value: [cotangent])
+_saved = identity(SAVED, lambda cotangent, value: [cotangent])
 _rounded = identity(ROUNDED_COTANGENT, _round)
 # What is kept are numbers, and not their derivatives.
-ad.primitive_jvps[_kept] = lambda primals, tangents: (_kept.bind(*primals), tangents[0])
+ad.primitive_jvps[_saved] = lambda primals, tangents: (_saved.bind(*primals), tangents[0])

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jax_lossscale._check import check_flag, check_function, is_number, nonnegative_number, positive_normal_number
-from jax_lossscale._program.place import Place
+from jax_lossscale._program.location import Location
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 KEEP_FLOAT32 = "keep_float32"
@@ -81,16 +81,16 @@ class PrecisionRule:
         arguments = [f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision"]
         return f"PrecisionRule({', '.join([repr(self.precision), *arguments])})"
 
-    def matches(self, operation: str, place: Place) -> bool:
+    def matches(self, operation: str, location: Location) -> bool:
         """Tell whether the rule speaks of an operation at a place."""
         # A place contains the path of the file relative to the working directory.
-        source = os.path.abspath(place.source) if place.source else ""
+        source = os.path.abspath(location.source) if location.source else ""
         return (
             _fits(operation, self.operation)
-            and (_fits(place.layer, self.layer) or _fits(place.layer, f"{self.layer}/*"))
+            and (_fits(location.layer, self.layer) or _fits(location.layer, f"{self.layer}/*"))
             and (_fits(source, self.source) or _fits(source, f"*/{self.source}"))
-            and _fits(place.parameter, self.parameter)
-            and (self.function == "*" or any(_fits(name, self.function) for name in place.functions))
+            and _fits(location.parameter, self.parameter)
+            and (self.function == "*" or any(_fits(name, self.function) for name in location.functions))
         )
 
     def get_config(self) -> dict[str, str]:

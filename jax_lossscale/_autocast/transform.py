@@ -17,7 +17,7 @@ from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale._program.parameters import parameters_of_products
+from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._warn import warn_user
 
 _Result = TypeVar("_Result")
@@ -135,7 +135,7 @@ def autocast(
         return fun
 
     @functools.wraps(fun)
-    def narrow(*args: Any, **kwargs: Any) -> Any:
+    def half(*args: Any, **kwargs: Any) -> Any:
         planner = Planner(dtype, policy)
         _planners.get([]).append(planner)
         result = computed_by(planner, fun, args, kwargs)
@@ -148,7 +148,7 @@ def autocast(
             )
         return result
 
-    return narrow
+    return half
 
 
 _planners: contextvars.ContextVar[list[Planner]] = contextvars.ContextVar("planners")
@@ -170,7 +170,7 @@ def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: An
     fun, its_object = nnx_objects.with_its_object(fun)
     traced = Traced(fun, (*its_object, *args), kwargs)
     if any(rule.parameter != "*" for rule in planner.policy.rules):
-        planner.rule.parameters = parameters_of_products(traced, (*its_object, *args), kwargs)
+        planner.rule.parameters = parameters_of_operations(traced, (*its_object, *args), kwargs)
     plan = planner.plan(traced.jaxpr)
     if not plan.is_rewritten:
         return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))

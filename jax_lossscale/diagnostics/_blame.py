@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from jax_lossscale._program.jaxpr import is_narrow
-from jax_lossscale._program.primitives import PRODUCTS, SUMS, SUMS_OF_MANY
+from jax_lossscale._program.jaxpr import is_half
+from jax_lossscale._program.primitives import MATMULS, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
 from jax_lossscale.diagnostics._sites import Graph, Site
@@ -71,9 +71,7 @@ def sources_of_rounding(graph: Graph, measured: Mapping[int, Statistics], origin
         is_in_range = not of_origin.overflow and of_origin.zero <= MANY_ZEROS
         is_amplified = of_origin.amplification >= ACCUMULATED and not _adds_up_in_half(site)
         if is_in_range and is_amplified and not site.place.is_backward:
-            operands = _ends(
-                graph, [origin], lambda node: node not in measured or not is_narrow(graph.sites[node].aval)
-            )
+            operands = _ends(graph, [origin], lambda node: node not in measured or not is_half(graph.sites[node].aval))
             found.update({node: origin for node in operands if measured[node].error > 0})
     return found
 
@@ -82,7 +80,7 @@ def attention_scores(graph: Graph) -> set[int]:
     """Find the matmuls of two activations whose results are exponentiated, such as the scores of an attention."""
     sites = graph.sites
     exponentials = [node for node, site in sites.items() if site.operation == "exp"]
-    matmuls = _ends(graph, exponentials, lambda node: node not in sites or sites[node].operation not in PRODUCTS)
+    matmuls = _ends(graph, exponentials, lambda node: node not in sites or sites[node].operation not in MATMULS)
     return {node for node in matmuls if not sites[node].takes_parameter}
 
 
@@ -93,7 +91,7 @@ def _ends(graph: Graph, nodes: Collection[int], is_passed: Callable[[int], bool]
 
 
 def _adds_up_in_half(site: Site) -> bool:
-    return is_narrow(site.aval) and site.operation in SUMS_OF_MANY
+    return is_half(site.aval) and site.operation in SUMS_OF_MANY
 
 
 # What helps where nothing else is known of an overflow.
@@ -179,12 +177,12 @@ def suggestion_for(
     if not is_origin:
         return ""
     parts = float(f"{measured.amplification:.0e}")
-    if not is_narrow(site.aval) and site.operation in SUMS | PRODUCTS and parts > 1:
+    if not is_half(site.aval) and site.operation in SUMS | MATMULS and parts > 1:
         return (
             f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
             "that many times larger in it. Compute the terms in float32, too."
         )
-    if _adds_up_in_half(site) or (is_narrow(site.aval) and measured.amplification < ACCUMULATED):
+    if _adds_up_in_half(site) or (is_half(site.aval) and measured.amplification < ACCUMULATED):
         return "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32."
-    them = "it and its operands in float32" if is_narrow(site.aval) else "them in float32, too"
+    them = "it and its operands in float32" if is_half(site.aval) else "them in float32, too"
     return f"It makes the rounding errors of its operands larger. Compute {them}."

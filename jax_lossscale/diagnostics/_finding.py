@@ -87,13 +87,13 @@ class Finder:
     def _cause(self) -> Finding:
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [narrow.name for narrow in gradients.half_dtypes]
-        is_narrow, why = dtype in met, counted.no_half_precision
-        if met and not is_narrow:
+        is_half, why = dtype in met, counted.no_half_precision
+        if met and not is_half:
             why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
         bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
         not_finite = f"In float32 {f'the gradients of {_paths(bad)} are' if bad else 'the loss is'} not finite either."
         is_finite = not bad and math.isfinite(errors.reference_value)
-        if not is_narrow and not counted.is_autocast:
+        if not is_half and not counted.is_autocast:
             return Finding("no half precision", [why, "" if is_finite else not_finite])
         if not is_finite:
             return self._reference_not_finite(bad, not_finite)
@@ -118,7 +118,7 @@ class Finder:
             return self._overflow_at_every_scale()
         if errors.best() not in errors.working():
             return self._does_not_train(errors.best())
-        if is_narrow and (counted.half_matmuls or not counted.matmuls):
+        if is_half and (counted.half_matmuls or not counted.matmuls):
             return self._trains()
         if not counted.is_autocast:  # a function that casts by hand is one that was meant to be narrow
             none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"

@@ -20,18 +20,18 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, checked_floating_dtype
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.inside import REBOUND, inside, with_jaxprs
 from jax_lossscale._program.jaxpr import (
     Traced,
     as_dtype,
     bind,
     bind_here,
+    half_dtypes,
     in_context,
-    is_narrow,
+    is_half,
     is_reference,
-    narrow_dtypes,
 )
 from jax_lossscale._program.primitives import BITS, OPAQUE, name_in_reports
+from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
 from jax_lossscale._program.walk import Walk
 
 
@@ -125,13 +125,13 @@ class Evaluator(Walk[Any]):
 
     def value_of(self, constant: Any, aval: Any) -> Any:
         """Return an array where the jaxpr has one of the type ``aval``: of ``dtype`` if that is narrow."""
-        if is_narrow(aval):
+        if is_half(aval):
             return as_dtype(constant, self.dtype)
         # float64 out of a product that was told to give float32, for one
         return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-        if not narrow_dtypes(eqn):
+        if not half_dtypes(eqn):
             return bind(eqn, operands, eqn.params)
         name = eqn.primitive.name
         if name in BITS:
@@ -145,7 +145,7 @@ class Evaluator(Walk[Any]):
             if name in custom_rules.RULES:
                 return self._outputs(eqn, custom_rules.RULES[name](self.evaluate, eqn, operands))
             if name in REBOUND:
-                jaxprs = [self.translated(body.closed) for body in inside(eqn).bodies]
+                jaxprs = [self.translated(body.closed) for body in subjaxprs(eqn).jaxprs]
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
@@ -155,7 +155,7 @@ class Evaluator(Walk[Any]):
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """Return the jaxpr in which every narrow type has become ``dtype``."""
-        if not narrow_dtypes(closed.jaxpr):
+        if not half_dtypes(closed.jaxpr):
             return closed
         key = (id(closed.jaxpr), *map(id, closed.consts))
         if key not in self._translated:
@@ -169,7 +169,7 @@ class Evaluator(Walk[Any]):
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         narrow = [
-            as_dtype(value, atom.aval.dtype) if is_narrow(atom.aval) else value
+            as_dtype(value, atom.aval.dtype) if is_half(atom.aval) else value
             for value, atom in zip(inputs, eqn.invars, strict=True)
         ]
         return self._outputs(eqn, bind(eqn, narrow, eqn.params))
@@ -195,9 +195,9 @@ class Evaluator(Walk[Any]):
         if isinstance(value, Jaxpr):  # of a reduction or a scatter: how two numbers become one
             return self.translated(ClosedJaxpr(value, ())).jaxpr
         if isinstance(value, np.dtype):
-            return self.dtype if is_narrow(np.empty(0, value)) else value
+            return self.dtype if is_half(np.empty(0, value)) else value
         if isinstance(value, jax.core.ShapedArray):
-            return value.update(dtype=self.dtype) if is_narrow(value) else value
+            return value.update(dtype=self.dtype) if is_half(value) else value
         if isinstance(value, (tuple, list)):
             parts = [self._param(part) for part in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_lossscale._program.flow import Flow
-from jax_lossscale._program.jaxpr import Traced, is_narrow
-from jax_lossscale._program.place import Place
+from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import STEEP_AT_ZERO, moved_operands
+from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._report import at
 
 # If such a constant is an operand of these operations, it keeps the result away from zero.
@@ -30,7 +30,7 @@ class LostConstant(NamedTuple):
     """
 
     operation: str
-    place: Place
+    place: Location
     value: float
     is_epsilon: bool = False
 
@@ -54,7 +54,7 @@ class _Value(NamedTuple):
     sums: tuple[LostConstant, ...] = ()
 
 
-class _Constants(Flow[_Value]):
+class _Constants(Propagation[_Value]):
     """Propagation of constants in half precision, and of the sums that contain them, through a program."""
 
     def __init__(self, is_autocast: bool) -> None:
@@ -62,14 +62,14 @@ class _Constants(Flow[_Value]):
         self.lost: list[LostConstant] = []
 
     def value_of(self, constant: Any, aval: Any) -> _Value:
-        if not is_narrow(constant) or np.size(constant) != 1 or isinstance(constant, jax.core.Tracer):
+        if not is_half(constant) or np.size(constant) != 1 or isinstance(constant, jax.core.Tracer):
             return _Value()
         return _Value(float(np.asarray(constant, np.float32).ravel()[0]))
 
     def joined(self, values: Sequence[_Value]) -> _Value:
         return _Value(sums=tuple(lost for value in values for lost in value.sums))
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Value]) -> Sequence[_Value]:
+    def operation(self, eqn: Any, place: Location, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
         moved = moved_operands(eqn)
         if moved is not None:
@@ -80,7 +80,7 @@ class _Constants(Flow[_Value]):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
         if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             # `autocast` stores a zero narrow, and uses it in float32, only if it was one from the beginning.
-            was_zero = self.is_autocast and not is_narrow(eqn.outvars[0].aval)
+            was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
                     lost = LostConstant(name, place, operand.number)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.planner import Planner
-from jax_lossscale._program.flow import Flow
-from jax_lossscale._program.jaxpr import Traced, is_narrow
-from jax_lossscale._program.place import Place
-from jax_lossscale._program.primitives import is_product
+from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale._program.location import Location
+from jax_lossscale._program.primitives import is_matmul
+from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._operations import OperationPrecision, live, operations
 from jax_lossscale.diagnostics._report import percent
 
@@ -116,14 +116,14 @@ def _given(rank: int, name: str) -> _Origin:
     return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
 
 
-class _Origins(Flow[_Origin]):
+class _Origins(Propagation[_Origin]):
     """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
 
-    follows = Flow.follows | {"shard_map"}
+    follows = Propagation.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.wide: list[tuple[Place, _Origin]] = []
+        self.wide: list[tuple[Location, _Origin]] = []
 
     def value_of(self, constant: Any, aval: Any) -> _Origin:
         return _given(3, "a constant")
@@ -131,15 +131,15 @@ class _Origins(Flow[_Origin]):
     def joined(self, values: Sequence[_Origin]) -> _Origin:
         return min(values, key=lambda origin: origin.rank, default=_Origin(4))
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Origin]) -> Sequence[_Origin]:
+    def operation(self, eqn: Any, place: Location, operands: Sequence[_Origin]) -> Sequence[_Origin]:
         origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
-        takes_narrow = any(is_narrow(atom.aval) for atom in eqn.invars)
+        takes_narrow = any(is_half(atom.aval) for atom in eqn.invars)
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
         if given and (takes_narrow or (place.column and place.column in [each.column for each in origins])):
             met = f"{self.dtype.name} met float32 {given[0]} at {_named(place)}"
             origin = _Origin(0, f"its input is float32 since {met}")
-        if is_product(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+        if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.wide.append((place, origin))
         if takes_narrow and not origins:
             origin = _Origin(1, f"its input becomes float32 at {_named(place)}", column=place.column)
@@ -147,9 +147,9 @@ class _Origins(Flow[_Origin]):
 
 
 def _is_wide_float(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_narrow(aval)
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_half(aval)
 
 
-def _named(at: Place | OperationPrecision) -> str:
+def _named(at: Location | OperationPrecision) -> str:
     """Name a layer and a line; "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source

@@ -13,21 +13,21 @@ from jax.interpreters import partial_eval
 from jax_lossscale._autocast.in_half import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
-from jax_lossscale._program.inside import HOLDING, inside
 from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
-from jax_lossscale._program.place import Place, place_of, place_within
+from jax_lossscale._program.location import Location, location_of, location_within
 from jax_lossscale._program.primitives import (
-    ALL_MOVES,
+    DATA_MOVEMENT,
+    FLOAT32_RESULT_MATMUL,
     IN_HALF,
     KNOWN,
     OPAQUE,
-    WIDE_PRODUCT,
-    is_product,
+    is_matmul,
     name_in_reports,
     terms_per_sum,
 )
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER, subjaxprs
 
-_NO_ARITHMETIC = ALL_MOVES | {"convert_element_type"}
+_NO_ARITHMETIC = DATA_MOVEMENT | {"convert_element_type"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Step(NamedTuple):
     """An equation, as it is met on the way through a program."""
 
     eqn: Any
-    place: Place
+    place: Location
     within: tuple[Any, ...]  # the equations that it lies in, the outermost first
     times: float  # how often it is computed, as far as that is known
 
@@ -90,7 +90,7 @@ def operations(
     """
     reasons: dict[tuple[Any, ...], dict[str, None]] = {}
     for path, reason in exceptions:
-        for key in _keys(path[-1], place_within(path[-1], path[:-1])):
+        for key in _keys(path[-1], location_within(path[-1], path[:-1])):
             reasons.setdefault(key, {})[reason] = None
     found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # for each kind, the indices and the flops
     for index, step in enumerate(_steps(program)):
@@ -125,7 +125,7 @@ def casts(program: Jaxpr) -> int:
 def opaque_operations(program: Jaxpr) -> list[str]:
     """List the operations that are computed as written or are unknown, each with its name and line."""
     steps = [(step.eqn.primitive, step.place.source) for step in _steps(program)]
-    unknown = [(each, at) for each, at in steps if each.name in OPAQUE or each.name not in KNOWN | HOLDING]
+    unknown = [(each, at) for each, at in steps if each.name in OPAQUE or each.name not in KNOWN | HIGHER_ORDER]
     return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
 
 
@@ -139,20 +139,22 @@ def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]
     sources_by_reason: dict[str, dict[str, None]] = {}
     for path, reason in exceptions:
         if path[-1].primitive.name == IN_HALF:
-            sources_by_reason.setdefault(reason, {})[place_within(path[-1], path[:-1]).source] = None
+            sources_by_reason.setdefault(reason, {})[location_within(path[-1], path[:-1]).source] = None
     for step in _steps(program):
         if is_otherwise((*step.within, step.eqn)):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
 
-def _steps(jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Place | None = None, times: float = 1.0) -> Iterator[_Step]:
+def _steps(
+    jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Location | None = None, times: float = 1.0
+) -> Iterator[_Step]:
     """Go through the equations of a program and of all jaxprs in it, in order."""
     for eqn in jaxpr.eqns:
-        place = place_of(eqn, at)
+        place = location_of(eqn, at)
         yield _Step(eqn, place, within, times)
         for inner in _inner(eqn):
-            yield from _steps(inner, (*within, eqn), place, times * inside(eqn).times)
+            yield from _steps(inner, (*within, eqn), place, times * subjaxprs(eqn).times)
 
 
 def _inner(eqn: Any) -> list[Jaxpr]:
@@ -166,7 +168,7 @@ def _is_inexact(atoms: Sequence[Any]) -> bool:
     )
 
 
-def _keys(eqn: Any, place: Place) -> list[tuple[Any, ...]]:
+def _keys(eqn: Any, place: Location) -> list[tuple[Any, ...]]:
     """Return keys under which the reasons of an equation are found, the most specific first.
 
     An equation and its derivative have equal tracebacks. So do the equations of a jitted function in all calls, which
@@ -192,9 +194,9 @@ def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
 def _name(eqn: Any) -> str:
     """Name the primitive; for a product with a float32 result, the product."""
     name: str = eqn.primitive.name
-    return eqn.params["product"].name if name == WIDE_PRODUCT else name
+    return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
 
 
 def _flops(eqn: Any) -> float:
     """Return the number of multiplications and additions of a matmul; 0 for any other operation."""
-    return 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) if is_product(eqn) else 0.0
+    return 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) if is_matmul(eqn) else 0.0

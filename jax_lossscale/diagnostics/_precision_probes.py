@@ -25,8 +25,8 @@ from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
-from jax_lossscale._program.parameters import parameters_of_products, path_of
-from jax_lossscale._program.place import Place, place_within
+from jax_lossscale._program.location import Location, location_within
+from jax_lossscale._program.parameters import parameters_of_operations, path_of
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
@@ -41,7 +41,7 @@ class MatmulSite(NamedTuple):
     """The matmuls, or calls of `in_half`, that no rule of a policy can distinguish."""
 
     operation: str
-    place: Place  # of which rules know the layer, the source, the functions and the parameter
+    place: Location  # of which rules know the layer, the source, the functions and the parameter
 
 
 MatmulsBySite: TypeAlias = dict[MatmulSite, dict[int, Any]]  # the equations at each site, by their ids
@@ -69,10 +69,10 @@ def with_probes(
 
     def probed(*args: Any, **kwargs: Any) -> Any:
         traced = Traced(fun, args, kwargs)
-        parameters = parameters_of_products(traced, args, kwargs) if names_parameters else {}
+        parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
         def product(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
-            place = place_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
+            place = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
             site = MatmulSite(eqn.primitive.name, place._replace(parameter=parameters.get(path_of(within, eqn), "")))
             found.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
             number = list(found).index(site)

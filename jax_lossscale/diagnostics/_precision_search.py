@@ -333,7 +333,7 @@ class Search:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
                 return f"{what} is at most {largest:.2g}, much of it too small for {self._dtype.name}"
-        gradients, is_narrow = measured.largest[:, COTANGENTS], levels < FLOAT32
+        gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
         is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
         if is_lost[site] and log2 >= 1:
@@ -345,7 +345,7 @@ class Search:
                 f"2.0**{log2})`"
             )
         # Else there are small ones, too, where the same names stand, or where others are narrow.
-        if is_lost[site] or ((is_lost & is_narrow).any() and top == gradients[is_narrow].max()):
+        if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which others are too "
                 f"small for {self._dtype.name}; to have it narrow, give the small ones a scale of their own, with "

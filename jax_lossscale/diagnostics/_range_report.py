@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.finding import as_loss_scale
-from jax_lossscale._program.jaxpr import is_narrow
+from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._blame import (
     MANY_ZEROS,
     attention_scores,
@@ -306,7 +306,7 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> 
             amplified_by=site_of.get(amplified.get(node, -1)),
         )
         operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, suggestion)
-        if is_narrow(site.aval) or operation.suggestion:
+        if is_half(site.aval) or operation.suggestion:
             operations.append(operation)
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)

@@ -16,10 +16,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._limits import Limits, limits_of
-from jax_lossscale._program.flow import FOLLOWED
-from jax_lossscale._program.inside import inside
-from jax_lossscale._program.jaxpr import bind, in_context, is_narrow, is_reference, narrow_dtypes
+from jax_lossscale._program.jaxpr import bind, half_dtypes, in_context, is_half, is_reference
 from jax_lossscale._program.primitives import SUMS
+from jax_lossscale._program.propagation import FOLLOWED
+from jax_lossscale._program.subjaxprs import subjaxprs
 from jax_lossscale._program.walk import Walk
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
@@ -90,7 +90,7 @@ class MeasuringEvaluator(Walk[Any]):
         """Name the rows of an equation, gone into or not."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
-        bodies = (body for body in inside(eqn).bodies if -1 not in body.results)
+        bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
         return [name for body in bodies for name in self.names(body.closed)]
 
     def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -115,11 +115,11 @@ class MeasuringEvaluator(Walk[Any]):
         return [jnp.zeros(self.fields)] * len(self.names(program))
 
     def _call(self, eqn: Any, inputs: list[Any]) -> Any:
-        (body,) = inside(eqn).bodies
+        (body,) = subjaxprs(eqn).jaxprs
         return self.evaluate(body.closed, inputs)
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
-        (body,), carried, sliced, _ = inside(eqn)
+        (body,), carried, sliced, _ = subjaxprs(eqn)
         fixed = sliced.start - len(carried)
         of_xs = body.closed.jaxpr.invars[sliced.start :]
 
@@ -135,7 +135,7 @@ class MeasuringEvaluator(Walk[Any]):
         return [*carry, *self.from_scan(ys, eqn.outvars[len(carry) :])], worst
 
     def _while(self, eqn: Any, inputs: list[Any]) -> Any:
-        (condition, body), carried, *_ = inside(eqn)
+        (condition, body), carried, *_ = subjaxprs(eqn)
         positions = [operand for _, operand in carried]
 
         def of(carry: Sequence[Any], operands: Sequence[int]) -> list[Any]:
@@ -154,7 +154,7 @@ class MeasuringEvaluator(Walk[Any]):
         return lax.while_loop(goes_on, step, (start, self.nothing(body.closed)))
 
     def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
-        branches = [body.closed for body in inside(eqn).bodies]
+        branches = [body.closed for body in subjaxprs(eqn).jaxprs]
 
         def of(number: int) -> Callable[..., Any]:
             def taken(operands: list[Any]) -> Any:
@@ -262,7 +262,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
         narrow = bind(eqn, [value.narrow for value in inputs], eqn.params)
-        is_shared = not narrow_dtypes(eqn) and all(value.narrow is value.wide for value in inputs)
+        is_shared = not half_dtypes(eqn) and all(value.narrow is value.wide for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
         wide = narrow
         if has_references or (not is_shared and eqn.outvars):
@@ -292,11 +292,11 @@ class ShadowEvaluator(MeasuringEvaluator):
     def _pair(self, narrow: Any, wide: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
             return Pair(narrow, wide, None)
-        return Pair(narrow, wide, _measured(narrow, wide, self._limits, is_narrow(aval)))
+        return Pair(narrow, wide, _measured(narrow, wide, self._limits, is_half(aval)))
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: bool) -> jax.Array:
+def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_half: bool) -> jax.Array:
     """Give the statistics of an array, ``float32[fields]``, as far as it tells them itself."""
     narrow, wide = (jnp.asarray(value).astype(jnp.float32) for value in (narrow, wide))
     is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
@@ -313,10 +313,10 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_narrow: boo
         return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, wide / unit, 0))]
 
     flags = (
-        is_finite & (magnitude >= limits.overflow) & is_narrow,
+        is_finite & (magnitude >= limits.overflow) & is_half,
         is_nan,
-        (magnitude > 0) & (magnitude <= limits.zero) & is_narrow,
-        (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_narrow,
+        (magnitude > 0) & (magnitude <= limits.zero) & is_half,
+        (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half,
         magnitude > 0,
         is_inlier & (magnitude > 0),
     )

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_lossscale._program.flow import Flow
-from jax_lossscale._program.jaxpr import is_narrow, is_reference
-from jax_lossscale._program.place import Place
+from jax_lossscale._program.jaxpr import is_half, is_reference
+from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import (
-    ALL_MOVES,
-    CHOICES,
-    PRODUCTS,
+    DATA_MOVEMENT,
+    MATMULS,
+    SELECTIONS,
     STEEP_AT_ZERO,
     SUMS_OF_MANY,
-    is_product,
+    is_matmul,
     moved_operands,
 )
+from jax_lossscale._program.propagation import Propagation
 
 # These only move or choose among numbers that were measured where they were made, or turn their signs.
-_MOVES = ALL_MOVES | CHOICES | {"abs", "neg", "top_k"}
+_MOVES = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
 # The operations whose derivatives may be out of range where they themselves are not.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
 _OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
@@ -58,7 +58,7 @@ class Site(NamedTuple):
     """
 
     operation: str
-    place: Place
+    place: Location
     aval: Any
     derivative_of: str
     parameter: Parameter | None
@@ -84,7 +84,7 @@ class Ancestry(NamedTuple):
     parameter: Parameter | None = None
 
 
-class Graph(Flow[Ancestry]):
+class Graph(Propagation[Ancestry]):
     """The measured results of a program, each with those that it is made of.
 
     Attributes:
@@ -114,10 +114,10 @@ class Graph(Flow[Ancestry]):
         self.made_of[node] |= at_end.nodes
         self.ends_of_loops[node] = at_end.nodes
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
+    def operation(self, eqn: Any, place: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
-        self._place_casts(nodes, place, is_product(eqn))
+        self._place_casts(nodes, place, is_matmul(eqn))
         if name == "div":
             self._divisions.add(place.column)
         parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
@@ -139,7 +139,7 @@ class Graph(Flow[Ancestry]):
                 results.append(known._replace(nodes=nodes, parameter=parameter))
         return results
 
-    def _entered(self, eqn: Any, place: Place, known: Sequence[Parameter]) -> Parameter | None:
+    def _entered(self, eqn: Any, place: Location, known: Sequence[Parameter]) -> Parameter | None:
         """Find the parameter that entered the results last; ``known``: those of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and moved_operands(eqn) is None:
@@ -148,7 +148,7 @@ class Graph(Flow[Ancestry]):
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return entered._replace(is_backward=True) if entered and place.is_backward and not entered.is_bare else entered
 
-    def _place_casts(self, operands: frozenset[int], place: Place, are_of_product: bool) -> None:
+    def _place_casts(self, operands: frozenset[int], place: Location, are_of_product: bool) -> None:
         """Give each cast that `autocast` adds the place of the operation for which the operand is cast."""
         for node in operands:
             site = self.sites.get(node)
@@ -163,7 +163,7 @@ class Graph(Flow[Ancestry]):
         self.made_of.append(made_of)
         return len(self.made_of) - 1
 
-    def _derivative_of(self, eqn: Any, place: Place, operands: Sequence[Ancestry]) -> str:
+    def _derivative_of(self, eqn: Any, place: Location, operands: Sequence[Ancestry]) -> str:
         """Name the operation that an equation differentiates: one of the same expression, which made an operand."""
         name = eqn.primitive.name
         if name not in _OF_A_DERIVATIVE or "jvp(" not in place.stack:
@@ -181,13 +181,13 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     aval, name = variable.aval, eqn.primitive.name
     is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
-        return is_float and is_narrow(aval) and aval.dtype != eqn.invars[0].aval.dtype
+        return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
     return is_float and name not in _MOVES
 
 
 def _operation(name: str, operands: Sequence[Ancestry]) -> str:
     """Name the primitive; for a cast of a sum that was computed in float32, the sum."""
-    if name == "convert_element_type" and operands[0].operation in SUMS_OF_MANY | PRODUCTS:
+    if name == "convert_element_type" and operands[0].operation in SUMS_OF_MANY | MATMULS:
         return operands[0].operation
     return name
 

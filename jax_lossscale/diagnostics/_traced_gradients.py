@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jax_lossscale._autocast.planner import Planner
-from jax_lossscale._program.jaxpr import Traced, narrow_dtypes
+from jax_lossscale._program.jaxpr import Traced, half_dtypes
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, summarize_matmuls
@@ -43,7 +43,7 @@ class TracedGradients:
     @functools.cached_property
     def half_dtypes(self) -> list[jnp.dtype]:
         """The half-precision dtypes in which the function computes."""
-        return narrow_dtypes(self.program.jaxpr.jaxpr)
+        return half_dtypes(self.program.jaxpr.jaxpr)
 
     @functools.cached_property
     def input_names(self) -> list[str]:

@@ -17,7 +17,7 @@ from reading import PRODUCTS, distance, equations, product_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
-from jax_lossscale._program.place import place_of
+from jax_lossscale._program.location import location_of
 
 pytestmark = pytest.mark.ci
 
@@ -344,7 +344,7 @@ def test_layers_and_lines_stay_on_the_operations():
 def walked(jaxpr, at=None):
     found = []
     for eqn in jaxpr.eqns:
-        place = place_of(eqn, at)
+        place = location_of(eqn, at)
         found.append((eqn.primitive.name, place))
         for parameter in eqn.params.values():
             inner = getattr(parameter, "jaxpr", parameter)

@@ -53,7 +53,7 @@ def products(jaxpr):
     """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
     found = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "wide_product") and contracts(eqn):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
             found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
         for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(parameter, "jaxpr", parameter)
@@ -93,7 +93,7 @@ def test_each_fault_is_found_and_cured(name, capsys):
     assert error(loss, args, policy) < 0.01
     found = products(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
     assert found.count(("dot_general", "float32")) == num_wide
-    assert found.count(("wide_product", "float16")) == num_wide_result
+    assert found.count(("float32_result_matmul", "float16")) == num_wide_result
     first = policy.rules[0].reason if policy.rules else ""
     assert ERROR.sub("", reason) in ERROR.sub("", first)
     if shown := ERROR.search(reason):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.cut import OperandsAskedFor, _nearest_to_sink
+from jax_lossscale._autocast.min_cut import OperandsNeeded, _nearest_to_sink
 
 
 def all_cuts(edges):
@@ -76,4 +76,4 @@ def test_what_a_derivative_asks_for(function, args, expected):
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if eqn.primitive.name == "jit":
         eqn = eqn.params["jaxpr"].eqns[-1]
-    assert OperandsAskedFor()(eqn) == expected
+    assert OperandsNeeded()(eqn) == expected

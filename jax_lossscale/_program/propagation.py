@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from jax_lossscale._program.inside import CALLS, CUSTOM_CALLS, REBOUND, REMAT, inside
-from jax_lossscale._program.place import Place, place_of
+from jax_lossscale._program.location import Location, location_of
+from jax_lossscale._program.subjaxprs import CALLS, CUSTOM_CALLS, REBOUND, REMAT, subjaxprs
 from jax_lossscale._program.walk import Walk
 
 FOLLOWED = (*CALLS, REMAT, *CUSTOM_CALLS)
@@ -18,7 +18,7 @@ FOLLOWED = (*CALLS, REMAT, *CUSTOM_CALLS)
 Known = TypeVar("Known")
 
 
-class Flow(Walk[Known]):
+class Propagation(Walk[Known]):
     """Passes what is known through jaxprs, in the order of their equations.
 
     Attributes:
@@ -28,9 +28,9 @@ class Flow(Walk[Known]):
 
     follows: frozenset[str] = REBOUND | {*CUSTOM_CALLS}
     within: tuple[Any, ...] = ()
-    _place: Place | None = None  # of the last of them
+    _location: Location | None = None  # of the last of them
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[Known]) -> Sequence[Known]:
+    def operation(self, eqn: Any, location: Location, operands: Sequence[Known]) -> Sequence[Known]:
         """Return what is known of the results of an equation, which is not gone into."""
         raise NotImplementedError
 
@@ -46,19 +46,19 @@ class Flow(Walk[Known]):
         """Note what the loop makes of a carry of which ``within`` was known."""
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
-        place = place_of(eqn, self._place)
+        location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
-            return self.operation(eqn, place, operands)
-        found = inside(eqn)
+            return self.operation(eqn, location, operands)
+        found = subjaxprs(eqn)
         starts = {operand: self.carried(operands[operand]) for _, operand in found.carried}
-        outside = self.within, self._place
-        self.within, self._place = (*self.within, eqn), place
-        of_bodies = [
-            self.outputs(body.closed, [starts.get(n, operands[n]) for n in body.operands])
-            for body in found.bodies
-            if -1 not in body.results
+        outside = self.within, self._location
+        self.within, self._location = (*self.within, eqn), location
+        of_jaxprs = [
+            self.outputs(subjaxpr.closed, [starts.get(n, operands[n]) for n in subjaxpr.operands])
+            for subjaxpr in found.jaxprs
+            if -1 not in subjaxpr.results
         ]
-        self.within, self._place = outside
+        self.within, self._location = outside
         for result, operand in found.carried:
-            self.carried_on(starts[operand], of_bodies[-1][result])
-        return [values[0] if len(values) == 1 else self.joined(values) for values in zip(*of_bodies, strict=True)]
+            self.carried_on(starts[operand], of_jaxprs[-1][result])
+        return [values[0] if len(values) == 1 else self.joined(values) for values in zip(*of_jaxprs, strict=True)]

@@ -26,7 +26,7 @@ _JAX = os.path.join(Path(jax.__file__).parent, "")
 _TRACED = str(Path(__file__).with_name("jaxpr.py"))
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an equation comes from.
 
     Attributes:
@@ -53,15 +53,15 @@ class Place(NamedTuple):
     parameter: str = ""
 
 
-def place_of(eqn: Any, within: Place | None = None) -> Place:
+def location_of(eqn: Any, within: Location | None = None) -> Location:
     """Return the place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
-    outer = within or Place("", "", "", "", (), False)
+    outer = within or Location("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     own = [frame for frame in frames if _is_of_user(frame.file_name)]
     column = summarize(eqn.source_info)
     column = "" if column.startswith(_OURS) else column
-    return Place(
+    return Location(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
         # What is compiled apart, and perhaps called from elsewhere, does not know from where.
@@ -73,12 +73,12 @@ def place_of(eqn: Any, within: Place | None = None) -> Place:
     )
 
 
-def place_within(eqn: Any, within: Sequence[Any]) -> Place:
+def location_within(eqn: Any, within: Sequence[Any]) -> Location:
     """Return the place of an equation that lies in the jaxprs of others, the outermost first."""
-    place = None
+    location = None
     for outer in within:
-        place = place_of(outer, place)
-    return place_of(eqn, place)
+        location = location_of(outer, location)
+    return location_of(eqn, location)
 
 
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:

@@ -14,8 +14,8 @@ from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
 from jax_lossscale._autocast import linear_algebra
-from jax_lossscale._program import place, primitives
-from jax_lossscale._program.inside import HOLDING, inside
+from jax_lossscale._program import location, primitives
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER, subjaxprs
 
 
 def solved(w, x):
@@ -36,8 +36,8 @@ def types(atoms, positions, is_part):
 def test_operands_are_arguments_and_results_are_results(program):
     """They are of the same types."""
     for eqn in equations(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(program(*args))))(W, X)):
-        bodies, carried, sliced, _ = found = inside(eqn)
-        assert bool(bodies) == (eqn.primitive.name in HOLDING)
+        bodies, carried, sliced, _ = found = subjaxprs(eqn)
+        assert bool(bodies) == (eqn.primitive.name in HIGHER_ORDER)
         is_stacked = functools.partial(operator.le, len(carried)) if eqn.primitive.name == "scan" else lambda n: False
         for closed, operands, results in bodies:
             if eqn.primitive.name == "shard_map":  # whose types inside are those of one device
@@ -83,7 +83,7 @@ def test_which_operands_a_move_moves(program, moved):
     ],
 )
 def test_the_layer_is_what_scopes_have_written_once(stack, layer):
-    assert place._layer(stack) == layer
+    assert location._layer(stack) == layer
 
 
 def test_what_is_inside_is_found_in_every_kind():
@@ -93,7 +93,7 @@ def test_what_is_inside_is_found_in_every_kind():
         return jax.lax.while_loop(lambda state: jnp.sum(state[0] @ w) < 0, lambda state: (state[0] + x, x), (x, x))
 
     (eqn,) = jax.make_jaxpr(loop)(W, X).eqns
-    (condition, body), carried, sliced, times = inside(eqn)
+    (condition, body), carried, sliced, times = subjaxprs(eqn)
     assert [eqn.invars[n] for n in condition.operands[:1]] == [eqn.invars[0]]
     assert (condition.results, body.results, carried) == ((-1,), (0, 1), ((0, 2), (1, 3)))
     assert (body.operands, len(sliced), times) == ((1, 2, 3), 0, 1)
@@ -126,12 +126,18 @@ def test_every_primitive_of_jax_is_in_a_table():
     bound_to_others = {
         name for name in found if name.startswith(("bcoo", "bcsr", "coo", "csr", "dot_product", "scaled"))
     }
-    unknown = found - primitives.KNOWN - HOLDING - _NOT_MET - halves - bound_to_others
+    unknown = found - primitives.KNOWN - HIGHER_ORDER - _NOT_MET - halves - bound_to_others
     assert {name for name in unknown if not name.startswith(("probe", "spsolve", "todense"))} == set()
 
 
 def test_kinds_do_not_contradict_one_another():
-    kinds = [primitives.PRODUCTS, primitives.ALL_MOVES, primitives.ARITHMETIC, primitives.CHOICES, primitives.BITS]
+    kinds = [
+        primitives.MATMULS,
+        primitives.DATA_MOVEMENT,
+        primitives.ARITHMETIC,
+        primitives.SELECTIONS,
+        primitives.BITS,
+    ]
     for number, kind in enumerate(kinds):
         for other in kinds[number + 1 :]:
             assert not kind & other

@@ -10,7 +10,7 @@ from reading import PRODUCTS, distance, equations
 from small_programs import W, X
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.wide_product import wide_product
+from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 
 pytestmark = pytest.mark.ci
 
@@ -31,7 +31,7 @@ def products(jaxpr):
 
 
 def dot(x, y):
-    return wide_product(jax.lax.dot_general_p, [x, y], {**DOT, "precision": None})
+    return float32_result_matmul(jax.lax.dot_general_p, [x, y], {**DOT, "precision": None})
 
 
 DOT = {"dimension_numbers": (((1,), (0,)), ((), ())), "out_sharding": None}
@@ -67,7 +67,7 @@ def test_every_derivative(derivative):
     assert distance(exact, jax.jit(derivative(wide(network)))(W, X)) < 3e-3
     found = products(jax.make_jaxpr(derivative(wide(network)))(W, X).jaxpr)
     assert {dtypes[1:3] for dtypes in found} == {("float16", "float16")}
-    assert any(name == "wide_product" for name, *_ in found)
+    assert any(name == "float32_result_matmul" for name, *_ in found)
 
 
 def test_a_cotangent_is_rounded_once():
@@ -83,7 +83,7 @@ def test_vmap_of_a_product_is_a_product(axes):
     x = X16 if axes[0] is None else jnp.stack([X16, 2 * X16, -X16], axes[0])
     w = W16 if axes[1] is None else jnp.stack([W16, W16 + 1, -W16], axes[1])
     batched = jax.vmap(dot, in_axes=axes)
-    assert {name for name, *_ in products(jax.make_jaxpr(batched)(x, w).jaxpr)} == {"wide_product"}
+    assert {name for name, *_ in products(jax.make_jaxpr(batched)(x, w).jaxpr)} == {"float32_result_matmul"}
     exact = jax.vmap(jnp.matmul, in_axes=axes)(x.astype(jnp.float32), w.astype(jnp.float32))
     np.testing.assert_allclose(batched(x, w), exact, rtol=1e-5, atol=1e-5)
 

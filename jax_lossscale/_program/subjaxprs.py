@@ -21,7 +21,7 @@ LOOPS = ("scan", "while")
 REBOUND = frozenset({*CALLS, REMAT, *LOOPS, "cond"})
 
 
-class Body(NamedTuple):
+class SubJaxpr(NamedTuple):
     """A jaxpr that an equation holds.
 
     Attributes:
@@ -35,7 +35,7 @@ class Body(NamedTuple):
     results: tuple[int, ...]
 
 
-class Inside(NamedTuple):
+class SubJaxprs(NamedTuple):
     """All jaxprs that an equation holds.
 
     Attributes:
@@ -45,16 +45,16 @@ class Inside(NamedTuple):
       times: how often the bodies are run, as far as that is known.
     """
 
-    bodies: tuple[Body, ...]
+    jaxprs: tuple[SubJaxpr, ...]
     carried: tuple[tuple[int, int], ...] = ()
     sliced: range = range(0)
     times: int = 1
 
 
-def inside(eqn: Any) -> Inside:
+def subjaxprs(eqn: Any) -> SubJaxprs:
     """Return what lies inside an equation: no bodies if nothing does, or nothing that is known."""
     rule = _RULES.get(eqn.primitive.name)
-    return rule(eqn) if rule else Inside(())
+    return rule(eqn) if rule else SubJaxprs(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
@@ -77,40 +77,40 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     return bind_here(eqn, inputs, params)
 
 
-def _body(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> Body:
+def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> SubJaxpr:
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-    return Body(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
+    return SubJaxpr(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
 
 
-def _called(*names: str) -> Callable[[Any], Inside]:
-    def rule(eqn: Any) -> Inside:
+def _called(*names: str) -> Callable[[Any], SubJaxprs]:
+    def rule(eqn: Any) -> SubJaxprs:
         jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
-        return Inside((_body(jaxpr, range(len(eqn.invars))),))
+        return SubJaxprs((_subjaxpr(jaxpr, range(len(eqn.invars))),))
 
     return rule
 
 
-def _scan(eqn: Any) -> Inside:
+def _scan(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     carried = tuple((result, first + result) for result in range(params["num_carry"]))
-    return Inside((_body(params["jaxpr"], range(number)),), carried, range(last, number), params["length"])
+    return SubJaxprs((_subjaxpr(params["jaxpr"], range(number)),), carried, range(last, number), params["length"])
 
 
-def _while(eqn: Any) -> Inside:
+def _while(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
     of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = range(of_both, number)
-    condition = _body(params["cond_jaxpr"], [*range(of_condition), *carry], [-1])
-    body = _body(params["body_jaxpr"], range(of_condition, number))
-    return Inside((condition, body), tuple(enumerate(carry)))
+    condition = _subjaxpr(params["cond_jaxpr"], [*range(of_condition), *carry], [-1])
+    body = _subjaxpr(params["body_jaxpr"], range(of_condition, number))
+    return SubJaxprs((condition, body), tuple(enumerate(carry)))
 
 
-def _cond(eqn: Any) -> Inside:
-    return Inside(tuple(_body(branch, range(1, len(eqn.invars))) for branch in eqn.params["branches"]))
+def _cond(eqn: Any) -> SubJaxprs:
+    return SubJaxprs(tuple(_subjaxpr(branch, range(1, len(eqn.invars))) for branch in eqn.params["branches"]))
 
 
-_RULES: dict[str, Callable[[Any], Inside]] = {
+_RULES: dict[str, Callable[[Any], SubJaxprs]] = {
     **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
     "custom_vmap_call": _called("call"),
     "linear_call": _called("callee"),
@@ -118,4 +118,4 @@ _RULES: dict[str, Callable[[Any], Inside]] = {
     "while": _while,
     "cond": _cond,
 }
-HOLDING = frozenset(_RULES)
+HIGHER_ORDER = frozenset(_RULES)
