@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeVar
 
 from jax_lossscale._autocast.constants import FindInterval
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT, REPLICATING_DATA_MOVEMENT
+
+Result = TypeVar("Result")
 
 
 class NodeKind(enum.Enum):
@@ -90,6 +93,18 @@ class At(NamedTuple):
     is_iterated: bool = False
 
 
+class Float32Matmul(NamedTuple):
+    """A matmul that is not in half precision, or whose result is not; or an `in_half` function that is not.
+
+    Attributes:
+      path: the equations that contain it, the outermost first, and its own equation.
+      reason: the reason why.
+    """
+
+    path: tuple[Any, ...]
+    reason: str
+
+
 class Inner(NamedTuple):
     """The treatment of the jaxprs in a node.
 
@@ -118,6 +133,7 @@ class Plan(NamedTuple):
       segments: the segments of the graph, in the order of their evaluation.
       at: the context of the jaxpr.
       is_half: whether anything in the graph is computed in half precision.
+      float32_matmuls: the matmuls in the graph and in the jaxprs of its nodes that are not in half precision.
     """
 
     graph: Graph
@@ -128,8 +144,29 @@ class Plan(NamedTuple):
     segments: tuple[Segment, ...]
     at: At
     is_half: bool
+    float32_matmuls: tuple[Float32Matmul, ...]
 
     @property
     def is_rewritten(self) -> bool:
         """Whether anything is computed in half precision now, or possibly in the backward pass of a custom rule."""
         return self.is_half or bool(self.inner)
+
+
+_recorded: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+def record(plan: Plan) -> None:
+    """Add a plan that is about to be evaluated to the plans that `recorded` returns."""
+    plans = _recorded.get()
+    if plans is not None:
+        plans.append(plan)
+
+
+def recorded(function: Callable[[], Result]) -> tuple[Result, list[Plan]]:
+    """Call a function, and return its result and the plans that `autocast` evaluates in it."""
+    plans: list[Plan] = []
+    token = _recorded.set(plans)
+    try:
+        return function(), plans
+    finally:
+        _recorded.reset(token)

@@ -13,7 +13,7 @@ from jax_lossscale._autocast.constants import Constants, FindInterval
 from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
-from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, NodeKind, NodePlan, Plan
+from jax_lossscale._autocast.plan import FOLLOWING, At, Float32Matmul, Inner, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
@@ -27,6 +27,7 @@ from jax_lossscale._autocast.use_analysis import (
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import is_float32
+from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT
 from jax_lossscale._program.subjaxprs import LOOPS, subjaxprs
 
@@ -40,16 +41,13 @@ class Planner:
       rule: what decides about each step.
       has_custom_vjp: whether a program contains a `jax.custom_vjp` function. Its backward pass is planned only when the
         program is differentiated.
-      exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
-        outermost first, itself the last; and why.
     """
 
-    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str] | None = None) -> None:
         self.dtype = dtype
         self.policy = policy
         self.has_custom_vjp = False
-        self.exceptions: list[tuple[tuple[Any, ...], str]] = []
-        self.rule = Rule(dtype, policy)
+        self.rule = Rule(dtype, policy, parameters or {})
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
 
@@ -77,10 +75,12 @@ class Planner:
         feeding = self._feeding.values(graph, outputs_feeding or [""] * len(graph.outputs))
         constants = Constants(graph, known)
         node_plans: list[NodePlan] = []
+        float32_matmuls: list[Float32Matmul] = []
         for node in graph.nodes:
             node_plan = self.rule.decide(node, at.within, feeding, constants)
             if node_plan.reason:
-                self.exceptions.append(((*at.within, *node.within, node.eqn), node_plan.reason))
+                path = (*at.within, *node.within, node.eqn)
+                float32_matmuls.append(Float32Matmul(path, node_plan.reason))
             constants.add(node)
             node_plans.append(node_plan)
         into_matmuls = going_into_matmuls(graph, node_plans)
@@ -93,6 +93,7 @@ class Planner:
         for position, node in enumerate(graph.nodes):
             if node_plans[position].kind is NodeKind.CALL:
                 found = self._inner(node, at, feeding, constants, half, given)
+                float32_matmuls += [matmul for plan in found.plans for matmul in plan.float32_matmuls]
                 # What a backward pass of its own computes is known only when it is traced.
                 is_custom_vjp = node.eqn.primitive.name == "custom_vjp_call"
                 self.has_custom_vjp |= is_custom_vjp
@@ -120,7 +121,17 @@ class Planner:
             if self.policy.half_residual_stream:
                 half |= {name for segment in order for name in residual_stream(graph, node_plans, segment)}
             order = self._with_saved_values(order, graph, node_plans, half, at)
-        return Plan(graph, tuple(node_plans), frozenset(half), half_inputs, inner, tuple(order), at, is_half)
+        return Plan(
+            graph,
+            tuple(node_plans),
+            frozenset(half),
+            half_inputs,
+            inner,
+            tuple(order),
+            at,
+            is_half,
+            tuple(float32_matmuls),
+        )
 
     def _results(self, node: Node, node_plan: NodePlan, half: Set[ValueId], constants: Constants) -> Sequence[bool]:
         """Return, of each result of a step, whether it comes out narrow."""

@@ -16,7 +16,7 @@ from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import is_marked_saved, mark_saved, with_rounded_cotangent
-from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, NodeKind, NodePlan, Plan, operands_in_half
+from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, NodeKind, NodePlan, Plan, operands_in_half, record
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
 from jax_lossscale._autocast.segments import Segment, Value
@@ -163,6 +163,7 @@ class Rewriting:
         """Return the results of a jaxpr that is known only now: the first as it declares them, all others as stored."""
         arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, arrives, at, known=known)
+        record(plan)
         are_half = [n >= declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 

@@ -43,12 +43,11 @@ class Rule:
 
     Attributes:
       matched: the rules of the policy that spoke of an operation.
-      parameters: by path of an operation, the parameter that it takes; what rules of the policy may name.
     """
 
-    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str]) -> None:
         self.matched: set[PrecisionRule] = set()
-        self.parameters: dict[Path, str] = {}
+        self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
         # It marks every product of the program, and so tells nothing about one of them.
@@ -203,7 +202,7 @@ class Rule:
         """Return the first rule that speaks of the equation."""
         if not self._policy.rules:
             return None
-        location = location_within(eqn, around)._replace(parameter=self.parameters.get(path_of(around, eqn), ""))
+        location = location_within(eqn, around)._replace(parameter=self._parameters.get(path_of(around, eqn), ""))
         for rule in self._policy.rules:
             if rule.matches(eqn.primitive.name, location):
                 self.matched.add(rule)

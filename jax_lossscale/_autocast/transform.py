@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
+from jax_lossscale._autocast.plan import record
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Rewriting
@@ -19,8 +19,6 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._warn import warn_user
-
-_Result = TypeVar("_Result")
 
 
 def autocast(
@@ -136,9 +134,7 @@ def autocast(
 
     @functools.wraps(fun)
     def half(*args: Any, **kwargs: Any) -> Any:
-        planner = Planner(dtype, policy)
-        _planners.get([]).append(planner)
-        result = computed_by(planner, fun, args, kwargs)
+        result, planner = compute_with(fun, args, kwargs, dtype, policy)
         unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
         # The backward pass of a `custom_vjp` function is planned later, and a rule may match operations only there.
         if unmatched and not planner.has_custom_vjp:
@@ -151,30 +147,20 @@ def autocast(
     return half
 
 
-_planners: contextvars.ContextVar[list[Planner]] = contextvars.ContextVar("planners")
-
-
-def with_planners(function: Callable[[], _Result]) -> tuple[_Result, list[Planner]]:
-    """Call a function; return its result, and the planner of each call of a function under `autocast` in it.
-
-    The planners know why a product is wide.
-    """
-    planners: list[Planner] = []
-    context = contextvars.copy_context()
-    context.run(_planners.set, planners)
-    return context.run(function), planners
-
-
-def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the result of a function, computed by a planner's rule."""
+def compute_with(
+    fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
+) -> tuple[Any, Planner]:
+    """Return the result of a function that is computed under `autocast`, and the planner."""
     fun, its_object = nnx_objects.with_its_object(fun)
-    traced = Traced(fun, (*its_object, *args), kwargs)
-    if any(rule.parameter != "*" for rule in planner.policy.rules):
-        planner.rule.parameters = parameters_of_operations(traced, (*its_object, *args), kwargs)
+    args = (*its_object, *args)
+    traced = Traced(fun, args, kwargs)
+    names_parameters = any(rule.parameter != "*" for rule in policy.rules)
+    planner = Planner(dtype, policy, parameters_of_operations(traced, args, kwargs) if names_parameters else {})
     plan = planner.plan(traced.jaxpr)
+    record(plan)
     if not plan.is_rewritten:
-        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
+        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs)), planner
+    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)), planner
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:

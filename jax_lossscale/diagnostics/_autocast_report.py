@@ -12,16 +12,15 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, computed_by
+from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
 from jax_lossscale.diagnostics._operations import (
     OperationPrecision,
     casts,
-    live,
     not_in_half,
     opaque_operations,
     operations,
@@ -159,14 +158,17 @@ def autocast_report(
     """
     call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
     dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
-    planner = Planner(dtype, checked_policy(policy, "autocast_report(policy=...)"))
+    policy = checked_policy(policy, "autocast_report(policy=...)")
 
-    def narrow(*args: Any, **kwargs: Any) -> Any:
-        return computed_by(planner, call.fun, args, kwargs) if dtype != jnp.float32 else call.fun(*args, **kwargs)
+    def half(*args: Any, **kwargs: Any) -> Any:
+        if dtype == jnp.float32:
+            return call.fun(*args, **kwargs)
+        return compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
-    under_autocast = call._replace(fun=narrow)
-    program = live(under_autocast.value_and_grad().jaxpr.jaxpr)
-    entries = operations(program, dtype, planner.exceptions)
+    under_autocast = call._replace(fun=half)
+    value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
+    program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
+    entries = operations(program)
     entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_kept(call)
@@ -177,10 +179,10 @@ def autocast_report(
         dtype=dtype.name,
         bytes_before=bytes_before,
         bytes_after=_bytes_kept(under_autocast),
-        casts=casts(program),
-        opaque_operations=tuple(opaque_operations(program)),
+        casts=casts(program.used.jaxpr),
+        opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
         arguments=tuple(argument_faults(call).nan),
-        not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, planner.exceptions)),
+        not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, program.float32_matmuls)),
     )
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._autocast.planner import Planner
-from jax_lossscale._autocast.transform import with_planners
+from jax_lossscale._autocast.matmuls import TracedMatmuls, trace_matmuls
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program.jaxpr import Traced
@@ -54,16 +53,27 @@ class LossCall(NamedTuple):
         """Trace the function and its gradients, without a scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
-    def scaled(self) -> tuple[Traced, list[Planner]]:
-        """Trace value and scaled gradients; the scale is the first input. Give the planners of `autocast`, too."""
+    def scaled(self) -> Traced:
+        """Trace the value and the scaled gradients. The first input of the program is the loss scale."""
+        return self._checked(Traced(self._scaled_gradients, self._scaled_args, self.kwargs))
 
-        def gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
-            return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+    def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
+        """Trace the value and the scaled gradients, and list the matmuls of the program."""
+        program = trace_matmuls(self._scaled_gradients, self._scaled_args, self.kwargs, dtype)
+        self._checked(program.traced)
+        return program
 
-        traced, planners = with_planners(lambda: Traced(gradients, (jnp.float32(1), *self.args), self.kwargs))
+    @property
+    def _scaled_args(self) -> list[Any]:
+        return [jnp.float32(1), *self.args]
+
+    def _scaled_gradients(self, scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
+        return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+
+    def _checked(self, traced: Traced) -> Traced:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
             raise ValueError(f"`{self.caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
-        return traced, planners
+        return traced
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
         """Give the leaves of each argument, and then of each keyword, each with its name."""

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale._autocast.planner import Planner
-from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import is_matmul
 from jax_lossscale._program.propagation import Propagation
-from jax_lossscale.diagnostics._operations import OperationPrecision, live, operations
+from jax_lossscale.diagnostics._operations import OperationPrecision
 from jax_lossscale.diagnostics._report import percent
 
 
@@ -60,22 +59,6 @@ class MatmulSummary(NamedTuple):
         )
 
 
-def summarize_matmuls(
-    traced: Traced, dtype: jnp.dtype, names: Sequence[str], planners: Sequence[Planner] = ()
-) -> MatmulSummary:
-    """Summarize the matmuls of a program, given the names of its inputs and the planners of its `autocast` calls."""
-    exceptions = [exception for planner in planners for exception in planner.exceptions]
-    program = ClosedJaxpr(live(traced.jaxpr.jaxpr), traced.jaxpr.consts)
-    counted = summary_of(operations(program.jaxpr, dtype, exceptions), dtype.name, bool(planners))
-    if not counted.first_float32 or planners:  # which know why
-        return counted
-    origins = _Origins(dtype)
-    origins.outputs(program, [_given(2, f"`{name}`") for name in names])
-    for place, origin in sorted(origins.wide, key=lambda product: product[0].is_backward)[:1]:
-        counted = counted._replace(first_float32="; ".join(filter(None, [_named(place), origin.why])))
-    return counted
-
-
 def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
     """Summarize the matmuls among operations."""
     matmuls = [operation for operation in entries if operation.is_product]
@@ -93,6 +76,35 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
         half_share=sum(matmul.flops for matmul in in_half) / flops if flops else 1.0,
         is_autocast=is_autocast,
     )
+
+
+class Float32Origin(NamedTuple):
+    """The origin of the float32 operands of a matmul.
+
+    Attributes:
+      location: the location of the matmul.
+      reason: why its operands are float32; "" if this is not known.
+    """
+
+    location: Location
+    reason: str
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, [_named(self.location), self.reason]))
+
+
+def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
+    """Return the origins of the float32 operands of matmuls, those of the forward pass first.
+
+    Args:
+      program: the program.
+      dtype: the half-precision dtype.
+      names: the names of the inputs of the program.
+    """
+    propagation = _Origins(dtype)
+    propagation.outputs(program, [_given(2, f"`{name}`") for name in names])
+    found = [Float32Origin(location, origin.why) for location, origin in propagation.wide]
+    return sorted(found, key=lambda origin: origin.location.is_backward)
 
 
 class _Origin(NamedTuple):

@@ -1,31 +1,21 @@
-"""What a program computes, read from its jaxpr: each operation's dtype, place and work, casts, and what is kept."""
+"""The operations of a program, read from its jaxpr: the dtype and location of each, casts, and opaque operations."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.in_half import is_otherwise
-from jax_lossscale._autocast.rule import REWRITTEN
-from jax_lossscale._program.inline import called_plainly
-from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
-from jax_lossscale._program.location import Location, location_of, location_within
-from jax_lossscale._program.primitives import (
-    DATA_MOVEMENT,
-    FLOAT32_RESULT_MATMUL,
-    IN_HALF,
-    KNOWN,
-    OPAQUE,
-    is_matmul,
-    name_in_reports,
-    terms_per_sum,
-)
-from jax_lossscale._program.subjaxprs import HIGHER_ORDER, subjaxprs
+from jax_lossscale._autocast.matmuls import TracedMatmuls, jaxprs_in, nested_equations, operation_name
+from jax_lossscale._autocast.plan import Float32Matmul
+from jax_lossscale._program.jaxpr import is_reference
+from jax_lossscale._program.location import location_within
+from jax_lossscale._program.primitives import DATA_MOVEMENT, IN_HALF, KNOWN, OPAQUE, name_in_reports
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER
 
 _NO_ARITHMETIC = DATA_MOVEMENT | {"convert_element_type"}
 
@@ -63,140 +53,72 @@ class OperationPrecision:
     index: int
 
 
-class _Step(NamedTuple):
-    """An equation, as it is met on the way through a program."""
-
-    eqn: Any
-    place: Location
-    within: tuple[Any, ...]  # the equations that it lies in, the outermost first
-    times: float  # how often it is computed, as far as that is known
-
-
-def live(program: Jaxpr) -> Jaxpr:
-    """Give a program without what nothing is made of, which no compiler computes."""
-    used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    return used
-
-
-def operations(
-    program: Jaxpr, dtype: jnp.dtype, exceptions: Sequence[tuple[tuple[Any, ...], str]]
-) -> list[OperationPrecision]:
-    """List the operations on floats in a program, those of one kind and place as one.
-
-    Args:
-      program: the program.
-      dtype: the dtype of `autocast`.
-      exceptions: the products that `autocast` left wide, each by the equations that it lies in, and why.
-    """
-    reasons: dict[tuple[Any, ...], dict[str, None]] = {}
-    for path, reason in exceptions:
-        for key in _keys(path[-1], location_within(path[-1], path[:-1])):
-            reasons.setdefault(key, {})[reason] = None
+def operations(program: TracedMatmuls) -> list[OperationPrecision]:
+    """List the operations on floats in a program. Those of one kind at one location are one entry."""
+    matmuls = {matmul.index: matmul for matmul in program.matmuls}
     found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # for each kind, the indices and the flops
-    for index, step in enumerate(_steps(program)):
-        eqn, name = step.eqn, _name(step.eqn)
-        if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or _inner(eqn):
+    for index, nested in enumerate(nested_equations(program.used.jaxpr)):
+        eqn, name = nested.eqn, operation_name(nested.eqn)
+        if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
             continue
-        flops, result = _flops(eqn), eqn.outvars[0].aval.dtype
+        result, matmul = eqn.outvars[0].aval.dtype, matmuls.get(index)
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
-        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        where = name, step.place.layer, step.place.source, step.place.is_backward
-        is_exception = flops > 0 and {widest, result} != {dtype}
-        of_step = next((reasons[key] for key in _keys(eqn, step.place) if key in reasons), {})
-        reason = _reason(step, of_step) if is_exception else ""
-        kind = OperationPrecision(*where, widest.name, result.name, 0, 0.0, reason, is_product=flops > 0, index=0)
-        found.setdefault(kind, []).append((index, step.times * flops))
+        kind = OperationPrecision(
+            operation=name,
+            layer=nested.location.layer,
+            source=nested.location.source,
+            is_backward=nested.location.is_backward,
+            dtype=max(dtypes, key=lambda dtype: dtype.itemsize).name,
+            result=result.name,
+            count=0,
+            flops=0.0,
+            reason=matmul.reason if matmul else "",
+            is_product=matmul is not None,
+            index=0,
+        )
+        found.setdefault(kind, []).append((index, matmul.flops if matmul else 0.0))
     return [
-        dataclasses.replace(kind, count=len(steps), flops=sum(flops for _, flops in steps), index=steps[0][0])
-        for kind, steps in found.items()
+        dataclasses.replace(kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
+        for kind, each in found.items()
     ]
 
 
 def casts(program: Jaxpr) -> int:
     """Count the casts between floating dtypes in a program."""
     return sum(
-        step.eqn.primitive.name == "convert_element_type"
-        and _is_inexact([*step.eqn.invars, *step.eqn.outvars])
-        and step.eqn.invars[0].aval.dtype != step.eqn.outvars[0].aval.dtype
-        for step in _steps(program)
+        nested.eqn.primitive.name == "convert_element_type"
+        and _is_inexact([*nested.eqn.invars, *nested.eqn.outvars])
+        and nested.eqn.invars[0].aval.dtype != nested.eqn.outvars[0].aval.dtype
+        for nested in nested_equations(program)
     )
 
 
 def opaque_operations(program: Jaxpr) -> list[str]:
     """List the operations that are computed as written or are unknown, each with its name and line."""
-    steps = [(step.eqn.primitive, step.place.source) for step in _steps(program)]
-    unknown = [(each, at) for each, at in steps if each.name in OPAQUE or each.name not in KNOWN | HIGHER_ORDER]
+    found = [(nested.eqn.primitive, nested.location.source) for nested in nested_equations(program)]
+    unknown = [(each, at) for each, at in found if each.name in OPAQUE or each.name not in KNOWN | HIGHER_ORDER]
     return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
 
 
-def not_in_half(program: Jaxpr, exceptions: Sequence[tuple[tuple[Any, ...], str]]) -> list[str]:
-    """Tell where the other function of an `in_half` is computed, and why.
+def not_in_half(program: Jaxpr, float32_matmuls: Sequence[Float32Matmul]) -> list[str]:
+    """List the lines at which the fallback of an `in_half` function is computed, with the reasons.
 
     Args:
       program: the program without `autocast`.
-      exceptions: what `autocast` left wide, each by the equations that it lies in, and why.
+      float32_matmuls: the matmuls and `in_half` functions that `autocast` does not compute in half precision.
     """
     sources_by_reason: dict[str, dict[str, None]] = {}
-    for path, reason in exceptions:
+    for path, reason in float32_matmuls:
         if path[-1].primitive.name == IN_HALF:
             sources_by_reason.setdefault(reason, {})[location_within(path[-1], path[:-1]).source] = None
-    for step in _steps(program):
-        if is_otherwise((*step.within, step.eqn)):
-            sources_by_reason.setdefault("differentiated before `autocast`", {})[step.place.source] = None
+    for nested in nested_equations(program):
+        if is_otherwise((*nested.within, nested.eqn)):
+            sources_by_reason.setdefault("differentiated before `autocast`", {})[nested.location.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
 
-def _steps(
-    jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Location | None = None, times: float = 1.0
-) -> Iterator[_Step]:
-    """Go through the equations of a program and of all jaxprs in it, in order."""
-    for eqn in jaxpr.eqns:
-        place = location_of(eqn, at)
-        yield _Step(eqn, place, within, times)
-        for inner in _inner(eqn):
-            yield from _steps(inner, (*within, eqn), place, times * subjaxprs(eqn).times)
-
-
-def _inner(eqn: Any) -> list[Jaxpr]:
-    return [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
-
-
 def _is_inexact(atoms: Sequence[Any]) -> bool:
-    """Tell whether all are floats or complex; what is written to and read from is none."""
+    """Return whether all atoms are floating or complex arrays, and none is a mutable reference."""
     return not any(map(is_reference, atoms)) and all(
         jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
     )
-
-
-def _keys(eqn: Any, place: Location) -> list[tuple[Any, ...]]:
-    """Return keys under which the reasons of an equation are found, the most specific first.
-
-    An equation and its derivative have equal tracebacks. So do the equations of a jitted function in all calls, which
-    the layer and the line of the call distinguish. `autocast` loses that line if it inlines the call.
-    """
-    traceback = eqn.source_info.traceback
-    return [(traceback, place.layer, place.source), (traceback, place.layer), (traceback,)]
-
-
-def _reason(step: _Step, exceptions: Mapping[str, None]) -> str:
-    for eqn in step.within:
-        if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
-            return f"inside `{eqn.primitive.name}`, which is computed as it was"
-    if is_otherwise((*step.within, step.eqn)):
-        return "in `otherwise` of `in_half`"
-    if exceptions:
-        return "; ".join(exceptions)
-    if not step.place.is_backward:
-        return "outside of `autocast`, or made by differentiating"
-    return f"made by differentiating what is computed in {step.eqn.outvars[0].aval.dtype.name}"
-
-
-def _name(eqn: Any) -> str:
-    """Name the primitive; for a product with a float32 result, the product."""
-    name: str = eqn.primitive.name
-    return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
-
-
-def _flops(eqn: Any) -> float:
-    """Return the number of multiplications and additions of a matmul; 0 for any other operation."""
-    return 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) if is_matmul(eqn) else 0.0

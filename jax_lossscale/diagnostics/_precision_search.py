@@ -123,7 +123,7 @@ class Search:
         # Trace and compile one program for all trials.
         found: MatmulsBySite = {}
         probed = with_probes(self._call.fun, dtype, names_parameters, found)
-        self._traced, _ = self._call._replace(fun=probed).scaled()
+        self._traced = self._call._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)  # the site and the role of each row
@@ -217,7 +217,7 @@ class Search:
     def verified(self, policy: PrecisionPolicy) -> tuple[float, float, str]:
         """Give the error of the function itself, under `autocast` with a policy, as a trial has it."""
         self.spent += 1
-        traced, _ = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
+        traced = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.planner import Planner
+from jax_lossscale._autocast.matmuls import TracedMatmuls
 from jax_lossscale._program.jaxpr import Traced, half_dtypes
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics._matmuls import MatmulSummary, summarize_matmuls
+from jax_lossscale.diagnostics._matmuls import Float32Origin, MatmulSummary, float32_origins, summary_of
+from jax_lossscale.diagnostics._operations import operations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,21 +25,24 @@ class TracedGradients:
     Attributes:
       call: the function and its arguments.
       dtype: the half-precision dtype.
-      program: the program. The loss scale is its first input.
-      planners: the planners of the `autocast` calls in it.
+      traced_matmuls: the program, of which the loss scale is the first input, and its matmuls.
       has_reference: whether the user passed a float32 version of the function.
     """
 
     call: LossCall
     dtype: jnp.dtype
-    program: Traced
-    planners: Sequence[Planner]
+    traced_matmuls: TracedMatmuls
     has_reference: bool = False
+
+    @property
+    def program(self) -> Traced:
+        """The program of value and gradients. The loss scale is its first input."""
+        return self.traced_matmuls.traced
 
     @property
     def is_autocast(self) -> bool:
         """Whether the function, or a part of it, is under `autocast`."""
-        return bool(self.planners)
+        return self.traced_matmuls.is_autocast
 
     @functools.cached_property
     def half_dtypes(self) -> list[jnp.dtype]:
@@ -60,7 +64,15 @@ class TracedGradients:
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
         """The number of matmuls, how many of them are in half precision, and why the first other one is not."""
-        return summarize_matmuls(self.program, self.dtype, self.input_names, self.planners)
+        summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
+        # Under `autocast`, the reasons of the plan are more precise.
+        has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
+        return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
+
+    @functools.cached_property
+    def float32_origins(self) -> list[Float32Origin]:
+        """The origins of the float32 operands of matmuls, those of the forward pass first."""
+        return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
 
     @functools.cached_property
     def argument_faults(self) -> ArgumentFaults:
@@ -78,4 +90,4 @@ class TracedGradients:
 
 def trace_gradients(call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> TracedGradients:
     """Trace the function and its gradients, once for all facts."""
-    return TracedGradients(call, dtype, *call.scaled(), has_reference)
+    return TracedGradients(call, dtype, call.scaled_matmuls(dtype), has_reference)
