@@ -8,7 +8,7 @@ from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale._program.primitives import MATMULS, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
-from jax_lossscale.diagnostics._sites import Graph, Site
+from jax_lossscale.diagnostics._sites import Dataflow, Site
 
 # An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
 _WRONG = 0.1
@@ -22,29 +22,29 @@ _MAY_MASK = ("add", "convert_element_type", "sub")
 
 
 def blame(
-    graph: Graph, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
+    flow: Dataflow, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
 ) -> tuple[set[int], set[int]]:
     """Find the nodes by way of which a result becomes wrong, each wrong itself, and those where that begins.
 
     Args:
-      graph: the operations.
+      flow: the operations.
       measured: what was measured at each node that is no carry.
       results: the nodes that the results are.
       least: an error above this is followed.
     """
     # An outlier may hide the error of the other elements, but a result is only wrong if its norm is.
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
-    wrong = _followed(graph, results, lambda node: node not in measured or measured[node].error > least)
+    wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
     # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
-    harmful |= {node for node in _followed(graph, harmful) & measured.keys() if measured[node].overflow}
+    harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # Where the iterations of a loop add up an error, no operation multiplies it: the one that makes the carry is told.
-    ends = {node for loop in wrong - measured.keys() for node in graph.ends_of_loops[loop]}
+    ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_loops[loop]}
     return harmful, begins or harmful & ends
 
 
-def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
+def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
     """Collect some nodes and all that they are made of, as far as a condition holds."""
     reached: set[int] = set()
     ahead = list(results)
@@ -52,11 +52,11 @@ def _followed(graph: Graph, results: Collection[int], holds: Callable[[int], boo
         node = ahead.pop()
         if node not in reached and holds(node):
             reached.add(node)
-            ahead += graph.made_of[node]
+            ahead += flow.made_of[node]
     return reached
 
 
-def sources_of_rounding(graph: Graph, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
+def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
     """Find the rounded operands of the operations of the forward pass that make rounding errors larger.
 
     Such an operation, for example the cosine of an angle, may be in float32 itself. To compute it correctly, the last
@@ -67,27 +67,27 @@ def sources_of_rounding(graph: Graph, measured: Mapping[int, Statistics], origin
     """
     found: dict[int, int] = {}
     for origin in origins:
-        site, of_origin = graph.sites[origin], measured[origin]
+        site, of_origin = flow.sites[origin], measured[origin]
         is_in_range = not of_origin.overflow and of_origin.zero <= MANY_ZEROS
         is_amplified = of_origin.amplification >= ACCUMULATED and not _adds_up_in_half(site)
-        if is_in_range and is_amplified and not site.place.is_backward:
-            operands = _ends(graph, [origin], lambda node: node not in measured or not is_half(graph.sites[node].aval))
+        if is_in_range and is_amplified and not site.location.is_backward:
+            operands = _ends(flow, [origin], lambda node: node not in measured or not is_half(flow.sites[node].aval))
             found.update({node: origin for node in operands if measured[node].error > 0})
     return found
 
 
-def attention_scores(graph: Graph) -> set[int]:
+def attention_scores(flow: Dataflow) -> set[int]:
     """Find the matmuls of two activations whose results are exponentiated, such as the scores of an attention."""
-    sites = graph.sites
+    sites = flow.sites
     exponentials = [node for node, site in sites.items() if site.operation == "exp"]
-    matmuls = _ends(graph, exponentials, lambda node: node not in sites or sites[node].operation not in MATMULS)
+    matmuls = _ends(flow, exponentials, lambda node: node not in sites or sites[node].operation not in MATMULS)
     return {node for node in matmuls if not sites[node].takes_parameter}
 
 
-def _ends(graph: Graph, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
+def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
     """Go back from some nodes through those that are passed, and collect the first ones that are not."""
-    passed = _followed(graph, [operand for node in nodes for operand in graph.made_of[node]], is_passed)
-    return {operand for node in (*nodes, *passed) for operand in graph.made_of[node]} - passed
+    passed = _followed(flow, [operand for node in nodes for operand in flow.made_of[node]], is_passed)
+    return {operand for node in (*nodes, *passed) for operand in flow.made_of[node]} - passed
 
 
 def _adds_up_in_half(site: Site) -> bool:
@@ -134,7 +134,7 @@ def suggestion_for(
       is_score: whether it computes scores of an attention, as `attention_scores` says.
       amplified_by: the operation that makes its rounding error larger, as `sources_of_rounding` says.
     """
-    is_backward, operation = site.place.is_backward, site.derivative_of
+    is_backward, operation = site.location.is_backward, site.derivative_of
     if measured.nan and not measured.overflow:
         return (
             "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
@@ -171,7 +171,7 @@ def suggestion_for(
     if vanishes:
         return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
     if not is_origin and amplified_by is not None:
-        where = at(amplified_by.place.layer, amplified_by.place.source, amplified_by.instance)
+        where = at(amplified_by.location.layer, amplified_by.location.source, amplified_by.instance)
         suggestion = f"`{amplified_by.operation}`{where} makes its rounding error larger. Compute both in float32"
         return f"{suggestion}, this one with `jls.keep_float32`." if is_autocast else f"{suggestion}."
     if not is_origin:

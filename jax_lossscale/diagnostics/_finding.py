@@ -1,4 +1,4 @@
-"""Why float16's gradients differ from float32's: from the errors by scale to one cause, with its place, in words."""
+"""Why float16's gradients differ from float32's: from the errors by scale to one cause, with its location, in words."""
 
 from __future__ import annotations
 
@@ -142,13 +142,15 @@ class Finder:
 
     def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
         errors, report = self._errors, self._ranges(self._errors.scales[at])
-        places = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
+        locations = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
         wrong = f"The loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32."
         if not errors.is_loss_wrong:
             wrong = f"The gradients are {off(errors.total.relative_error[at])} at the best loss scale."
         division = f"The forward pass leaves the range of {self._dtype}, perhaps by dividing by a constant that is zero"
-        begins = self._begins(places, not self._has_diverged) or f"{division} there."
-        cast = [place.largest for place in report.forward_overflows() if place.operation == "convert_element_type"]
+        begins = self._begins(locations, not self._has_diverged) or f"{division} there."
+        cast = [
+            location.largest for location in report.forward_overflows() if location.operation == "convert_element_type"
+        ]
         too_large = [
             f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
             for path, largest in self._gradients.argument_faults.largest.items()
@@ -164,9 +166,9 @@ class Finder:
             return self._forward_overflow(0, bad)
         derivatives = [operation for operation in report.bad if operation.derivative_of]
         before = [operation for operation in report.forward_error_sources() if not operation.overflow]
-        places = derivatives or before or [operation for operation in report.bad if operation.overflow]
+        locations = derivatives or before or [operation for operation in report.bad if operation.overflow]
         said = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
-        return Finding("backward overflow", [said, self._begins(places, not self._has_diverged)], leaves=bad)
+        return Finding("backward overflow", [said, self._begins(locations, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
         """Tell apart what makes gradients wrong that are finite at some scales."""
@@ -260,11 +262,11 @@ class Finder:
         too_small = f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
         return too_small if errors.is_loss_too_small else ""
 
-    def _begins(self, places: Sequence[OperationRange], has_suggestion: bool = True) -> str:
+    def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
         """Describe where an error begins, if this is known, and add the suggestion if ``has_suggestion``."""
-        if not places:
+        if not locations:
             return ""
-        operation = places[0]
+        operation = locations[0]
         of = operation.derivative_of
         name = f"the derivative of `{of}`" if of else f"`{operation.operation}`"
         it = name + at(operation.layer, operation.source, operation.instance)

@@ -24,19 +24,19 @@ class LostConstant(NamedTuple):
 
     Attributes:
       operation: the operation of which it is an operand.
-      place: the location of this operation.
+      location: the location of this operation.
       value: the value that is left: zero or an infinity.
       is_epsilon: whether it keeps the operand of a division, a root or a logarithm away from zero.
     """
 
     operation: str
-    place: Location
+    location: Location
     value: float
     is_epsilon: bool = False
 
     def __str__(self) -> str:
         name = "epsilon" if self.is_epsilon else "constant"
-        where = at(self.place.layer, self.place.source)
+        where = at(self.location.layer, self.location.source)
         return f"The {name} in `{self.operation}`{where} is {self.value:g} in 16 bits"
 
 
@@ -69,7 +69,7 @@ class _Constants(Propagation[_Value]):
     def joined(self, values: Sequence[_Value]) -> _Value:
         return _Value(sums=tuple(lost for value in values for lost in value.sums))
 
-    def operation(self, eqn: Any, place: Location, operands: Sequence[_Value]) -> Sequence[_Value]:
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
         moved = moved_operands(eqn)
         if moved is not None:
@@ -78,12 +78,12 @@ class _Constants(Propagation[_Value]):
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
-        if not place.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
+        if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             # `autocast` stores a zero narrow, and uses it in float32, only if it was one from the beginning.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
-                    lost = LostConstant(name, place, operand.number)
+                    lost = LostConstant(name, location, operand.number)
                     is_epsilon = name in _KEEPS_AWAY and operand.number == 0
                     sums = (*sums, lost) if is_epsilon else sums
                     if not is_epsilon:

@@ -41,7 +41,7 @@ class MatmulSite(NamedTuple):
     """The matmuls, or calls of `in_half`, that no rule of a policy can distinguish."""
 
     operation: str
-    place: Location  # of which rules know the layer, the source, the functions and the parameter
+    location: Location  # of which rules know the layer, the source, the functions and the parameter
 
 
 MatmulsBySite: TypeAlias = dict[MatmulSite, dict[int, Any]]  # the equations at each site, by their ids
@@ -72,8 +72,8 @@ def with_probes(
         parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
         def product(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
-            place = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
-            site = MatmulSite(eqn.primitive.name, place._replace(parameter=parameters.get(path_of(within, eqn), "")))
+            location = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
+            site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get(path_of(within, eqn), "")))
             found.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
             number = list(found).index(site)
             operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]

@@ -23,11 +23,11 @@ def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
         level = int(levels[number])
-        if any(rule.matches(sites[number].operation, sites[number].place) for rule in rules):
+        if any(rule.matches(sites[number].operation, sites[number].location) for rule in rules):
             continue
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
-            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.place)]
+            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
@@ -42,10 +42,10 @@ def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
     """List ways to name a product, the one that survives most edits first."""
-    place, operation = site.place, {"operation": site.operation}
-    layer = {"layer": place.layer} if place.layer else {}
-    parameter = {"parameter": place.parameter}  # "" if it takes none
-    function = {"function": place.functions[0]} if place.functions else {}
-    ways = [layer, parameter if place.parameter else {}, function]
+    location, operation = site.location, {"operation": site.operation}
+    layer = {"layer": location.layer} if location.layer else {}
+    parameter = {"parameter": location.parameter}  # "" if it takes none
+    function = {"function": location.functions[0]} if location.functions else {}
+    ways = [layer, parameter if location.parameter else {}, function]
     ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
     return [names | operation for names in ways if names]

@@ -27,7 +27,7 @@ from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics._sites import Ancestry, Graph, Parameter, Site, told_apart
+from jax_lossscale.diagnostics._sites import Ancestry, Dataflow, Parameter, Site, sites_with_instances
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
 
 # The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
@@ -61,7 +61,7 @@ class OperationRange:
         the norm in float32. 0 where next to nothing is left of a sum, which is rounding in float32, too. Elements that
         are far larger than all others, such as the fill value of a mask, are left out if this makes the error larger.
       input_error: the largest error of its operands.
-      amplification: how many times ``input_error``, or half a unit in the last place if that is more, ``error`` is.
+      amplification: how many times ``input_error``, or half a unit in the last location if that is more, ``error`` is.
       changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient. The
         rounding error of an angle, for example, goes on by way of its cosine.
       instance: if the line is executed more than once, which execution this is: the path of the parameter that entered
@@ -277,22 +277,22 @@ def range_report(
 
 def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> RangeReport:
     """Make the report at a scale."""
-    program, dtype, graph = gradients.program, gradients.dtype, Graph(gradients.is_autocast)
+    program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
-    ends = graph.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
+    ends = flow.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
     value, grads = program.result([end.nodes for end in ends])
-    evaluator = ShadowEvaluator(dtype, len(graph.sites) if progress else 0)
+    evaluator = ShadowEvaluator(dtype, len(flow.sites) if progress else 0)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
-    measured = {node: Statistics(*row.tolist()) for node, row in zip(graph.sites, jax.device_get(rows), strict=True)}
+    measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}
     of_value, of_grads = value[0] if gradients.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
     results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
-    harmful, origins = blame(graph, measured, results)
+    harmful, origins = blame(flow, measured, results)
     if not harmful:  # a loss that is off by less is told where nothing is worse
-        harmful, origins = blame(graph, measured, results & of_value, noted_error_of_loss(dtype))
-    sites = told_apart(graph, dict(zip(gradients.parameter_names, jax.tree.leaves(grads), strict=True)))
+        harmful, origins = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
+    sites = sites_with_instances(flow, dict(zip(gradients.parameter_names, jax.tree.leaves(grads), strict=True)))
     site_of = dict(zip(measured, sites, strict=True))
-    amplified, scores = sources_of_rounding(graph, measured, origins), attention_scores(graph)
+    amplified, scores = sources_of_rounding(flow, measured, origins), attention_scores(flow)
     operations = []
     for node, statistics in measured.items():
         site = site_of[node]
@@ -364,9 +364,9 @@ def _operation_range(
     return OperationRange(
         operation=site.operation,
         derivative_of=site.derivative_of,
-        layer=site.place.layer,
-        source=site.place.source,
-        is_backward=site.place.is_backward,
+        layer=site.location.layer,
+        source=site.location.source,
+        is_backward=site.location.is_backward,
         shape=site.aval.shape,
         dtype=site.aval.dtype.name,
         log2_overflow=log2_overflow,

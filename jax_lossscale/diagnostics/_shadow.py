@@ -192,7 +192,7 @@ class Statistics(NamedTuple):
       error: the norm of the difference from float32, over the norm in float32; or the same without outliers (elements
         that are far larger than all others), if that is more.
       input_error: the largest error of an operand.
-      amplification: how many times ``input_error``, or half a unit in the last place if that is more, ``error`` is.
+      amplification: how many times ``input_error``, or half a unit in the last location if that is more, ``error`` is.
       error_of_all: ``error`` with outliers.
     """
 
@@ -218,9 +218,9 @@ class Pair(NamedTuple):
 class ShadowEvaluator(MeasuringEvaluator):
     """Evaluates jaxprs in their own dtypes and, by an `Evaluator`, in float32; gives a row for each site, too.
 
-    ``dtype`` is the one whose range results are compared with. Rows are ``float32[fields]``, in the order in which a
-    `Graph` has its sites. Outside of `jax.jit` each operation is compiled by itself, and once for all layers that are
-    alike; no number is kept longer than it is needed. With a ``total`` of rows, each tenth of it is told.
+    Results are compared with the range of ``dtype``. Rows are ``float32[fields]``, in the order of the sites of a
+    `Dataflow`. Outside of `jax.jit`, each operation is compiled separately, and only once for all similar layers.
+    Values are freed when they are no longer needed. If there is a ``total`` of rows, each tenth of it is reported.
     """
 
     fields = len(Statistics._fields)
@@ -230,7 +230,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
         self._done, self._total = 0, total
         self._limits = limits_of(dtype)
-        self._unit = float(jnp.finfo(dtype).eps) / 2  # in the last place, half of it
+        self._unit = float(jnp.finfo(dtype).eps) / 2  # half a unit in the last place
         self._is_compiled = False
 
     def value_of(self, constant: Any, aval: Any) -> Pair:

@@ -49,7 +49,7 @@ class Site(NamedTuple):
 
     Attributes:
       operation: what made it.
-      place: where.
+      location: where.
       aval: its type.
       derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
       parameter: the parameter that entered it last.
@@ -58,7 +58,7 @@ class Site(NamedTuple):
     """
 
     operation: str
-    place: Location
+    location: Location
     aval: Any
     derivative_of: str
     parameter: Parameter | None
@@ -73,7 +73,7 @@ class Ancestry(NamedTuple):
       nodes: what it is made of, by way of moves.
       operation: what made it, other than a move.
       column: where that stands.
-      steep: the operation whose derivative it is.
+      steep: the operation of which it is the derivative.
       parameter: the parameter that entered it last.
     """
 
@@ -84,7 +84,7 @@ class Ancestry(NamedTuple):
     parameter: Parameter | None = None
 
 
-class Graph(Propagation[Ancestry]):
+class Dataflow(Propagation[Ancestry]):
     """The measured results of a program, each with those that it is made of.
 
     Attributes:
@@ -114,64 +114,76 @@ class Graph(Propagation[Ancestry]):
         self.made_of[node] |= at_end.nodes
         self.ends_of_loops[node] = at_end.nodes
 
-    def operation(self, eqn: Any, place: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
+    def operation(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
+        """Add a site for each measured result of an equation, and return the ancestry of every result."""
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
-        self._place_casts(nodes, place, is_matmul(eqn))
+        self._locate_casts(nodes, location, is_matmul(eqn))
         if name == "div":
-            self._divisions.add(place.column)
-        parameter = self._entered(eqn, place, [operand.parameter for operand in operands if operand.parameter])
-        takes_parameter = any(operand.parameter is not None and operand.parameter.is_bare for operand in operands)
-        if name == "convert_element_type":  # which may be reported as the matmul whose result it casts
-            takes_parameter |= any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
-        steep = "" if place.is_backward else self._derivative_of(eqn, place, operands)
+            self._divisions.add(location.column)
+        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operands)
+        parameter = self._entered(eqn, location, [operand.parameter for operand in operands if operand.parameter])
+        made_here = Ancestry(nodes, name, location.column, derivative_of, parameter)
+        # An `integer_pow` that belongs to the derivative of a division is reported as the division.
+        is_of_division = derivative_of == "div" and name == "integer_pow"
+        operation = "div" if is_of_division else _operation(name, operands)
+        takes_parameter = self._takes_parameter(name, nodes, operands)
         moved = moved_operands(eqn) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
         results = []
         for variable, taken in zip(eqn.outvars, moved, strict=True):
             if is_measured(eqn, variable):
-                operation = "div" if steep == "div" and name == "integer_pow" else _operation(name, operands)
                 node = self._node(nodes)
-                self.sites[node] = Site(operation, place, variable.aval, steep, parameter, takes_parameter)
-                results.append(Ancestry(frozenset({node}), name, place.column, steep, parameter))
+                self.sites[node] = Site(operation, location, variable.aval, derivative_of, parameter, takes_parameter)
+                results.append(made_here._replace(nodes=frozenset({node})))
             else:
-                made = [operands[n] for n in taken if operands[n].operation] or [operands[n] for n in taken]
-                known = made[0] if made else Ancestry(operation=name, column=place.column, steep=steep)
-                results.append(known._replace(nodes=nodes, parameter=parameter))
+                # A moved value keeps its origin: if there are several, the first that is known.
+                origins = sorted((operands[n] for n in taken), key=lambda origin: not origin.operation)
+                origin = origins[0] if origins else made_here
+                results.append(origin._replace(nodes=nodes, parameter=parameter))
         return results
 
-    def _entered(self, eqn: Any, place: Location, known: Sequence[Parameter]) -> Parameter | None:
+    def _takes_parameter(self, name: str, nodes: frozenset[int], operands: Sequence[Ancestry]) -> bool:
+        """Return whether an operand is a parameter, or whether a cast may be reported as a matmul with one."""
+        if any(operand.parameter is not None and operand.parameter.is_bare for operand in operands):
+            return True
+        is_cast = name == "convert_element_type"
+        return is_cast and any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
+
+    def _entered(self, eqn: Any, location: Location, known: Sequence[Parameter]) -> Parameter | None:
         """Find the parameter that entered the results last; ``known``: those of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:  # a cotangent has been through later layers than what it meets of the forward pass
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
-        return entered._replace(is_backward=True) if entered and place.is_backward and not entered.is_bare else entered
+        return (
+            entered._replace(is_backward=True) if entered and location.is_backward and not entered.is_bare else entered
+        )
 
-    def _place_casts(self, operands: frozenset[int], place: Location, are_of_product: bool) -> None:
-        """Give each cast that `autocast` adds the place of the operation for which the operand is cast."""
+    def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
+        """Give each cast that `autocast` adds the location of the operation for which the operand is cast."""
         for node in operands:
             site = self.sites.get(node)
-            if site is None or not place.source:
+            if site is None or not location.source:
                 continue
-            is_added = self._is_autocast and are_of_product and site.operation == "convert_element_type"
-            if is_added or not site.place.source:
-                own = {name: getattr(site.place, name) for name in ("is_backward", "instructions")}
-                self.sites[node] = site._replace(place=place._replace(**own))
+            is_added = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
+            if is_added or not site.location.source:
+                own = {name: getattr(site.location, name) for name in ("is_backward", "instructions")}
+                self.sites[node] = site._replace(location=location._replace(**own))
 
     def _node(self, made_of: frozenset[int]) -> int:
         self.made_of.append(made_of)
         return len(self.made_of) - 1
 
-    def _derivative_of(self, eqn: Any, place: Location, operands: Sequence[Ancestry]) -> str:
+    def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
         """Name the operation that an equation differentiates: one of the same expression, which made an operand."""
         name = eqn.primitive.name
-        if name not in _OF_A_DERIVATIVE or "jvp(" not in place.stack:
+        if name not in _OF_A_DERIVATIVE or "jvp(" not in location.stack:
             return ""
-        if name == "integer_pow" and eqn.params["y"] == -2 and place.column in self._divisions:
+        if name == "integer_pow" and eqn.params["y"] == -2 and location.column in self._divisions:
             return "div"
         for operand in operands:
-            if operand.column == place.column and (operand.steep or operand.operation in _STEEP):
+            if operand.column == location.column and (operand.steep or operand.operation in _STEEP):
                 return operand.steep or operand.operation
         return ""
 
@@ -192,38 +204,38 @@ def _operation(name: str, operands: Sequence[Ancestry]) -> str:
     return name
 
 
-def told_apart(graph: Graph, gradients: Mapping[str, Collection[int]]) -> list[Site]:
-    """Give the sites of the graph, with an ``instance`` for each of those on a line that is run more than once.
+def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> list[Site]:
+    """Return the sites, with an ``instance`` for each of those on a line that is run more than once.
 
     Sites that are alike are told apart by a parameter, and those of the forward pass that still are, by a number. The
     parameter is the one that entered last before the site. In the backward pass, where none enters, it is that of the
     operation which is differentiated; and of what is a part of only one gradient, the parameter of that.
 
     Args:
-      graph: the operations of the program of value and gradients.
+      flow: the operations of the program of value and gradients.
       gradients: by name of a parameter, the nodes that its gradient is.
     """
-    only = _parts_of_one(graph, gradients)
+    only = _parts_of_one(flow, gradients)
     parameters = []
-    for time, (node, site) in enumerate(graph.sites.items()):
+    for time, (node, site) in enumerate(flow.sites.items()):
         entered = site.parameter
         is_entering = entered is not None and entered.time == time
-        of_gradient = only.get(node) if site.place.is_backward and not is_entering else ""
+        of_gradient = only.get(node) if site.location.is_backward and not is_entering else ""
         parameters.append(of_gradient or (entered.name if entered else ""))
-    sites = list(graph.sites.values())
+    sites = list(flow.sites.values())
     for alike in _groups(sites):
         if len({parameters[n] for n in alike}) > 1:
             for n in alike:
                 sites[n] = _with(sites[n], parameters[n])
     for alike in _groups(sites):
-        runs = [n for n in alike if not sites[n].place.is_backward]
+        runs = [n for n in alike if not sites[n].location.is_backward]
         if len(runs) > 1:
             for run, n in enumerate(runs, 1):
                 sites[n] = _with(sites[n], f"run {run} of {len(runs)}")
     return sites
 
 
-def _parts_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
+def _parts_of_one(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
     """Name the gradient that each node is a part of; ``None`` where it is a part of several."""
     whose: dict[int, str | None] = {}
     ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
@@ -232,7 +244,7 @@ def _parts_of_one(graph: Graph, gradients: Mapping[str, Collection[int]]) -> dic
         name = name if whose.get(node, name) == name else None
         if node not in whose or whose[node] != name:
             whose[node] = name
-            ahead += [(each, name) for each in graph.made_of[node]]
+            ahead += [(each, name) for each in flow.made_of[node]]
     return whose
 
 
@@ -240,7 +252,7 @@ def _groups(sites: Sequence[Site]) -> list[list[int]]:
     """Group the positions of sites that nothing tells apart."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for n, site in enumerate(sites):
-        at = site.place
+        at = site.location
         kind = site.operation, site.aval.dtype, site.derivative_of, at.layer, at.source, at.instructions, site.instance
         groups[kind].append(n)
     return list(groups.values())
