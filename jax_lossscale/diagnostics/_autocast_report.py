@@ -66,7 +66,7 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def matmuls(self) -> tuple[OperationPrecision, ...]:
         """The matrix multiplications and convolutions (matmuls)."""
-        return tuple(operation for operation in self.operations if operation.is_product)
+        return tuple(operation for operation in self.operations if operation.is_matmul)
 
     @property
     def half_share(self) -> float:
@@ -169,7 +169,7 @@ def autocast_report(
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
     program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
     entries = operations(program)
-    entries.sort(key=lambda entry: (not entry.is_product, entry.dtype == dtype.name, -entry.flops, entry.index))
+    entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_kept(call)
     except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.

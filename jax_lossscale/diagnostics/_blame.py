@@ -14,7 +14,7 @@ from jax_lossscale.diagnostics._sites import Dataflow, Site
 _WRONG = 0.1
 # An error that an operation multiplies by less has come in a loop, from iteration to iteration.
 ACCUMULATED = 2
-# So many of an operation's results may become zero before it is told: a few always do.
+# An operation is reported if more than this fraction of its results becomes zero.
 MANY_ZEROS = 0.5
 # Nothing but a mask is so large on purpose.
 _MASK = 1e8
@@ -39,7 +39,8 @@ def blame(
     # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
-    # Where the iterations of a loop add up an error, no operation multiplies it: the one that makes the carry is told.
+    # If the iterations of a loop add up an error, no operation multiplies it. The operation that computes the carry is
+    # reported instead.
     ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_loops[loop]}
     return harmful, begins or harmful & ends
 

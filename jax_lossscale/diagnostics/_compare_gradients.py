@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._range_report import ranges_at
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two, tell
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two, report_progress
 from jax_lossscale.diagnostics._traced_gradients import trace_gradients
 
 _MOST_ROWS = 12
@@ -50,8 +50,8 @@ class GradientComparison(Report[LeafGradientError]):
         the reference, too.
       summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
       working_scales: those of the scales compared at which all gradients are right.
-      run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with what the
-        error says first.
+      run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with the first
+        sentence of the error message.
     """
 
     verdict: str
@@ -78,10 +78,10 @@ class GradientComparison(Report[LeafGradientError]):
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
             lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
         if self.run_time_errors and self.cause != "run-time error":
-            (first, said), *_ = self.run_time_errors
+            (first, message), *_ = self.run_time_errors
             lines.append(
-                f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {said} So would "
-                "a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set the "
+                f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {message} So "
+                "would a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set the "
                 "environment variable EQX_ON_ERROR=nan: then such a step is skipped."
             )
         if self.opaque_operations:
@@ -96,9 +96,9 @@ class GradientComparison(Report[LeafGradientError]):
         return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
-        told = [leaf for leaf in self if not leaf.is_zero or all(leaf.nonfinite)]
-        zero = len(self) - len(told)
-        leaves = [self.total, *told[:_MOST_ROWS]]
+        shown_leaves = [leaf for leaf in self if not leaf.is_zero or all(leaf.nonfinite)]
+        zero = len(self) - len(shown_leaves)
+        leaves = [self.total, *shown_leaves[:_MOST_ROWS]]
         shown = self._shown(leaves)
 
         def row(name: str, shape: str, leaf: LeafGradientError) -> list[str]:
@@ -112,15 +112,15 @@ class GradientComparison(Report[LeafGradientError]):
         for leaf in leaves[1:]:
             name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
             rows.append(row(name, str(list(leaf.shape)), leaf))
-        rest = [f"... {len(told) - _MOST_ROWS} more"] * (len(told) > _MOST_ROWS)
+        rest = [f"... {len(shown_leaves) - _MOST_ROWS} more"] * (len(shown_leaves) > _MOST_ROWS)
         rest += [f"{zero} that {'is' if zero == 1 else 'are'} zero in float32"] * (zero > 0)
         return [*rows, *([name, *[""] * (3 + len(shown))] for name in rest)]
 
     def _shown(self, leaves: Sequence[LeafGradientError]) -> list[int]:
         """Choose the scales, by their positions, at which a digit changes: the ends of each run that is alike."""
         numbers = range(len(self.loss_scales))
-        told = [[(bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
-        ends = {0, *(n for m in numbers[1:] if told[m - 1] != told[m] for n in (m - 1, m)), numbers[-1]}
+        cells = [[(bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
+        ends = {0, *(n for m in numbers[1:] if cells[m - 1] != cells[m] for n in (m - 1, m)), numbers[-1]}
         return sorted(ends)
 
 
@@ -196,7 +196,8 @@ def compare_gradients(
     wide = None
     if reference is not None:
         wide = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
-    errors = errors_by_scale(gradients, wide, scales, progress if callable(progress) else _told if progress else iter)
+    with_progress = progress if callable(progress) else _with_progress if progress else iter
+    errors = errors_by_scale(gradients, wide, scales, with_progress)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
     ranges = functools.cache(lambda scale: ranges_at(gradients, scale, progress is True))
@@ -222,10 +223,10 @@ def compare_gradients(
     )
 
 
-def _told(scales: Sequence[float]) -> Iterator[float]:
+def _with_progress(scales: Sequence[float]) -> Iterator[float]:
     for done, scale in enumerate(scales, 1):
         yield scale
-        tell("compare_gradients", f"{done} of {len(scales)} loss scales; {power_of_two(scale)}")
+        report_progress("compare_gradients", f"{done} of {len(scales)} loss scales; {power_of_two(scale)}")
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:

@@ -20,7 +20,7 @@ from jax_lossscale.diagnostics._loss_call import argument_faults, check_call
 from jax_lossscale.diagnostics._precision_probes import FLOAT32
 from jax_lossscale.diagnostics._precision_rules import rules_for
 from jax_lossscale.diagnostics._precision_search import MOST_GRADIENTS, Search, Trial
-from jax_lossscale.diagnostics._report import off, percent, tell
+from jax_lossscale.diagnostics._report import off, percent, report_progress
 
 _TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
 
@@ -107,7 +107,8 @@ def find_precision(
     if not jax.tree.leaves([call.args[position] for position in call.positions]):
         raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
     if progress:
-        tell("find_precision", f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients")
+        plan = f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients"
+        report_progress("find_precision", plan)
     # Under `autocast` the parameters of nnx modules have other paths than here.
     search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
     if not search.is_exact_finite():
@@ -124,11 +125,11 @@ def find_precision(
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(rules_for(search.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
-    search.tell(f"{search.numbers.sum()} products at {len(search.sites)} places, {len(of_batches)} batches")
+    search.report(f"{search.numbers.sum()} products at {len(search.sites)} places, {len(of_batches)} batches")
     first, best = search.found()
     while True:
         ratio, error, where = search.verified(policy(best))
-        search.tell(f"under `autocast`, {where} is {off(error)}")
+        search.report(f"under `autocast`, {where} is {off(error)}")
         if ratio <= 1 or not (best.levels < FLOAT32).any():
             break
         best = search.wider(best, max(1, int((best.levels > 0).sum())))

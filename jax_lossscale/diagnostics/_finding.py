@@ -18,16 +18,16 @@ from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of its elements is zero.
 _MANY_LOST = 0.25
-# Of one leaf, an error above this is told even if its network trains.
-_WORTH_SAYING = 0.05
+# An error of one leaf above this is reported even if the function trains.
+_REPORTED_ERROR = 0.05
 
 
 class Finding(NamedTuple):
-    """The cause, by its name in `GradientComparison`, and what is said of it.
+    """The cause, by its name in `GradientComparison`, and the sentences of the verdict about it.
 
     Attributes:
       cause: the cause.
-      said: what to say, sentence by sentence; "" where there is nothing.
+      sentences: the sentences of the verdict; empty strings are ignored.
       at: the position of the scale that shows it best.
       leaves: the leaves that are wrong there; of a function that trains, those that are wrong without a loss scale.
       will_train: whether a scale gives right gradients.
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     """
 
     cause: str
-    said: Sequence[str]
+    sentences: Sequence[str]
     at: int = 0
     leaves: Sequence[LeafGradientError] = ()
     will_train: bool = False
@@ -43,15 +43,15 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """All that is said."""
-        return " ".join(filter(None, self.said))
+        """The verdict: all sentences."""
+        return " ".join(filter(None, self.sentences))
 
 
-Ranges: TypeAlias = Callable[[float], RangeReport]  # each is a compilation, so it is asked only if need be
+Ranges: TypeAlias = Callable[[float], RangeReport]  # each call compiles, so it is called only if necessary
 
 
 class Finder:
-    """Finds the first of the causes that the errors show, the most fundamental first, and says it.
+    """Finds the first of the causes that the errors show, the most fundamental first, with its verdict.
 
     Args:
       gradients: the traced gradients of the function.
@@ -65,24 +65,24 @@ class Finder:
         self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
     def found(self) -> Finding:
-        """Give the cause; add what may be said of any: that it diverged, what is zero, which constants were lost."""
+        """Return the cause. Add sentences about divergence, gradients that are zero, and lost constants."""
         finding, reference = self._cause(), self._errors.reference_value
         if finding.cause == "no half precision":
             return finding
-        told, is_in_vain = list(finding.said), finding.cause in ("reference not finite", "no gradients")
+        sentences, is_in_vain = list(finding.sentences), finding.cause in ("reference not finite", "no gradients")
         if "overflow" in finding.cause and self._has_diverged:
-            told.insert(
-                len(told) if finding.will_train else 0,
+            sentences.insert(
+                len(sentences) if finding.will_train else 0,
                 f"The loss is {reference:.2g} in float32, too. If training made it so large, it diverges in float32 as "
                 f"well: look at the learning rate and at the sign of the loss, not at {self._dtype}.",
             )
         if not is_in_vain:
-            told.append(of_zeros(self._errors.leaves))
+            sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
             lost = f"{lost_constants[0]}, also in the float32 reference. Compute it in float32."
-            told.insert(0 if is_in_vain else len(told), lost)
-        return finding._replace(said=told)
+            sentences.insert(0 if is_in_vain else len(sentences), lost)
+        return finding._replace(sentences=sentences)
 
     def _cause(self) -> Finding:
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
@@ -99,21 +99,21 @@ class Finder:
             return self._reference_not_finite(bad, not_finite)
         if len(errors.run_time_errors) == len(errors.scales):
             raised = next(iter(errors.run_time_errors.values()))
-            said = (
+            sentence = (
                 f"At every loss scale compared the program raises an error, which it does not in float32: {raised} If "
                 "a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than "
                 f"the rounding of {dtype}."
             )
-            return Finding("run-time error", [said])
+            return Finding("run-time error", [sentence])
         if not math.isfinite(errors.value):
             return self._forward_overflow(0, [])
         if not errors.total.norm:
-            said = f"All gradients are zero in float32, too, so there is nothing that {dtype} could lose."
+            sentence = f"All gradients are zero in float32, too, so there is nothing that {dtype} could lose."
             unused = (
                 "Look for a `jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the "
                 "loss does not use."
             )
-            return Finding("no gradients", [said, "" if gradients.lost_constants else unused])
+            return Finding("no gradients", [sentence, "" if gradients.lost_constants else unused])
         if not errors.finite():
             return self._overflow_at_every_scale()
         if errors.best() not in errors.working():
@@ -127,7 +127,7 @@ class Finder:
         gained = "So the gradients are those of float32, and nothing is gained."
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
-    def _reference_not_finite(self, bad: Sequence[LeafGradientError], said: str) -> Finding:
+    def _reference_not_finite(self, bad: Sequence[LeafGradientError], sentence: str) -> Finding:
         gradients, faults = self._gradients, self._gradients.argument_faults
         is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
@@ -135,10 +135,10 @@ class Finder:
             "No arithmetic makes it. Look for an index that is out of range, for which `jnp.take` and its like give "
             "NaN, and for a constant that is NaN."
         )
-        told = [said, self._begins(made), "" if made or is_explained else index, *faults.infinite]
+        sentences = [sentence, self._begins(made), "" if made or is_explained else index, *faults.infinite]
         if faults.nan:
-            told = [*faults.nan, *faults.infinite, f"So i{said[1:]}"]
-        return Finding("reference not finite", told, leaves=bad)
+            sentences = [*faults.nan, *faults.infinite, f"So i{sentence[1:]}"]
+        return Finding("reference not finite", sentences, leaves=bad)
 
     def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
         errors, report = self._errors, self._ranges(self._errors.scales[at])
@@ -156,8 +156,8 @@ class Finder:
             for path, largest in self._gradients.argument_faults.largest.items()
             if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
         ]
-        said = [f"{wrong} No loss scale changes that.", begins, *too_large]
-        return Finding("forward overflow", said, at, inaccurate)
+        sentences = [f"{wrong} No loss scale changes that.", begins, *too_large]
+        return Finding("forward overflow", sentences, at, inaccurate)
 
     def _overflow_at_every_scale(self) -> Finding:
         report = self._ranges(self._errors.scales[0])
@@ -167,8 +167,8 @@ class Finder:
         derivatives = [operation for operation in report.bad if operation.derivative_of]
         before = [operation for operation in report.forward_error_sources() if not operation.overflow]
         locations = derivatives or before or [operation for operation in report.bad if operation.overflow]
-        said = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
-        return Finding("backward overflow", [said, self._begins(locations, not self._has_diverged)], leaves=bad)
+        sentence = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
+        return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
         """Tell apart what makes gradients wrong that are finite at some scales."""
@@ -181,12 +181,12 @@ class Finder:
         vanishes = underflowing and errors.is_loss_too_small
         if not vanishes and (report.forward_error_sources() or not report.underflows()):
             most = f", most of all those of {_paths(inaccurate)}" if inaccurate else ""
-            said = [
+            sentences = [
                 f"The gradients are {off(error)} at the best loss scale{most}. No loss scale helps, since the error is "
                 "made in the forward pass.",
                 self._begins(report.forward_error_sources()) or "`range_report` shows how far off each operation is.",
             ]
-            return Finding("forward rounding", said, at, inaccurate)
+            return Finding("forward rounding", sentences, at, inaccurate)
         leaves = underflowing or inaccurate or list(errors.leaves)
         share = sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / max(sum(leaf.nonzero for leaf in leaves), 1)
         lost = f"{percent(share)} of those of {_paths(leaves)} are zero"
@@ -195,14 +195,14 @@ class Finder:
             # Brings their largest gradient to the size of the largest of all.
             ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
             factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
-            said = [
+            sentences = [
                 f"At {power_of_two(start)} the gradients as a whole are right (error {percent(error)}), but {lost}. At "
                 "a scale where they are not, other gradients overflow.",
                 f"Give that branch a scale of its own, {factor} times the other: its float32 parameters and inputs go "
                 f"through `jls.unscale_gradient(..., {factor})`, and its result, cast to float32, through "
                 f"`jls.scale_gradient(..., {factor})`. Or compute it in float32.",
             ]
-            return Finding("branch underflow", said, at, leaves, loss_scale=start)
+            return Finding("branch underflow", sentences, at, leaves, loss_scale=start)
         if errors.finite()[-1] + 1 == len(errors.scales):
             advice = "Compare larger scales: `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
@@ -229,33 +229,33 @@ class Finder:
         it = "It will train"
         if counted.half_matmuls < counted.matmuls:
             it += f", with {counted.half_matmuls} of {counted.matmuls} products in {self._dtype}"
-        said = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
+        sentences = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
         if cause == "backward overflow":
             made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
-            said = [
+            sentences = [
                 f"{it}; start from {power_of_two(start)}, which is below 1, since larger scales make the gradients "
                 f"overflow. {made} goes there. Or make the loss smaller, with means for sums."
             ]
         elif cause == "underflow" and bare is not None:
             share = errors.total.lost[bare]
             lost = f"{percent(share)} of the gradients would be zero"
-            if share < _WORTH_SAYING:  # they are subnormal
+            if share < _REPORTED_ERROR:  # they are subnormal
                 lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
             whose = f", most of all those of {_paths(underflowing)}" if underflowing else ""
-            said.append(f"Without a loss scale {lost}{whose}.")
+            sentences.append(f"Without a loss scale {lost}{whose}.")
         if too_small := errors.is_loss_noted and self._too_small():
-            said.append(f"{too_small} Return it in float32.")
+            sentences.append(f"{too_small} Return it in float32.")
         elif errors.is_loss_noted:
             off_by = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
             numbers = f"{errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({off_by:+.0%})"
             sources = self._ranges(start).forward_error_sources()
             has_suggestion = not (self._has_diverged and cause == "backward overflow")
-            said += [f"But the loss is {numbers}.", self._begins(sources, has_suggestion)]
-        worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _WORTH_SAYING]
+            sentences += [f"But the loss is {numbers}.", self._begins(sources, has_suggestion)]
+        worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _REPORTED_ERROR]
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)
-            said.append(f"The gradients of {_paths(worse)} stay {off(most)}.")
-        return Finding(cause, said, at, underflowing, will_train=True, loss_scale=start)
+            sentences.append(f"The gradients of {_paths(worse)} stay {off(most)}.")
+        return Finding(cause, sentences, at, underflowing, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
         errors = self._errors

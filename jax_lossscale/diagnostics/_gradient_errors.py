@@ -39,7 +39,7 @@ _NOTED_ERROR_OF_THE_LOSS = 0.01
 _AS_GOOD = 1.5
 # From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
 _LOG2_HEADROOM = 3
-_SAID = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
+_FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class GradientErrors(NamedTuple):
 
     @property
     def is_loss_noted(self) -> bool:
-        """Whether it is far enough to be told."""
+        """Whether the error of the loss is large enough to be reported."""
         return self.error_of_loss > noted_error_of_loss(self.dtype)
 
     @property
@@ -318,9 +318,9 @@ def is_of_the_program(error: Exception) -> bool:
 
 
 def first_sentence(error: Exception) -> str:
-    """Give what an error says first, after the traceback of a callback that it may begin with."""
-    said = _SAID.search(str(error))
-    return " ".join(said[1].split()) if said else str(error).partition("\n")[0]
+    """Return the first sentence of an error message, without the traceback of a callback at its beginning."""
+    found = _FIRST_SENTENCE.search(str(error))
+    return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
 
 def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:

@@ -61,7 +61,7 @@ class MatmulSummary(NamedTuple):
 
 def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
     """Summarize the matmuls among operations."""
-    matmuls = [operation for operation in entries if operation.is_product]
+    matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
     others = sorted(
         (matmul for matmul in matmuls if matmul.dtype != dtype),

@@ -34,9 +34,9 @@ class OperationPrecision:
       result: the dtype of their results.
       count: the number of these operations in the program.
       flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
-      reason: why a product, or its result, is not in the dtype of `autocast`; "" if it is.
-      is_product: whether it is a matrix product or a convolution. A product whose contracted axes all have size 1, such
-        as an outer product, is a multiplication.
+      reason: why a matmul, or its result, is not in the dtype of `autocast`; "" if it is.
+      is_matmul: whether it is a matrix multiplication or a convolution. A `dot_general` whose contracted axes all have
+        size 1, such as an outer product, is not.
       index: the number of operations of the program that precede the first of them.
     """
 
@@ -49,7 +49,7 @@ class OperationPrecision:
     count: int
     flops: float
     reason: str
-    is_product: bool
+    is_matmul: bool
     index: int
 
 
@@ -73,7 +73,7 @@ def operations(program: TracedMatmuls) -> list[OperationPrecision]:
             count=0,
             flops=0.0,
             reason=matmul.reason if matmul else "",
-            is_product=matmul is not None,
+            is_matmul=matmul is not None,
             index=0,
         )
         found.setdefault(kind, []).append((index, matmul.flops if matmul else 0.0))

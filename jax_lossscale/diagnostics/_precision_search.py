@@ -28,7 +28,7 @@ from jax_lossscale.diagnostics._precision_probes import (
     RoundingEvaluator,
     with_probes,
 )
-from jax_lossscale.diagnostics._report import off, power_of_two, tell
+from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
 
 MOST_GRADIENTS = 30
 _OF_VERIFYING = 6
@@ -227,10 +227,10 @@ class Search:
 
         return self._errors(results, scale)
 
-    def tell(self, what: str) -> None:
-        """Print a line if progress is asked for."""
+    def report(self, text: str) -> None:
+        """Print a line about the progress of the search if ``progress`` is true."""
         if self._progress:
-            tell("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients; {what}")
+            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
         """Give the largest power of two with which no cotangent of a narrow product overflows, with a little room."""
@@ -247,7 +247,7 @@ class Search:
             scale = self._best_scale(levels)
             trial = Trial(levels, scale, *self._errors(lambda: self._run(levels, scale)[0], scale))
             wide, half = (int(self.numbers[levels == level].sum()) for level in (FLOAT32, FLOAT32_RESULT))
-            self.tell(
+            self.report(
                 f"{wide} of {self.numbers.sum()} products wide, {half} with a wide result, loss scale "
                 f"{power_of_two(scale)}: {trial.where} is {off(trial.error)}"
             )

@@ -69,9 +69,9 @@ class Report(Sequence[Entry]):
         return above + (f"<table>\n{table}</table>\n" if table else "") + below
 
 
-def tell(caller: str, what: str) -> None:
-    """Print a line on progress, on standard error."""
-    print(f"{caller}: {what}", file=sys.stderr)
+def report_progress(caller: str, text: str) -> None:
+    """Print a line about the progress of a report on standard error."""
+    print(f"{caller}: {text}", file=sys.stderr)
 
 
 def power_of_two(scale: float) -> str:

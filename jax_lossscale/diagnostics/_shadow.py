@@ -23,7 +23,7 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 from jax_lossscale._program.walk import Walk
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._report import tell
+from jax_lossscale.diagnostics._report import report_progress
 from jax_lossscale.diagnostics._sites import is_measured
 
 # What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
@@ -287,7 +287,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         """Tell each tenth of the total."""
         before, self._done = self._done, self._done + rows
         if self._total and 10 * before // self._total < 10 * self._done // self._total:
-            tell("range_report", f"{self._done} of {self._total} operations")
+            report_progress("range_report", f"{self._done} of {self._total} operations")
 
     def _pair(self, narrow: Any, wide: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):

@@ -320,7 +320,7 @@ def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_ca
     np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], plain[1], rtol=1e-6)
     for each in jls.diagnostics.autocast_report(loss, X, policy=policy):
-        if each.is_product:
+        if each.is_matmul:
             assert each.reason == f"float16 cannot hold its constant operand, so {policy.rules[0]!r} has no effect here"
     assert product_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
 
