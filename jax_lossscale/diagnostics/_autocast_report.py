@@ -33,7 +33,7 @@ _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "w
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AutocastReport(Report[OperationPrecision]):
-    """An `OperationPrecision` for every operation on floats, the products first, and of these those that are wide.
+    """An `OperationPrecision` for every operation on floats, the matmuls first, and of these those in float32.
 
     Printed, or shown in a notebook, it says how many products are in the dtype, and where the first is that is not. A
     table of the products follows. Iterating over it gives the operations.

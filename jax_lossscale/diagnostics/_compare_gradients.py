@@ -40,7 +40,7 @@ class GradientComparison(Report[LeafGradientError]):
       will_train: whether there is a loss scale with which all gradients are right.
       loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
       inaccurate_leaves: the paths of the leaves whose gradients are wrong at the best of the scales.
-      dtype: the name of the narrow dtype.
+      dtype: the name of the half-precision dtype.
       loss_scales: the scales that were compared, in ascending order.
       leaves: a `LeafGradientError` for each leaf, the worst first.
       total: the same for all leaves together.
@@ -81,11 +81,12 @@ class GradientComparison(Report[LeafGradientError]):
             (first, message), *_ = self.run_time_errors
             lines.append(
                 f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {message} So "
-                "would a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set the "
-                "environment variable EQX_ON_ERROR=nan: then such a step is skipped."
+                "would a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set "
+                "the environment variable EQX_ON_ERROR=nan: then such a step is skipped."
             )
         if self.opaque_operations:
-            lines.append(f"Not followed, and narrow in the reference, too: {', '.join(self.opaque_operations)}.")
+            names = ", ".join(self.opaque_operations)
+            lines.append(f"Not followed, and in half precision in the reference, too: {names}.")
         if any(leaf.is_rounding for leaf in self):
             lines.append(
                 "*: in float32, too, rounding alone changes its gradient by more than 5%, so its errors say nothing."
@@ -156,7 +157,7 @@ def compare_gradients(
         differentiated (functions, keys, counters) stays as it is.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
-      dtype: the narrow dtype that ``fun`` computes in.
+      dtype: the half-precision dtype in which ``fun`` computes.
       loss_scales: the scales to compare, positive numbers. By default powers of two from ``2**-8`` to ``2**24``, and
         further where the gradients are very large or very small.
       reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
@@ -193,11 +194,11 @@ def compare_gradients(
     scales = None if loss_scales is None else _checked_scales(loss_scales)
     call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
     gradients = trace_gradients(call, dtype, has_reference=reference is not None)
-    wide = None
+    float32_program = None
     if reference is not None:
-        wide = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
+        float32_program = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
     with_progress = progress if callable(progress) else _with_progress if progress else iter
-    errors = errors_by_scale(gradients, wide, scales, with_progress)
+    errors = errors_by_scale(gradients, float32_program, scales, with_progress)
     if errors is None:
         raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
     ranges = functools.cache(lambda scale: ranges_at(gradients, scale, progress is True))

@@ -134,7 +134,7 @@ def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
 
 
 class Underflow(NamedTuple):
-    """What a cast to a narrow dtype would do to the small numbers. Printed with `print`, it is a sentence.
+    """What a cast to half precision would do to the small numbers. Printed with `print`, it is a sentence.
 
     Attributes:
       zero: ``float32[]``, the share that would become zero, of the finite numbers that are not zero.

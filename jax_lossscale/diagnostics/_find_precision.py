@@ -38,17 +38,21 @@ def find_precision(
 ) -> PrecisionPolicy:
     """Find which products of a function must stay float32, by measurement, so that `autocast` gets it right.
 
-    The function is compared with itself: the program of its value and gradients, compiled once, rounds at each product
-    what `autocast` would round, or leaves it. All products are narrow at first. If that is within the tolerance of
-    float32, the policy is empty. If not, products whose operands or results exceed the range of ``dtype`` are widened;
-    then those of which much is too small for it, values and cotangents; then those whose rounding errors, times their
-    cotangents, are largest, until it is within half the tolerance, since other batches come. What was widened without
-    need is made narrow again, by bisection, until nothing changes. In the end the function is computed under `autocast`
-    with the policy, to be sure.
+    The function is compared with itself. The program of its value and gradients is compiled once. It rounds the
+    operands and results of each matmul, as `autocast` would, or leaves them in float32. The search has five steps:
 
-    A product whose result is at fault keeps its operands narrow, and has a float32 result, which costs tensor cores
-    nothing. The loss scale is, for each trial, the largest with which nothing overflows. All this takes at most the
-    time of 30 gradients.
+    1. Try all matmuls in half precision. If the errors are within the tolerance, the policy is empty.
+    2. Change the matmuls whose operands or results overflow in ``dtype`` to float32.
+    3. Change the matmuls whose values or cotangents underflow to float32.
+    4. Change the matmuls with the largest products of rounding error and cotangent to float32, until the errors are
+       within half the tolerance. The other half is for other batches.
+    5. Change matmuls that do not need float32 back to half precision, by bisection, until nothing changes.
+
+    In the end, the function is computed under `autocast` with the policy, to verify the result.
+
+    A matmul whose result is at fault keeps its operands in half precision, and has a float32 result. This costs nothing
+    on tensor cores. The loss scale of each trial is the largest with which nothing overflows. All trials together take
+    at most the time of 30 gradients.
 
     Args:
       fun: a scalar-valued function written for float32, as it would be given to `autocast`.
@@ -69,7 +73,7 @@ def find_precision(
     Returns:
       A `PrecisionPolicy` for `autocast`, whose rules say why. They name layers, parameters, operations and functions,
       so they are right for other values, another batch size, and after edits elsewhere. Its ``loss_scale`` is that of
-      the last trial, and its ``errors`` are those with all products narrow, and with the rules.
+      the last trial, and its ``errors`` are those with all matmuls in half precision, and with the rules.
 
     Raises:
       ValueError: if an argument is not of its kind; if there are no gradients; inside `jax.jit` and other
@@ -77,7 +81,7 @@ def find_precision(
 
     Warns:
       UserWarning: if value or gradients are not finite in float32 either; if most gradients are zero in float32; if the
-        policy is not within the tolerance; if less than half of the products stay narrow.
+        policy is not within the tolerance; if less than half of the matmuls stay in half precision.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -132,17 +136,17 @@ def find_precision(
         search.report(f"under `autocast`, {where} is {off(error)}")
         if ratio <= 1 or not (best.levels < FLOAT32).any():
             break
-        best = search.wider(best, max(1, int((best.levels > 0).sum())))
+        best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
     if ratio > 1:
         warn_user(
             f"`find_precision`: with every product in float32, {where} is {off(error)}, more than the "
             f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
         )
-    narrow = int(search.numbers[best.levels < FLOAT32].sum())
-    if 2 * narrow < search.numbers.sum():
+    in_half = int(search.numbers[best.levels < FLOAT32].sum())
+    if 2 * in_half < search.numbers.sum():
         warn_user(
-            f"`find_precision`: only {narrow} of {search.numbers.sum()} products stay narrow, so little is gained. "
-            f"`jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
+            f"`find_precision`: only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so little is "
+            f"gained. `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
         )
     before_and_after = min(first.error, 1.0), min(error, 1.0)
     return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)

@@ -86,7 +86,7 @@ class Finder:
 
     def _cause(self) -> Finding:
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
-        met = [narrow.name for narrow in gradients.half_dtypes]
+        met = [dtype.name for dtype in gradients.half_dtypes]
         is_half, why = dtype in met, counted.no_half_precision
         if met and not is_half:
             why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
@@ -120,7 +120,7 @@ class Finder:
             return self._does_not_train(errors.best())
         if is_half and (counted.half_matmuls or not counted.matmuls):
             return self._trains()
-        if not counted.is_autocast:  # a function that casts by hand is one that was meant to be narrow
+        if not counted.is_autocast:  # a function that casts by hand is one that is meant to be in half precision
             none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
             suggestion = f"`jls.autocast(fun)` computes them in {dtype}."
             return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", suggestion])

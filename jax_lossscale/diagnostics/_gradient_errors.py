@@ -253,7 +253,7 @@ class GradientErrors(NamedTuple):
 
 def errors_by_scale(
     gradients: TracedGradients,
-    wide: Traced | None = None,
+    float32_program: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
 ) -> GradientErrors | None:
@@ -261,31 +261,31 @@ def errors_by_scale(
 
     Args:
       gradients: the traced gradients of the function.
-      wide: the program of the reference, without a scale; by default it is made from that of the function.
+      float32_program: the program of the reference, without a loss scale. By default it is made from the function.
       scales: those to compare; by default useful ones.
       progress: what wraps them.
     """
-    call, narrow = gradients.call, gradients.program
-    moved = nudged(call, keep_dtypes=wide is not None)
+    call, program = gradients.call, gradients.program
+    moved = nudged(call, keep_dtypes=float32_program is not None)
     evaluator = Evaluator(jnp.dtype(jnp.float32))
-    if wide is None:
-        wide, moved = narrow, [np.float32(1), *moved]
-        computed = jax.jit(lambda *inputs: evaluator.evaluate(narrow.jaxpr, inputs))
+    if float32_program is None:
+        float32_program, moved = program, [np.float32(1), *moved]
+        computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
     else:
-        computed = jax.jit(jaxpr_as_fun(wide.jaxpr))
-    reference_value, exact = value_and_leaves(wide.result(computed(*wide.inputs)), call.has_aux)
+        computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
+    reference_value, exact = value_and_leaves(float32_program.result(computed(*float32_program.inputs)), call.has_aux)
     if not exact:
         return None
-    of_moved = computed(*wide.inputs_from(moved, call.kwargs))
-    rounding = measure(value_and_leaves(wide.result(of_moved), call.has_aux)[1], exact, 1.0)
+    of_moved = computed(*float32_program.inputs_from(moved, call.kwargs))
+    rounding = measure(value_and_leaves(float32_program.result(of_moved), call.has_aux)[1], exact, 1.0)
     del of_moved  # no two gradients but the reference and those of one scale are held at a time
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
-    compiled = jax.jit(jaxpr_as_fun(narrow.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    compiled = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
     value: Any = math.nan  # that of every scale
     measured, run_time_errors = [], dict[float, str]()
     for scale in progress(scales):
         try:
-            result = narrow.result(compiled(jnp.float32(scale), *narrow.inputs[1:]))
+            result = program.result(compiled(jnp.float32(scale), *program.inputs[1:]))
             value, leaves = value_and_leaves(result, call.has_aux)
             measured.append(measure(leaves, exact, scale))
             del result, leaves
@@ -295,7 +295,7 @@ def errors_by_scale(
             run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
     all_leaves, total = reports_of(exact, measured, rounding)
-    loss_dtype, known = narrow.jaxpr.out_avals[0].dtype, tuple(evaluator.opaque_operations)
+    loss_dtype, known = program.jaxpr.out_avals[0].dtype, tuple(evaluator.opaque_operations)
     losses = float(value), loss_dtype, float(reference_value)
     return GradientErrors(gradients.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
 
@@ -345,9 +345,9 @@ def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]
 
 @functools.partial(jax.jit, static_argnums=4)
 def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool) -> jax.Array:
-    (wide,) = _tree.widen([leaf])
-    sign = jax.lax.dynamic_slice_in_dim(signs, start, wide.size).reshape(wide.shape).astype(wide.real.dtype)
-    nudged = wide * (1 + by * sign)
+    (widened,) = _tree.widen([leaf])
+    sign = jax.lax.dynamic_slice_in_dim(signs, start, widened.size).reshape(widened.shape).astype(widened.real.dtype)
+    nudged = widened * (1 + by * sign)
     return nudged.astype(leaf.dtype) if keep_dtype else nudged
 
 

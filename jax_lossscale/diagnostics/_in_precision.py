@@ -1,4 +1,4 @@
-"""The same function in another precision: an evaluator of jaxprs computes every narrow float as a wider one.
+"""The same function in another precision: an evaluator of jaxprs computes every half-precision value in a wider dtype.
 
 A jaxpr says of every value what dtype it has. Here each value of float16, bfloat16 or float8 has ``dtype`` instead,
 whichever way it was made, and every other value keeps its own. So the types of an equation follow from the types it
@@ -36,7 +36,7 @@ from jax_lossscale._program.walk import Walk
 
 
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
-    """Make the same function with every narrow float computed in another precision.
+    """Make the same function with all half-precision values computed in another precision.
 
     Where ``fun`` casts to float16, bfloat16 or float8, the new function casts to ``dtype``. With float32, it is what
     the network would be if nothing had been cast: a reference, made from the code itself. It follows casts, constants
@@ -45,12 +45,12 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     differentiated, vectorized and compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both
     use the derivatives that ``fun`` defines.
 
-    Some things stay narrow. `jax.lax.bitcast_convert_type` uses the bits of the narrow number, and its result is cast
+    Some things stay in half precision. `jax.lax.bitcast_convert_type` uses the bits of the half-precision number, and its result is cast
     afterwards (float16 random numbers are made in this way). Constants keep only the digits that they had after ``fun``
-    made them narrow, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, do not change. Kernels
-    (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in the narrow dtype.
+    cast them, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, do not change. Kernels
+    (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in half precision.
 
-    Matrix products and convolutions of narrow numbers are computed with `jax.lax.Precision.HIGHEST`; otherwise a GPU
+    Matrix products and convolutions in half precision are computed with `jax.lax.Precision.HIGHEST`; otherwise a GPU
     would round their operands to as few bits as float16 has.
 
     Args:
@@ -59,8 +59,8 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
       dtype: a floating dtype; float32 by default. Whatever is wider than 16 bits in ``fun`` keeps its own dtype.
 
     Returns:
-      A function of the same arguments, keyword arguments included. Narrow arguments are taken as they are, and widened.
-      Its result is that of ``fun``, but of ``dtype`` wherever ``fun`` returns a narrow float.
+      A function of the same arguments, keyword arguments included. Arguments in half precision are accepted, and cast to ``dtype``.
+      Its result is that of ``fun``, but of ``dtype`` wherever ``fun`` returns half precision.
 
     Raises:
       ValueError: if ``dtype`` is no real floating dtype, or is float64 where 64 bits are not enabled.
@@ -107,10 +107,10 @@ def checked_precision(dtype: Any, name: str) -> jnp.dtype:
 
 
 class Evaluator(Walk[Any]):
-    """Evaluates jaxprs with ``dtype`` in the place of every narrow float.
+    """Evaluates jaxprs with ``dtype`` in place of half precision.
 
     Attributes:
-      dtype: what narrow floats are computed in.
+      dtype: the dtype in which half precision is computed.
       opaque_operations: the names of the primitives that it could not evaluate in ``dtype``.
     """
 
@@ -120,11 +120,11 @@ class Evaluator(Walk[Any]):
         self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
-        """Return the outputs for these inputs, each of which may be of its narrow dtype or already wide."""
+        """Return the outputs for these inputs, each in half precision or already in ``dtype``."""
         return self.outputs(closed, list(map(self.value_of, inputs, closed.in_avals)))
 
     def value_of(self, constant: Any, aval: Any) -> Any:
-        """Return an array where the jaxpr has one of the type ``aval``: of ``dtype`` if that is narrow."""
+        """Return an array where the jaxpr has one of the type ``aval``: of ``dtype`` if that is in half precision."""
         if is_half(aval):
             return as_dtype(constant, self.dtype)
         # float64 out of a product that was told to give float32, for one
@@ -149,30 +149,30 @@ class Evaluator(Walk[Any]):
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
-            except (NotImplementedError, TypeError, ValueError):  # a primitive that takes narrow floats only
+            except (NotImplementedError, TypeError, ValueError):  # a primitive that only takes half precision
                 self.opaque_operations[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """Return the jaxpr in which every narrow type has become ``dtype``."""
+        """Return the jaxpr in which every half-precision type has become ``dtype``."""
         if not half_dtypes(closed.jaxpr):
             return closed
         key = (id(closed.jaxpr), *map(id, closed.consts))
         if key not in self._translated:
             types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
-            wide = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            self._translated[key] = (closed, wide)  # the first is kept, lest its ids be taken by others
+            translated = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
+            self._translated[key] = (closed, translated)  # the first is kept, lest its ids be taken by others
         return self._translated[key][1]
 
     def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-        narrow = [
+        original = [
             as_dtype(value, atom.aval.dtype) if is_half(atom.aval) else value
             for value, atom in zip(inputs, eqn.invars, strict=True)
         ]
-        return self._outputs(eqn, bind(eqn, narrow, eqn.params))
+        return self._outputs(eqn, bind(eqn, original, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:
         """Whether a `reduce_precision` changes nothing on a number of its dtype: `jax.checkpoint` puts it there."""

@@ -79,7 +79,7 @@ class _Constants(Propagation[_Value]):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
-            # `autocast` stores a zero narrow, and uses it in float32, only if it was one from the beginning.
+            # `autocast` stores a zero in half precision, and uses it in float32, only if it was one from the beginning.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):

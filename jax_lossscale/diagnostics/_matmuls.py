@@ -103,7 +103,7 @@ def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]
     """
     propagation = _Origins(dtype)
     propagation.outputs(program, [_given(2, f"`{name}`") for name in names])
-    found = [Float32Origin(location, origin.why) for location, origin in propagation.wide]
+    found = [Float32Origin(location, origin.why) for location, origin in propagation.float32_operands]
     return sorted(found, key=lambda origin: origin.location.is_backward)
 
 
@@ -111,7 +111,7 @@ class _Origin(NamedTuple):
     """Where a float32 value comes from; of several, the one with the lowest rank is told.
 
     Attributes:
-      rank: 0, where narrow numbers were promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
+      rank: 0, where half precision was promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
         which were float32 at the beginning; 4, of what is not float32.
       why: the same in words, of a product that takes the value.
       given: the name of the argument, or "a constant".
@@ -129,13 +129,13 @@ def _given(rank: int, name: str) -> _Origin:
 
 
 class _Origins(Propagation[_Origin]):
-    """Finds the origin of each value that is float32; ``wide``: the products that take such, with the origin."""
+    """Finds the origin of each value that is float32; ``float32_operands``: the matmuls that take such values, with the origin."""
 
     follows = Propagation.follows | {"shard_map"}
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
-        self.wide: list[tuple[Location, _Origin]] = []
+        self.float32_operands: list[tuple[Location, _Origin]] = []
 
     def value_of(self, constant: Any, aval: Any) -> _Origin:
         return _given(3, "a constant")
@@ -152,7 +152,7 @@ class _Origins(Propagation[_Origin]):
             met = f"{self.dtype.name} met float32 {given[0]} at {_named(location)}"
             origin = _Origin(0, f"its input is float32 since {met}")
         if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
-            self.wide.append((location, origin))
+            self.float32_operands.append((location, origin))
         if takes_narrow and not origins:
             origin = _Origin(1, f"its input becomes float32 at {_named(location)}", column=location.column)
         return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]

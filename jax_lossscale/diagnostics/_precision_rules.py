@@ -16,9 +16,9 @@ _PRECISIONS = ("half", "float32_result", "float32")  # by level
 
 
 def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] | None) -> list[PrecisionRule]:
-    """Make a rule for each product that is not narrow, or for several that are alike.
+    """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
 
-    The first that matches decides, so the widest come first: where names do not tell products apart, too much is wide.
+    The first that matches decides, so the highest precision comes first. If names do not distinguish matmuls, too many are in float32.
     """
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):

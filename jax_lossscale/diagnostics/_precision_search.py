@@ -47,10 +47,10 @@ _SMALL_LEAF = 10.0
 
 
 class Trial(NamedTuple):
-    """What was found with some products wide.
+    """The result of a trial with some matmuls in float32.
 
     Attributes:
-      levels: ``int[sites]``: narrow, with a wide result, or wide.
+      levels: ``int[sites]``: half precision, float32 result, or float32.
       scale: the loss scale.
       ratio: the worst error of the value, of all gradients or of a leaf, over what it may be.
       error: that error; infinite if anything is not finite.
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether all errors are within what they may be; once something is wide, half of it: other batches come."""
+        """Whether all errors are within what they may be; if any matmul is in float32, within half of it."""
         return self.ratio <= (0.5 if self.levels.any() else 1.0)
 
 
@@ -103,10 +103,10 @@ class _Exact(NamedTuple):
 
 
 class Search:
-    """A function on some batches, that is tried with some products wide, until what is wide is enough, and needed.
+    """A search for the matmuls that must be in float32, by trials on some batches.
 
     Attributes:
-      sites: the products that `autocast` makes narrow.
+      sites: the matmuls that `autocast` computes in half precision.
       numbers: how many products there are at each site.
       spent: how many gradients have been computed, for each batch.
       leaves: the gradients of the first batch in float32.
@@ -233,7 +233,7 @@ class Search:
             report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
-        """Give the largest power of two with which no cotangent of a narrow product overflows, with a little room."""
+        """Return the largest power of two, less a margin, at which no cotangent of a matmul in half precision overflows."""
         if self._dtype != jnp.float16:
             return 1.0
         largest = self._largest[levels < FLOAT32, COTANGENTS].max(initial=0.0)
@@ -242,20 +242,20 @@ class Search:
         return 2.0 ** min(max(math.floor(math.log2(self._overflow / largest)) - _LOG2_HEADROOM, -100), 100)
 
     def _trial(self, levels: np.ndarray) -> Trial:
-        """Try the products of each site narrow or wide, at the best loss scale; what was tried before is known."""
+        """Return the result of a trial at the best loss scale. Results of previous trials are reused."""
         if levels.tobytes() not in self._known:
             scale = self._best_scale(levels)
             trial = Trial(levels, scale, *self._errors(lambda: self._run(levels, scale)[0], scale))
-            wide, half = (int(self.numbers[levels == level].sum()) for level in (FLOAT32, FLOAT32_RESULT))
+            float32, result = (int(self.numbers[levels == level].sum()) for level in (FLOAT32, FLOAT32_RESULT))
             self.report(
-                f"{wide} of {self.numbers.sum()} products wide, {half} with a wide result, loss scale "
+                f"{float32} of {self.numbers.sum()} matmuls in float32, {result} with a float32 result, loss scale "
                 f"{power_of_two(scale)}: {trial.where} is {off(trial.error)}"
             )
             self._known[levels.tobytes()] = trial
         return self._known[levels.tobytes()]
 
     def found(self) -> tuple[Trial, Trial]:
-        """Give the trial with all products narrow, and the narrowest that is right."""
+        """Return the trial with all matmuls in half precision, and the accepted trial with the lowest levels."""
         first = trial = self._trial(np.full(len(self.sites), HALF))
         if not trial.is_right:  # what overflows in the forward pass, where a loss scale changes nothing
             trial = self._trial(_levels(self._largest >= self._overflow, slice(0, 0)))
@@ -264,29 +264,29 @@ class Search:
             trial = self._trial(np.maximum(trial.levels, lost))
         most = 1
         while not trial.is_right and most < self._damages.size and self._may_go_on():
-            trial = self.wider(trial, most)
+            trial = self.raise_levels(trial, most)
             most *= 2
-        return first, self._narrowed(trial if trial.is_right else self._trial(np.full_like(trial.levels, FLOAT32)))
+        return first, self._lowered(trial if trial.is_right else self._trial(np.full_like(trial.levels, FLOAT32)))
 
-    def wider(self, trial: Trial, most: int = 1) -> Trial:
+    def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
         """Widen so much more, what does most damage first."""
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, FLOAT32, FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
-        widened = trial.levels.copy()
-        np.maximum.at(widened, sites[left], levels[left])
+        raised = trial.levels.copy()
+        np.maximum.at(raised, sites[left], levels[left])
         is_last = self.spent >= MOST_GRADIENTS - _OF_VERIFYING // 2 or len(left) == 0
-        return self._trial(np.full_like(widened, FLOAT32) if is_last else widened)
+        return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
 
-    def _narrowed(self, best: Trial) -> Trial:
-        """Make narrow again what was widened without need, by bisection, until nothing changes."""
+    def _lowered(self, best: Trial) -> Trial:
+        """Lower the levels of matmuls that do not need float32, by bisection, until nothing changes."""
         order = np.argsort(self._damages.max(axis=1), kind="stable")  # what does least damage first
         before = None
         while before is not best:
             before = best
             for level in (HALF, FLOAT32_RESULT):
-                wide = order[best.levels[order] > level]
-                parts = [wide] if len(wide) else []
+                higher = order[best.levels[order] > level]
+                parts = [higher] if len(higher) else []
                 while parts and self._may_go_on():
                     part = parts.pop(0)
                     levels = best.levels.copy()
@@ -306,7 +306,7 @@ class Search:
         return np.asarray(measured.error > 2 * float(jnp.finfo(self._dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
-        """Say of each product that is not narrow what would be wrong if it were, until all gradients are spent."""
+        """Return the reason for each matmul above half precision, as long as gradients may be computed."""
         measured: dict[float, Measured] = {}
         reasons = [""] * len(trial.levels)
         for site in map(int, np.flatnonzero(trial.levels)):
@@ -318,12 +318,12 @@ class Search:
             reason = self._out_of_range(measured[scale], site, levels, scale) if scale in measured else ""
             if not reason and self.spent < MOST_GRADIENTS:
                 without = self._trial(levels)
-                reason = f"narrow, {without.where} is {off(without.error)}"
+                reason = f"in half precision, {without.where} is {off(without.error)}"
             reasons[site] = reason or "what is made of it is sensitive to rounding"
         return reasons
 
     def _out_of_range(self, measured: Measured, site: int, levels: np.ndarray, scale: float) -> str:
-        """Say what leaves the range of the dtype if a product is narrow, at the best loss scale that there is then."""
+        """Describe what leaves the range of the dtype if a matmul is in half precision, at the best loss scale."""
         too_large, too_small = np.asarray(measured.largest >= self._overflow), self._too_small(measured)
         of_values = ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result"))
         for role, what in of_values:
@@ -340,15 +340,15 @@ class Search:
             largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
             return (
                 f"its gradients are at most {largest:.2g}, too small for {self._dtype.name}, at a loss scale of "
-                f"{power_of_two(scale)}, above which others overflow; to have it narrow, give its part a scale of its "
+                f"{power_of_two(scale)}, above which others overflow; to have it in half precision, give its part a scale of its "
                 f"own: `jls.scale_gradient(result, 2.0**{log2})`, `jls.unscale_gradient(parameters_and_inputs, "
                 f"2.0**{log2})`"
             )
-        # Else there are small ones, too, where the same names stand, or where others are narrow.
+        # Else there are small ones, too, where the same names stand, or where others are in half precision.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which others are too "
-                f"small for {self._dtype.name}; to have it narrow, give the small ones a scale of their own, with "
+                f"small for {self._dtype.name}; to have it in half precision, give the small ones a scale of their own, with "
                 "`jls.scale_gradient` and `jls.unscale_gradient`"
             )
         return ""

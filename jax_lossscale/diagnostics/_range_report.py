@@ -91,7 +91,7 @@ class OperationRange:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RangeReport(Report[OperationRange]):
-    """An `OperationRange` for every operation whose result would be narrow, the worst first.
+    """An `OperationRange` for every operation whose result is in half precision, the worst first.
 
     Those that are wrong and change the result come first. Of these, those of the forward pass, on which the backward
     pass depends; within each, those that overflow, in the order of the program, since what overflows first is the cause
@@ -159,8 +159,10 @@ class RangeReport(Report[OperationRange]):
         if self.arguments and not over and not zero:
             return "What is computed from it is not finite in float32 either, so nothing else can be told."
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
-        wide = sum(operation.dtype != self.dtype for operation in rest)
-        counts = [f"{len(rest) - wide}"] * (len(rest) > wide) + [f"{wide} of float32"] * (wide > 0)
+        in_float32 = sum(operation.dtype != self.dtype for operation in rest)
+        counts = [f"{len(rest) - in_float32}"] * (len(rest) > in_float32) + [f"{in_float32} of float32"] * (
+            in_float32 > 0
+        )
         also = f" In {' and '.join(counts)}, rounding changes the result." if rest else ""
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
         at = f"at a loss scale of {power_of_two(self.loss_scale)}"
@@ -223,7 +225,7 @@ def range_report(
     """Find the operations of a float16 function and its gradients that leave float16's range, and where they are.
 
     The program of value and gradient is evaluated as it is and in float32, as by `in_precision`, side by side. Of every
-    result that would have been narrow it is measured, in float32, how large it is, and how much of it would be
+    result in half precision it is measured, in float32, how large it is, and how much of it would be
     infinite, zero or subnormal. So one operation's overflow does not hide the next one's. Of every result it is
     measured how far off it is, and the errors are followed from value and gradients back to where they begin: what
     vanishes or rounds without harm is not told. For a loop, the worst iteration is reported.
@@ -237,7 +239,7 @@ def range_report(
       *args: its arguments: one batch, and float32 parameters, or a whole model, as in `compare_gradients`.
       argnums: as in `jax.value_and_grad`.
       has_aux: likewise.
-      dtype: the narrow dtype with whose range all narrow results are compared.
+      dtype: the half-precision dtype with whose range the results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale. By default the one that
         `compare_gradients` would start from, which takes a few gradients to find.
       progress: whether to print a line for each tenth of the program, on standard error.

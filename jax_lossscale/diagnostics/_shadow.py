@@ -210,8 +210,8 @@ class Statistics(NamedTuple):
 class Pair(NamedTuple):
     """A value as the program has it, the same in float32, and `Statistics` of it; ``None`` of what is no float."""
 
-    narrow: Any
-    wide: Any
+    half: Any
+    float32: Any
     statistics: Any
 
 
@@ -238,13 +238,13 @@ class ShadowEvaluator(MeasuringEvaluator):
         return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
 
     def decided(self, value: Pair) -> Any:
-        return value.wide
+        return value.float32
 
     def to_scan(self, values: list[Pair]) -> list[Pair]:
         return [value._replace(statistics=None) for value in values]
 
     def from_scan(self, values: list[Pair], atoms: Sequence[Any]) -> list[Pair]:
-        return [self._pair(value.narrow, value.wide, atom.aval) for value, atom in zip(values, atoms, strict=True)]
+        return [self._pair(value.half, value.float32, atom.aval) for value, atom in zip(values, atoms, strict=True)]
 
     def measured_of(self, eqn: Any) -> list[Any]:
         return [variable for variable in eqn.outvars if is_measured(eqn, variable)]
@@ -261,15 +261,15 @@ class ShadowEvaluator(MeasuringEvaluator):
         return outputs, rows
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
-        narrow = bind(eqn, [value.narrow for value in inputs], eqn.params)
-        is_shared = not half_dtypes(eqn) and all(value.narrow is value.wide for value in inputs)
+        half = bind(eqn, [value.half for value in inputs], eqn.params)
+        is_shared = not half_dtypes(eqn) and all(value.half is value.float32 for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
-        wide = narrow
+        float32 = half
         if has_references or (not is_shared and eqn.outvars):
-            wide = self.evaluator.equation(eqn, [value.wide for value in inputs])
+            float32 = self.evaluator.equation(eqn, [value.float32 for value in inputs])
         outputs = [
             Pair(one, other, None) if is_reference(variable) else self._pair(one, other, variable.aval)
-            for one, other, variable in zip(narrow, wide, eqn.outvars, strict=True)
+            for one, other, variable in zip(half, float32, eqn.outvars, strict=True)
         ]
         known = [value.statistics for value in inputs if value.statistics is not None]
         of_operands = jnp.stack(known or [jnp.zeros(self.fields)])
@@ -289,28 +289,28 @@ class ShadowEvaluator(MeasuringEvaluator):
         if self._total and 10 * before // self._total < 10 * self._done // self._total:
             report_progress("range_report", f"{self._done} of {self._total} operations")
 
-    def _pair(self, narrow: Any, wide: Any, aval: Any) -> Pair:
+    def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
-            return Pair(narrow, wide, None)
-        return Pair(narrow, wide, _measured(narrow, wide, self._limits, is_half(aval)))
+            return Pair(half, float32, None)
+        return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_half: bool) -> jax.Array:
+def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool) -> jax.Array:
     """Give the statistics of an array, ``float32[fields]``, as far as it tells them itself."""
-    narrow, wide = (jnp.asarray(value).astype(jnp.float32) for value in (narrow, wide))
-    is_nan, is_finite = jnp.isnan(wide), jnp.isfinite(wide)
-    magnitude = jnp.where(is_nan, 0, jnp.abs(wide))
+    half, float32 = (jnp.asarray(value).astype(jnp.float32) for value in (half, float32))
+    is_nan, is_finite = jnp.isnan(float32), jnp.isfinite(float32)
+    magnitude = jnp.where(is_nan, 0, jnp.abs(float32))
     largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
     is_inlier = magnitude < unit / _OUTLIER_FACTOR
     (largest_inlier,) = reduced(largest=[jnp.where(is_inlier, magnitude, 0)])
-    is_equal = (narrow == wide) | (jnp.isnan(narrow) & is_nan)
+    is_equal = (half == float32) | (jnp.isnan(half) & is_nan)
 
     def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
         """Return the squares of the differences and of the finite elements, in units in which they do not overflow."""
         unit = jnp.where(unit > 0, unit, 1)
-        difference = jnp.where(is_equal | ~where, 0, (narrow - wide) / unit)
-        return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, wide / unit, 0))]
+        difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
+        return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]
 
     flags = (
         is_finite & (magnitude >= limits.overflow) & is_half,
@@ -324,7 +324,7 @@ def _measured(narrow: jax.Array, wide: jax.Array, limits: Limits, is_half: bool)
         sums=[*flags, *squares(jnp.ones_like(is_nan), unit), *squares(is_inlier, largest_inlier)]
     )
     overflow, nan, zero, subnormal, nonzero, inliers = (count.astype(jnp.float32) for count in counts)
-    size, nonzero = max(wide.size, 1), jnp.maximum(nonzero, 1)
+    size, nonzero = max(float32.size, 1), jnp.maximum(nonzero, 1)
     shares = [overflow / size, nan / size, zero / nonzero, subnormal / nonzero]
     has_outliers = (largest_inlier < unit / _OUTLIER_FACTOR**2) & (inliers >= _SMALLEST_SHARE * nonzero)
     error_of_all = _relative(off, norm)

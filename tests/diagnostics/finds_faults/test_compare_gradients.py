@@ -279,7 +279,7 @@ def test_what_is_not_followed_is_listed():
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.opaque_operations == ("pure_callback",)
-    assert "Not followed, and narrow in the reference, too: pure_callback." in repr(report)
+    assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
 
 
 # Print and notebook.

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
 UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")  # which is told by a test of its own, too
-FEW_NARROW = pytest.mark.filterwarnings("ignore:.*products stay narrow")  # which is said, and told by a test of its own
+FEW_NARROW = pytest.mark.filterwarnings(
+    "ignore:.*matmuls stay in half precision"
+)  # which is said, and told by a test of its own
 ERROR = re.compile(r"([\d.]+)%")
 
 # Of each fault: how many products are wide, and how many have a wide result; what the first reason begins with. Errors
@@ -31,10 +33,10 @@ FOUND = {
     "small_epsilon": (1, 0, "an operand is at most 3.2e-06, much of it too small for float16"),
     "large_logits": (1, 0, "an operand reaches 1.1e+05"),
     "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
-    "distances": (1, 0, "narrow, the gradient of [0] is off by 3.4%"),
-    "second_differences": (3, 0, "narrow, the whole gradient is not finite"),
+    "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
+    "second_differences": (3, 0, "in half precision, the whole gradient is not finite"),
     "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
-    "positions": (1, 0, "narrow, the gradient of [1] is off by 15%"),
+    "positions": (1, 0, "in half precision, the gradient of [1] is off by 15%"),
     "outer_product_of_positions": (0, 0, ""),  # no sum, no product
     "counts": (1, 0, "its result reaches 1e+05"),
     "large_activations": (1, 0, "an operand reaches 1e+05"),
@@ -44,7 +46,7 @@ FOUND = {
     "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
     "a_loop": (3, 0, ""),
     # That with the values shares its function, and that it takes no parameter, with that of the scores.
-    "unscaled_attention": (3, 0, "narrow, the gradient of ['qkv'] is off by"),
+    "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
 
@@ -288,7 +290,7 @@ def test_errors_are_told_as_they_are():
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
     told = float(ERROR.search(policy.rules[0].reason)[1]) / 100
-    assert "narrow, the gradient of ['bias'] is off by" in policy.rules[0].reason
+    assert "in half precision, the gradient of ['bias'] is off by" in policy.rules[0].reason
     assert told == pytest.approx(min(bias.relative_error), rel=0.1)
     assert policy.errors[0] == pytest.approx(told, rel=0.1)
 

@@ -36,7 +36,7 @@ ASKED = {
 SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
 
 
-@pytest.mark.filterwarnings("ignore:.*products stay narrow")
+@pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 @pytest.mark.parametrize(
     ("name", "asked"),
     [pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for asked in ASKED],
@@ -210,7 +210,7 @@ def test_of_a_policy_that_leaves_little_narrow_it_warns():
             x = jnp.log1p(jnp.square(x @ (3e5 * kernel)))
         return jnp.mean(x)
 
-    with pytest.warns(UserWarning, match=r"only 0 of 3 products stay narrow"):
+    with pytest.warns(UserWarning, match=r"only 0 of 3 matmuls stay in half precision"):
         policy = find_precision(fun, [draw(8, 8, seed=n) + 1 for n in range(3)], draw(4, 8, seed=9))
     assert policy.rules
 
