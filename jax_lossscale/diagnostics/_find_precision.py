@@ -146,7 +146,8 @@ def find_precision(
     if 2 * in_half < search.numbers.sum():
         warn_user(
             f"`find_precision`: only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so little is "
-            f"gained. `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with {dtype.name} there."
+            "gained. `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with "
+            f"{dtype.name} there."
         )
     before_and_after = min(first.error, 1.0), min(error, 1.0)
     return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)

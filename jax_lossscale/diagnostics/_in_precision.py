@@ -45,10 +45,10 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     differentiated, vectorized and compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both
     use the derivatives that ``fun`` defines.
 
-    Some things stay in half precision. `jax.lax.bitcast_convert_type` uses the bits of the half-precision number, and its result is cast
-    afterwards (float16 random numbers are made in this way). Constants keep only the digits that they had after ``fun``
-    cast them, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, do not change. Kernels
-    (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in half precision.
+    Some things stay in half precision. `jax.lax.bitcast_convert_type` uses the bits of the half-precision number, and
+    its result is cast afterwards (float16 random numbers are made in this way). Constants keep only the digits that
+    they had after ``fun`` cast them, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, do not
+    change. Kernels (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in half precision.
 
     Matrix products and convolutions in half precision are computed with `jax.lax.Precision.HIGHEST`; otherwise a GPU
     would round their operands to as few bits as float16 has.
@@ -59,8 +59,8 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
       dtype: a floating dtype; float32 by default. Whatever is wider than 16 bits in ``fun`` keeps its own dtype.
 
     Returns:
-      A function of the same arguments, keyword arguments included. Arguments in half precision are accepted, and cast to ``dtype``.
-      Its result is that of ``fun``, but of ``dtype`` wherever ``fun`` returns half precision.
+      A function of the same arguments, keyword arguments included. Arguments in half precision are accepted, and cast
+      to ``dtype``. Its result is that of ``fun``, but of ``dtype`` wherever ``fun`` returns half precision.
 
     Raises:
       ValueError: if ``dtype`` is no real floating dtype, or is float64 where 64 bits are not enabled.

@@ -129,7 +129,7 @@ def _given(rank: int, name: str) -> _Origin:
 
 
 class _Origins(Propagation[_Origin]):
-    """Finds the origin of each value that is float32; ``float32_operands``: the matmuls that take such values, with the origin."""
+    """Propagation of the origins of float32 values; ``float32_operands``: the matmuls with such operands."""
 
     follows = Propagation.follows | {"shard_map"}
 

@@ -18,7 +18,8 @@ _PRECISIONS = ("half", "float32_result", "float32")  # by level
 def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] | None) -> list[PrecisionRule]:
     """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
 
-    The first that matches decides, so the highest precision comes first. If names do not distinguish matmuls, too many are in float32.
+    The first rule that matches decides, so the highest precision comes first. If names do not distinguish two matmuls,
+    both have the higher precision.
     """
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):

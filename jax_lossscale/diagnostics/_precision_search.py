@@ -233,7 +233,7 @@ class Search:
             report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
-        """Return the largest power of two, less a margin, at which no cotangent of a matmul in half precision overflows."""
+        """Return the largest power of two, less a margin, at which no cotangent in half precision overflows."""
         if self._dtype != jnp.float16:
             return 1.0
         largest = self._largest[levels < FLOAT32, COTANGENTS].max(initial=0.0)
@@ -340,16 +340,16 @@ class Search:
             largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
             return (
                 f"its gradients are at most {largest:.2g}, too small for {self._dtype.name}, at a loss scale of "
-                f"{power_of_two(scale)}, above which others overflow; to have it in half precision, give its part a scale of its "
-                f"own: `jls.scale_gradient(result, 2.0**{log2})`, `jls.unscale_gradient(parameters_and_inputs, "
-                f"2.0**{log2})`"
+                f"{power_of_two(scale)}, above which others overflow; to have it in half precision, give its part a "
+                f"scale of its own: `jls.scale_gradient(result, 2.0**{log2})`, "
+                f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
         # Else there are small ones, too, where the same names stand, or where others are in half precision.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which others are too "
-                f"small for {self._dtype.name}; to have it in half precision, give the small ones a scale of their own, with "
-                "`jls.scale_gradient` and `jls.unscale_gradient`"
+                f"small for {self._dtype.name}; to have it in half precision, give the small ones a scale of their "
+                "own, with `jls.scale_gradient` and `jls.unscale_gradient`"
             )
         return ""
 

@@ -48,7 +48,7 @@ def unlike(weights, x):
     return jnp.mean(x**2)
 
 
-def apart(plan, stretch):
+def apart(plan, segment):
     raise TypeError
 
 
@@ -64,7 +64,7 @@ def compiled_anew():
 
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("loss", [unnamed, named, on_lines_of_their_own, unlike])
-def test_the_compiled_program_is_that_of_stretches_traced_apart(loss, monkeypatch):
+def test_the_compiled_program_is_that_of_segments_traced_apart(loss, monkeypatch):
     found = []
     for meaning in (rewrite._meaning, apart):
         monkeypatch.setattr(rewrite, "_meaning", meaning)
@@ -79,20 +79,20 @@ def test_the_compiled_program_is_that_of_stretches_traced_apart(loss, monkeypatc
 def test_layers_keep_their_names_and_lines():
     text = jax.jit(jax.grad(jls.autocast(named))).lower(WEIGHTS, X).compile().as_text()
     assert all(f"block_{n}" in text for n in range(4))
-    places = jls.diagnostics.autocast_report(on_lines_of_their_own, WEIGHTS, X)
+    locations = jls.diagnostics.autocast_report(on_lines_of_their_own, WEIGHTS, X)
     first = on_lines_of_their_own.__code__.co_firstlineno
-    assert all(f"test_equal_stretches.py:{first + n}" in str(places) for n in range(1, 5))
+    assert all(f"test_equal_segments.py:{first + n}" in str(locations) for n in range(1, 5))
 
 
 @pytest.mark.parametrize(("loss", "times"), [(unnamed, 1), (named, 4)])
 def test_equal_blocks_are_traced_once(loss, times, monkeypatch):
     traced = []
-    step = rewrite.Rewriting._step
+    step = rewrite.Rewriting._node
 
-    def counted(self, plan, stretch, position, *operands):
-        if plan.program.steps[position].eqn.primitive.name == "tanh":  # there is one in gelu
+    def counted(self, plan, segment, position, *operands):
+        if plan.graph.nodes[position].eqn.primitive.name == "tanh":  # there is one in gelu
             traced.append(position)
-        return step(self, plan, stretch, position, *operands)
+        return step(self, plan, segment, position, *operands)
 
     monkeypatch.setattr(rewrite.Rewriting, "_node", counted)
     jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X)

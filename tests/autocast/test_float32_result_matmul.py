@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reading import PRODUCTS, distance, equations
+from reading import MATMULS, distance, equations
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -14,19 +14,19 @@ from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 
 pytestmark = pytest.mark.ci
 
-WIDE_RESULT = jls.PrecisionPolicy([jls.PrecisionRule("float32_result")])
+FLOAT32_RESULT = jls.PrecisionPolicy([jls.PrecisionRule("float32_result")])
 
 
-def wide(f):
-    return jls.autocast(f, policy=WIDE_RESULT)
+def float32(f):
+    return jls.autocast(f, policy=FLOAT32_RESULT)
 
 
-def products(jaxpr):
+def matmuls(jaxpr):
     """How many products there are, by primitive, dtypes of the operands and dtype of the result."""
     return Counter(
         (eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))
         for eqn in equations(jaxpr)
-        if eqn.primitive.name in PRODUCTS
+        if eqn.primitive.name in MATMULS
     )
 
 
@@ -64,8 +64,8 @@ def network(w, x):
 )
 def test_every_derivative(derivative):
     exact = jax.jit(derivative(network))(W, X)
-    assert distance(exact, jax.jit(derivative(wide(network)))(W, X)) < 3e-3
-    found = products(jax.make_jaxpr(derivative(wide(network)))(W, X).jaxpr)
+    assert distance(exact, jax.jit(derivative(float32(network)))(W, X)) < 3e-3
+    found = matmuls(jax.make_jaxpr(derivative(float32(network)))(W, X).jaxpr)
     assert {dtypes[1:3] for dtypes in found} == {("float16", "float16")}
     assert any(name == "float32_result_matmul" for name, *_ in found)
 
@@ -79,11 +79,11 @@ def test_a_cotangent_is_rounded_once():
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, None), (None, 2), (2, 1)])
-def test_vmap_of_a_product_is_a_product(axes):
+def test_vmap_of_a_matmul_is_a_matmul(axes):
     x = X16 if axes[0] is None else jnp.stack([X16, 2 * X16, -X16], axes[0])
     w = W16 if axes[1] is None else jnp.stack([W16, W16 + 1, -W16], axes[1])
     batched = jax.vmap(dot, in_axes=axes)
-    assert {name for name, *_ in products(jax.make_jaxpr(batched)(x, w).jaxpr)} == {"float32_result_matmul"}
+    assert {name for name, *_ in matmuls(jax.make_jaxpr(batched)(x, w).jaxpr)} == {"float32_result_matmul"}
     exact = jax.vmap(jnp.matmul, in_axes=axes)(x.astype(jnp.float32), w.astype(jnp.float32))
     np.testing.assert_allclose(batched(x, w), exact, rtol=1e-5, atol=1e-5)
 
@@ -102,23 +102,23 @@ def test_vmap_of_a_convolution(batched):
         return lambda x, kernel: jnp.mean(jnp.square(jax.vmap(f, in_axes=axes)(x, kernel)))
 
     exact = jax.value_and_grad(loss(convolution), (0, 1))(x, kernel)
-    assert distance(exact, jax.value_and_grad(loss(wide(convolution)), (0, 1))(x, kernel)) < 2e-3
+    assert distance(exact, jax.value_and_grad(loss(float32(convolution)), (0, 1))(x, kernel)) < 2e-3
 
 
-def test_a_product_by_groups():
+def test_a_matmul_by_groups():
     def loss(w, x):
         y = jax.lax.ragged_dot(x, jnp.stack([w, 2 * w]), jnp.array([1, 3], jnp.int32))
         return jnp.mean(jnp.square(y))
 
     exact = jax.value_and_grad(loss, (0, 1))(W, X)
-    assert distance(exact, jax.value_and_grad(wide(loss), (0, 1))(W, X)) < 2e-3
+    assert distance(exact, jax.value_and_grad(float32(loss), (0, 1))(W, X)) < 2e-3
 
 
-def test_in_float32_it_is_the_product_itself():
-    loss = jls.diagnostics.in_precision(wide(network))
+def test_in_float32_it_is_the_matmul_itself():
+    loss = jls.diagnostics.in_precision(float32(network))
     assert distance(jax.grad(network)(W, X), jax.grad(loss)(W, X)) < 1e-6
 
 
 def test_autocast_leaves_it_alone():
-    twice = jls.autocast(wide(network))
-    assert str(jax.make_jaxpr(jax.grad(twice))(W, X)) == str(jax.make_jaxpr(jax.grad(wide(network)))(W, X))
+    twice = jls.autocast(float32(network))
+    assert str(jax.make_jaxpr(jax.grad(twice))(W, X)) == str(jax.make_jaxpr(jax.grad(float32(network)))(W, X))

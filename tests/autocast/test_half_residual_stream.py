@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import random
-from reading import distance, equations, taken_by_stretches
+from reading import distance, equations, taken_by_segments
 
 import jax_lossscale as jls
 
@@ -15,7 +15,7 @@ W = random.normal(KEY, (4, 16, 16)) / 8  # of four blocks
 X = random.normal(KEY, (32, 16))
 pytestmark = pytest.mark.ci
 
-NARROW, WIDE = "float16", "float32"
+HALF, FLOAT32 = "float16", "float32"
 POLICY = jls.PrecisionPolicy(half_residual_stream=True)
 
 
@@ -97,27 +97,27 @@ def iterated(x, w):
 
 
 CASES = {
-    "a block": (block, X, [NARROW]),
-    "two blocks": (blocks, X, [NARROW]),
-    "jax.checkpoint": (jax.checkpoint(block), X, [NARROW]),
-    "jax.checkpoint twice": (jax.checkpoint(jax.checkpoint(blocks)), X, [NARROW]),
-    "jax.jit": (jax.jit(block), X, [NARROW]),
-    "a block that may be left out": (dropped, X, [NARROW]),
-    "a scan in a scan": (iterated, X, [NARROW]),
-    "norm before": (before, X, [NARROW]),
-    "moved": (moved, X, [NARROW]),
-    "two streams": (two, (X, X), [NARROW, NARROW]),
-    "beside a running mean": (beside_a_mean, (X, X[0]), [NARROW, WIDE]),
-    "norm after, which gives no sum": (after, X, [WIDE]),
-    "a cell": (cell, (X, X), [WIDE, WIDE]),
-    "a sum of what is not carried": (beside_a_sum, (X, X), [WIDE, WIDE]),
-    "what is moved only": (rolled, (X, X), [WIDE, WIDE]),
-    "a weight of an inner loop": (learned, W[0], [WIDE]),
-    "a weight to which updates are added": (learned_by_optax, W[0], [NARROW]),
-    "another one's sum": (another, (X, X), [WIDE, WIDE]),
-    "half of it": (lambda x, w: jnp.concatenate([x[:16] + jnp.tanh(x[16:] @ w), x[16:]]), X, [NARROW]),
-    "two numbers": (lambda x, w: x + jnp.tanh(x @ w[:2, :2]), X[0, :2], [NARROW]),
-    "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [WIDE]),
+    "a block": (block, X, [HALF]),
+    "two blocks": (blocks, X, [HALF]),
+    "jax.checkpoint": (jax.checkpoint(block), X, [HALF]),
+    "jax.checkpoint twice": (jax.checkpoint(jax.checkpoint(blocks)), X, [HALF]),
+    "jax.jit": (jax.jit(block), X, [HALF]),
+    "a block that may be left out": (dropped, X, [HALF]),
+    "a scan in a scan": (iterated, X, [HALF]),
+    "norm before": (before, X, [HALF]),
+    "moved": (moved, X, [HALF]),
+    "two streams": (two, (X, X), [HALF, HALF]),
+    "beside a running mean": (beside_a_mean, (X, X[0]), [HALF, FLOAT32]),
+    "norm after, which gives no sum": (after, X, [FLOAT32]),
+    "a cell": (cell, (X, X), [FLOAT32, FLOAT32]),
+    "a sum of what is not carried": (beside_a_sum, (X, X), [FLOAT32, FLOAT32]),
+    "what is moved only": (rolled, (X, X), [FLOAT32, FLOAT32]),
+    "a weight of an inner loop": (learned, W[0], [FLOAT32]),
+    "a weight to which updates are added": (learned_by_optax, W[0], [HALF]),
+    "another one's sum": (another, (X, X), [FLOAT32, FLOAT32]),
+    "half of it": (lambda x, w: jnp.concatenate([x[:16] + jnp.tanh(x[16:] @ w), x[16:]]), X, [HALF]),
+    "two numbers": (lambda x, w: x + jnp.tanh(x @ w[:2, :2]), X[0, :2], [HALF]),
+    "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [FLOAT32]),
 }
 
 
@@ -138,34 +138,34 @@ def carried(function):
 @pytest.mark.parametrize(("body", "start", "dtypes"), CASES.values(), ids=CASES)
 def test_what_is_carried(body, start, dtypes):
     loss = by_scan(body, start)
-    assert carried(jls.autocast(loss)) == [WIDE] * len(dtypes)
-    narrow = jls.autocast(loss, policy=POLICY)
-    assert carried(narrow) == dtypes
-    for plain, rounded in zip(*(jax.tree.leaves(jax.value_and_grad(f)(W)) for f in (loss, narrow)), strict=True):
+    assert carried(jls.autocast(loss)) == [FLOAT32] * len(dtypes)
+    half = jls.autocast(loss, policy=POLICY)
+    assert carried(half) == dtypes
+    for plain, rounded in zip(*(jax.tree.leaves(jax.value_and_grad(f)(W)) for f in (loss, half)), strict=True):
         assert rounded.dtype == plain.dtype
         assert distance(plain, rounded) < 1e-2
 
 
-def test_what_branches_give_to_a_narrow_carry_is_narrow():
+def test_what_branches_give_to_a_half_precision_carry_is_half_precision():
     """It would be written as float32 and rounded afterwards."""
     eqns = equations(jax.make_jaxpr(jls.autocast(by_scan(dropped, X), policy=POLICY))(W))
     given = [variable.aval.dtype.name for eqn in eqns if eqn.primitive.name == "cond" for variable in eqn.outvars]
-    assert given == [NARROW]
+    assert given == [HALF]
 
 
-def test_what_is_kept_for_the_backward_pass_is_half_as_large():
+def test_what_is_saved_for_the_backward_pass_is_half_as_large():
     loss = by_scan(jax.checkpoint(block), X)
 
-    def kept(function):
+    def saved(function):
         return {x.dtype.name for x in jax.tree.leaves(jax.vjp(function, W)[1]) if x.shape == (4, *X.shape)}
 
-    assert kept(jls.autocast(loss)) == {WIDE}
-    assert kept(jls.autocast(loss, policy=POLICY)) == {NARROW}
+    assert saved(jls.autocast(loss)) == {FLOAT32}
+    assert saved(jls.autocast(loss, policy=POLICY)) == {HALF}
 
 
 def types_taken(loss):
     """The types of what stretches take that are computed again."""
-    return set().union(*taken_by_stretches(jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)))
+    return set().union(*taken_by_segments(jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)))
 
 
 def test_only_the_largest_of_what_goes_on_is_a_skip_connection():

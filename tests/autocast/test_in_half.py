@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from any_jax import pcast
 from jax.sharding import PartitionSpec as P
-from reading import equations, product_dtypes
+from reading import equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -28,8 +28,8 @@ def kernel(w, x):
     return jnp.sin(x @ w)
 
 
-def kernel_backward(kept, cotangent):
-    w, x = kept
+def kernel_backward(saved, cotangent):
+    w, x = saved
     of_product = 3 * cotangent * jnp.cos(x @ w)
     return x.T @ of_product, of_product @ w.T
 
@@ -172,7 +172,7 @@ def test_in_bfloat16():
     assert_alike(found, jax.value_and_grad(loss_of(by_hand(jnp.bfloat16)), (0, 1))(W, X))
 
 
-def test_what_is_narrow_already_is_not_cast_again():
+def test_what_is_half_precision_already_is_not_cast_again():
     """Neither the product that goes in, nor the result that goes on into a product."""
     program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
     casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
@@ -184,9 +184,9 @@ def test_the_derivative_of_the_function_keeps_nothing_in_float32():
     def loss(w, x):
         return loss_of(either)(jnp.sin(w), jnp.sin(x))
 
-    kept = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(loss, w, x)[1]))(W, X)
-    there = {*kept.jaxpr.invars}
-    assert {atom.aval.dtype.name for atom in kept.jaxpr.outvars if atom not in there} == {"float16"}
+    saved = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(loss, w, x)[1]))(W, X)
+    there = {*saved.jaxpr.invars}
+    assert {atom.aval.dtype.name for atom in saved.jaxpr.outvars if atom not in there} == {"float16"}
 
 
 # Where the other function is computed, under `autocast`.
@@ -200,9 +200,9 @@ WIDE_BY_A_RULE = {
 
 @pytest.mark.parametrize("below", ["nothing", "jit", "vmap in jit in vmap", "scan", "remat"])
 def test_inside_keep_float32_it_is_the_other_function(below):
-    kept = jls.keep_float32(BELOW[below](either))
+    saved = jls.keep_float32(BELOW[below](either))
     expected = jax.value_and_grad(loss_of(BELOW[below](reference)))(W, X)
-    assert_alike(jax.value_and_grad(jls.autocast(loss_of(kept)))(W, X), expected)
+    assert_alike(jax.value_and_grad(jls.autocast(loss_of(saved)))(W, X), expected)
 
 
 @pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
@@ -268,7 +268,7 @@ def test_what_is_differentiated_before_is_the_other_function(name):
     expected = derivative(reference)
     assert_alike(derivative(either)(W, X), expected(W, X))
     assert_alike(jls.autocast(derivative(either))(W, X), jls.autocast(expected)(W, X))
-    assert set(product_dtypes(jls.autocast(derivative(either)), W, X)) == {"float16"}
+    assert set(matmul_dtypes(jls.autocast(derivative(either)), W, X)) == {"float16"}
 
 
 def test_float32_is_the_other_function():
@@ -311,9 +311,9 @@ def test_a_result_that_the_function_returns_in_float32_is_not_rounded():
     np.testing.assert_array_equal(jls.autocast(jls.in_half(function))(W, X), expected)
 
 
-def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_narrow_product():
+def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_half_precision_matmul():
     half = jls.in_half(lambda w, x: (x @ w).astype(jnp.bfloat16), reference)
-    assert set(product_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
+    assert set(matmul_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
 
 
 def test_in_precision_finds_the_other_function():
@@ -387,8 +387,8 @@ def test_the_names_of_mapped_axes_are_known_inside(above):
         return jax.vmap(function, (None, 0), axis_name="rows")
 
     half = jls.in_half(centred(kernel), centred(reference))
-    narrow = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
-    assert_alike(narrow(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
+    half = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
+    assert_alike(half(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
     assert_alike(mapped(half)(W, X[:, None]), mapped(centred(reference))(W, X[:, None]))
 
 
@@ -408,8 +408,8 @@ def test_the_devices_of_a_shard_map_exchange_inside():
     assert_alike(found(W, X), otherwise(W, X))
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_effects_take_place_once(narrow, capfd):
+@pytest.mark.parametrize("half", [True, False])
+def test_effects_take_place_once(half, capfd):
     def told(function):
         def told(w, x):
             jax.debug.print("{} is told", function.__name__, ordered=True)
@@ -418,10 +418,10 @@ def test_effects_take_place_once(narrow, capfd):
         return told
 
     half = jls.in_half(told(kernel), told(reference))
-    jax.jit(jls.autocast(half) if narrow else half)(W, X).block_until_ready()
+    jax.jit(jls.autocast(half) if half else half)(W, X).block_until_ready()
     jax.effects_barrier()
     assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
-    assert capfd.readouterr().out == f"{'kernel' if narrow else 'reference'} is told\n"
+    assert capfd.readouterr().out == f"{'kernel' if half else 'reference'} is told\n"
 
 
 # A function that is for 16 bits only, and no other.
@@ -462,7 +462,7 @@ def test_a_function_may_be_for_one_dtype_only():
         jls.autocast(half)(X, W)
 
 
-def test_a_program_that_is_kept_holds_none_of_the_arrays_that_an_error_met():
+def test_a_program_that_is_saved_holds_none_of_the_arrays_that_an_error_met():
     [eqn] = jax.make_jaxpr(jls.in_half(kernel))(W, X).eqns
     assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
 
@@ -506,7 +506,7 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
 # What reports say.
 
 
-def test_the_report_counts_the_products_of_the_function():
+def test_the_report_counts_the_matmuls_of_the_function():
     half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
     report = autocast_report(loss_of(half), X, W)
     assert (report.summary.matmuls, report.summary.half_matmuls) == (2, 2)
@@ -538,5 +538,5 @@ def test_the_report_says_where_the_other_function_is_computed_and_why(loss, poli
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
     assert f"`otherwise` of `in_half` is computed: {entry}." in str(report)
-    wide = [each.reason for each in report.matmuls if each.dtype == "float32"]
-    assert set(wide) == (set() if "differentiated" in reason else {"in `otherwise` of `in_half`"})
+    float32 = [each.reason for each in report.matmuls if each.dtype == "float32"]
+    assert set(float32) == (set() if "differentiated" in reason else {"in `otherwise` of `in_half`"})

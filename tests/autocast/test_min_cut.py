@@ -58,7 +58,7 @@ def test_a_segment_whose_only_equation_has_no_operands_and_no_results():
 
 X, INDICES = jnp.ones((2, 3)), jnp.zeros((1, 1), int)
 # An operation, and which of its operands its derivative asks for.
-ASKED = {
+NEEDED = {
     "exp": (jnp.exp, (X,), {0}),
     "sum": (lambda x: jax.lax.reduce_sum(x, (0,)), (X,), set()),
     "product": (jax.lax.mul, (X, X), {0, 1}),
@@ -71,7 +71,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(("function", "args", "expected"), ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(("function", "args", "expected"), NEEDED.values(), ids=NEEDED)
 def test_what_a_derivative_asks_for(function, args, expected):
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if eqn.primitive.name == "jit":

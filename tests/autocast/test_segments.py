@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
-from reading import distance, equations, product_dtypes, taken_by_stretches
+from reading import distance, equations, matmul_dtypes, taken_by_segments
 
 import jax_lossscale as jls
 
@@ -15,7 +15,7 @@ W = jnp.ones((16, 16)) / 16
 X = jnp.ones((4, 16))
 
 
-def kept(fun, *args):
+def saved(fun, *args):
     """The types of what `jax.vjp` keeps, beside the arguments themselves."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable: variable.aval for variable in jaxpr.outvars if not isinstance(variable, Literal)}
@@ -103,7 +103,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize(("between", "most"), BETWEEN.items(), ids=lambda each: getattr(each, "__name__", str(each)))
-def test_what_is_kept_between_two_products(between, most):
+def test_what_is_saved_between_two_matmuls(between, most):
     def loss(w, v, x):
         return jnp.sum(between(x @ w) @ v)
 
@@ -144,37 +144,37 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
 
 
 # What is kept of three blocks, beside weights: without, and with `half_residual_stream`.
-NARROW, WIDE, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
+HALF, FLOAT32, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
 BLOCKS = {
     "relu behind the sum": (
         lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w) @ w.T),
-        {NARROW: 7, WIDE: 1},
-        {NARROW: 7},
+        {HALF: 7, FLOAT32: 1},
+        {HALF: 7},
     ),
-    "relu before": (lambda w, x: x + jax.nn.relu(x) @ w, {NARROW: 4, WIDE: 1}, {NARROW: 4}),
+    "relu before": (lambda w, x: x + jax.nn.relu(x) @ w, {HALF: 4, FLOAT32: 1}, {HALF: 4}),
     "norms and relu": (
         lambda w, x: jax.nn.relu(x + norm(jax.nn.relu(norm(x @ w)) @ w)),
-        {NARROW: 9, WIDE: 1, STATISTICS: 12},
-        {NARROW: 9, STATISTICS: 12},
+        {HALF: 9, FLOAT32: 1, STATISTICS: 12},
+        {HALF: 9, STATISTICS: 12},
     ),
     "norm before": (
         lambda w, x: x + jnp.tanh(norm(x) @ w) @ w.T,
-        {NARROW: 4, WIDE: 2, STATISTICS: 6},
-        {NARROW: 7, STATISTICS: 6},
+        {HALF: 4, FLOAT32: 2, STATISTICS: 6},
+        {HALF: 7, STATISTICS: 6},
     ),
-    "norm": (lambda w, x: norm(x @ w) @ w, {NARROW: 7, STATISTICS: 6}, {NARROW: 7, STATISTICS: 6}),
-    "softmax": (lambda w, x: jax.nn.softmax(x @ w) @ w + x, {NARROW: 7, WIDE: 1}, {NARROW: 7}),
+    "norm": (lambda w, x: norm(x @ w) @ w, {HALF: 7, STATISTICS: 6}, {HALF: 7, STATISTICS: 6}),
+    "softmax": (lambda w, x: jax.nn.softmax(x @ w) @ w + x, {HALF: 7, FLOAT32: 1}, {HALF: 7}),
     "a product that is used twice": (
         lambda w, x: (lambda y: jnp.sin(y) @ w + jnp.cos(y) @ w.T)(x @ w),
-        {NARROW: 8},
-        {NARROW: 8},
+        {HALF: 8},
+        {HALF: 8},
     ),
-    "dropout": (lambda w, x: dropped(x @ w) @ w, {NARROW: 7, "bool[4,16]": 3}, {NARROW: 7, "bool[4,16]": 3}),
+    "dropout": (lambda w, x: dropped(x @ w) @ w, {HALF: 7, "bool[4,16]": 3}, {HALF: 7, "bool[4,16]": 3}),
 }
 
 
 @pytest.mark.parametrize(("block", "plain", "with_half_residual_stream"), BLOCKS.values(), ids=BLOCKS)
-def test_what_is_kept_of_blocks(block, plain, with_half_residual_stream):
+def test_what_is_saved_of_blocks(block, plain, with_half_residual_stream):
     def loss(w, x):
         return jnp.sum(jnp.sin(block(w, block(w, block(w, x)))))
 
@@ -182,7 +182,7 @@ def test_what_is_kept_of_blocks(block, plain, with_half_residual_stream):
         (None, plain),
         (jls.PrecisionPolicy(half_residual_stream=True), with_half_residual_stream),
     ):
-        found = Counter(kept(jls.autocast(loss, policy=policy), W, X))
+        found = Counter(saved(jls.autocast(loss, policy=policy), W, X))
         assert {kind: number for kind, number in found.items() if kind != "float16[16,16]"} == expected
 
 
@@ -197,7 +197,7 @@ def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
         assert distance(actual, expected) < 1e-2
 
 
-def test_a_relu_before_a_product_in_float32_is_differentiated_as_it_is():
+def test_a_relu_before_a_matmul_in_float32_is_differentiated_as_it_is():
     def block(w, x):
         x = jax.nn.relu(x)
         return jnp.sum((x + jls.keep_float32(jnp.matmul)(x, w)) @ w)
@@ -206,7 +206,7 @@ def test_a_relu_before_a_product_in_float32_is_differentiated_as_it_is():
     assert distance(jax.grad(jls.autocast(block), 1)(W, x), jax.grad(block, 1)(W, x)) < 1e-3
 
 
-def test_a_relu_between_products_is_taken_in_half_precision():
+def test_a_relu_between_matmuls_is_taken_in_half_precision():
     jaxpr = jax.make_jaxpr(jax.grad(jls.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w))))(W, X)
     assert {str(eqn.outvars[0].aval.dtype) for eqn in equations(jaxpr) if eqn.primitive.name == "max"} == {"float16"}
 
@@ -229,7 +229,7 @@ def test_the_operations_of_a_scan_by_halves_are_not_done_again():
     assert 0 < joins(jls.autocast(loss)) <= joins(loss)
 
 
-def test_less_is_kept_of_a_scan_by_halves():
+def test_less_is_saved_of_a_scan_by_halves():
     def loss(w, v, x):
         return jnp.sum(scanned(x @ w) @ v)
 
@@ -243,11 +243,11 @@ def padded(y):
     return y[:, :16]
 
 
-def test_what_is_padded_is_not_kept():
+def test_what_is_padded_is_not_saved():
     def loss(w, v, x):
         return jnp.sum(padded(x @ w) @ v)
 
-    found = kept(jls.autocast(loss), W, W.T, X)
+    found = saved(jls.autocast(loss), W, W.T, X)
     assert not [kind for kind in found if kind.endswith(("[4,20]", "[4,24]", "[4,28]", "[4,32]"))]
 
 
@@ -267,7 +267,7 @@ def test_what_is_large_and_made_of_small_values_is_made_where_it_is_taken(large)
 
     arguments = W, X, jnp.arange(4)
     autocast = jls.autocast(loss)
-    taken = taken_by_stretches(jax.make_jaxpr(autocast)(*arguments))
+    taken = taken_by_segments(jax.make_jaxpr(autocast)(*arguments))
     assert len(taken) > 1
     assert {"float32[4,16]", "bool[4,16]"}.isdisjoint(set().union(*taken))
     chex.assert_trees_all_close(jax.grad(autocast)(*arguments), jax.grad(loss)(*arguments), rtol=1e-2)
@@ -280,7 +280,7 @@ def test_large_is_what_has_more_than_twice_the_bytes(rows, is_large):
         return jnp.sum(jnp.sin(((x @ w) * made) @ w) * made)
 
     jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, jnp.ones((rows, 16)), jnp.ones(16))
-    assert (f"float32[{rows},16]" in set().union(*taken_by_stretches(jaxpr))) != is_large
+    assert (f"float32[{rows},16]" in set().union(*taken_by_segments(jaxpr))) != is_large
 
 
 def test_what_is_large_and_made_by_an_exponential_is_made_once():
@@ -292,7 +292,7 @@ def test_what_is_large_and_made_by_an_exponential_is_made_once():
     assert text.count("= exp ") == 1
 
 
-def test_a_dearer_byte_is_kept_less_often():
+def test_a_dearer_byte_is_saved_less_often():
     """Where something is kept only since it is dear to compute: the dial between time and memory."""
 
     def loss(w, v, x):
@@ -342,17 +342,17 @@ def test_what_is_computed_again_as_a_whole_is_so_in_parts():
     def block(w, x):
         return jnp.sin(jnp.exp(-jnp.square(x @ w))) @ w
 
-    def kept(function):
+    def saved(function):
         return sorted(leaf.dtype.name for leaf in jax.tree.leaves(jax.vjp(function, W, X)[1]) if leaf.shape == X.shape)
 
     jaxpr = jax.make_jaxpr(jls.autocast(jax.checkpoint(block)))(W, X)
     (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint"))
     inside = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ()))
-    assert kept(inside) == kept(jls.autocast(block))
-    assert len(kept(inside)) < len(kept(jls.autocast(block, policy=jls.PrecisionPolicy(recompute=False))))
+    assert saved(inside) == saved(jls.autocast(block))
+    assert len(saved(inside)) < len(saved(jls.autocast(block, policy=jls.PrecisionPolicy(recompute=False))))
 
 
-def test_what_a_custom_vjp_keeps_is_narrow_where_it_is_stored_so():
+def test_what_a_custom_vjp_keeps_is_half_precision_where_it_is_stored_so():
     """Such as queries, keys and values of attention, which are results of products."""
 
     def plain(q, k, v):
@@ -364,18 +364,18 @@ def test_what_a_custom_vjp_keeps_is_narrow_where_it_is_stored_so():
     def loss(w, x):
         return jnp.sum(attention(x @ w, x @ (w + 1), x @ w.T) @ w)
 
-    assert kept(loss, W, X).count("float32[4,16]") == 4  # the result of the rule, too
-    assert {each.partition("[")[0] for each in kept(jls.autocast(loss), W, X)} == {"float16"}
+    assert saved(loss, W, X).count("float32[4,16]") == 4  # the result of the rule, too
+    assert {each.partition("[")[0] for each in saved(jls.autocast(loss), W, X)} == {"float16"}
     gradients = (jax.grad(function)(W, X) for function in (loss, jls.autocast(loss)))
     assert distance(*gradients) < 2e-3
 
 
-def test_a_rule_for_a_product_keeps_no_more():
+def test_a_rule_for_a_matmul_keeps_no_more():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
 
     policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="dot_general")])
-    assert kept(jls.autocast(loss, policy=policy), W, X) == kept(jls.autocast(loss), W, X)
+    assert saved(jls.autocast(loss, policy=policy), W, X) == saved(jls.autocast(loss), W, X)
 
 
 def turned(y):
@@ -387,7 +387,7 @@ def joined(y):
 
 
 @pytest.mark.parametrize("move", [turned, joined])
-def test_what_is_moved_and_needed_later_is_kept_once(move):
+def test_what_is_moved_and_needed_later_is_saved_once(move):
     """Narrow, as it came out of the product; what is joined with arithmetic is joined again."""
 
     def loss(w, v, x):
@@ -416,7 +416,7 @@ def test_what_only_moves_numbers_follows(function, dtype):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((4, 1, 16), "float16"), ((4, 3, 16), "float32")])
-def test_a_broadcast_is_narrow_if_it_repeats_nothing(shape, dtype):
+def test_a_broadcast_is_half_precision_if_it_repeats_nothing(shape, dtype):
     """Else the cotangents of what is repeated are added up."""
 
     def function(w, x):
@@ -433,7 +433,7 @@ IN_BOTH = {
 
 
 @pytest.mark.parametrize("split", IN_BOTH.values(), ids=IN_BOTH)
-def test_what_goes_into_arithmetic_is_not_rounded_for_a_product(split):
+def test_what_goes_into_arithmetic_is_not_rounded_for_a_matmul(split):
     def function(w, x):
         product, rest = split(w, jnp.sin(w + 0.1))
         return jnp.exp(rest), product
@@ -460,7 +460,7 @@ def test_cotangents_are_added_up_in_float32(uses):
     assert sums == ["float32"]
 
 
-def test_what_is_moved_into_two_products_is_cast_once():
+def test_what_is_moved_into_two_matmuls_is_cast_once():
     def function(w, x):
         y = jnp.sin(w)
         return y.T @ w, y[::-1] @ w
@@ -473,23 +473,23 @@ def test_what_is_moved_into_two_products_is_cast_once():
     assert len(casts) == 3  # of `y`, and at each use of the argument
 
 
-def test_without_recomputation_float32_values_are_kept():
+def test_without_recomputation_float32_values_are_saved():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
 
     policy = jls.PrecisionPolicy(recompute=False)
-    assert "float32[4,16]" in kept(jls.autocast(loss, policy=policy), W, X)
+    assert "float32[4,16]" in saved(jls.autocast(loss, policy=policy), W, X)
 
 
-def test_a_mask_for_all_heads_is_not_kept_for_each():
+def test_a_mask_for_all_heads_is_not_saved_for_each():
     def loss(q, k, mask):
         scores = jnp.einsum("hqd,hkd->hqk", q, k)
         return jnp.sum(jax.nn.softmax(jnp.where(mask[None], scores, -jnp.inf)) ** 2)
 
     q, mask = jnp.ones((8, 4, 16)), jnp.tril(jnp.ones((4, 4), bool))
     autocast = jls.autocast(loss)
-    assert "bool[8,4,4]" in kept(lambda q, k: loss(q, k, mask), q, q)
-    assert not [name for name in kept(lambda q, k: autocast(q, k, mask), q, q) if name.startswith("bool[8")]
+    assert "bool[8,4,4]" in saved(lambda q, k: loss(q, k, mask), q, q)
+    assert not [name for name in saved(lambda q, k: autocast(q, k, mask), q, q) if name.startswith("bool[8")]
 
 
 def test_random_numbers_are_drawn_once():
@@ -571,14 +571,14 @@ def test_what_costs_is_computed_once(function, name):
     def loss(w, x):
         return jnp.sum(jnp.cos(function(w, jnp.tanh(x @ w)) * 2) @ w)
 
-    plain, narrow = (
+    plain, half = (
         [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count(name)
         for each in (loss, jls.autocast(loss))
     )
-    assert narrow == plain > 0
+    assert half == plain > 0
 
 
-def test_a_pool_that_goes_into_a_product_is_computed_once():
+def test_a_pool_that_goes_into_a_matmul_is_computed_once():
     """What is written by itself is read again; to make it again, it would be written and read."""
 
     def loss(w, x):
@@ -588,7 +588,7 @@ def test_a_pool_that_goes_into_a_product_is_computed_once():
     assert [eqn.primitive.name for eqn in eqns].count("reduce_window_max") == 1
 
 
-def test_what_is_only_compared_is_not_kept():
+def test_what_is_only_compared_is_not_saved():
     """No derivative goes through a comparison; sums are kept, which would be made of more than they are."""
 
     def loss(w, v, x):
@@ -598,7 +598,7 @@ def test_what_is_only_compared_is_not_kept():
         return jnp.sum(rows @ v)
 
     between = ["bool[4,16]", "float16[4]"]
-    assert kept(jls.autocast(loss), W, W[:4], X) == sorted(
+    assert saved(jls.autocast(loss), W, W[:4], X) == sorted(
         [*between, "float16[4,16]", "float16[16,16]", "float16[4,16]"]
     )
 
@@ -614,16 +614,16 @@ def test_a_table_of_positions_is_computed_once():
     assert [eqn.primitive.name for eqn in eqns].count("sin") == 1
 
 
-def test_what_a_rule_makes_wide_moves_between_devices_once():
+def test_what_a_rule_makes_float32_moves_between_devices_once():
     def loss(w, x):
         return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
 
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="device_put")])
-    plain, wide = (
+    plain, float32 = (
         [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count("device_put")
         for each in (loss, jls.autocast(loss, policy=policy))
     )
-    assert wide == plain
+    assert float32 == plain
 
 
 def test_effects_keep_their_order(capfd):
@@ -655,13 +655,13 @@ def phases(w, x):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("loss", [spectral, phases])
-def test_complex_numbers_may_lie_between_products(loss):
-    narrow, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)
-    assert set(product_dtypes(jax.grad(jls.autocast(loss)), W, X)) >= {"float16"}
-    assert distance(narrow, expected) < 4e-3
+def test_complex_numbers_may_lie_between_matmuls(loss):
+    half, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)
+    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), W, X)) >= {"float16"}
+    assert distance(half, expected) < 4e-3
 
 
-def test_a_function_without_a_derivative_may_stand_between_products():
+def test_a_function_without_a_derivative_may_stand_between_matmuls():
     @jax.custom_jvp
     def fixed(time):
         return 2 * time

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
-from reading import equations, product_dtypes
+from reading import equations, matmul_dtypes
 from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
@@ -50,7 +50,7 @@ def test_operands_are_arguments_and_results_are_results(program):
             assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
 
 
-MOVES = {  # of each result of a move of W and X, which operands it holds
+DATA_MOVEMENT = {  # of each result of a move of W and X, which operands it holds
     "as it is, once more": (lambda w, x: jnp.array(w, copy=True), [[0]]),
     "joined": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
     "in two": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
@@ -63,7 +63,7 @@ MOVES = {  # of each result of a move of W and X, which operands it holds
 }
 
 
-@pytest.mark.parametrize(("program", "moved"), MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize(("program", "moved"), DATA_MOVEMENT.values(), ids=DATA_MOVEMENT)
 def test_which_operands_a_move_moves(program, moved):
     *_, eqn = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8))).eqns
     found = primitives.moved_operands(eqn)
@@ -155,7 +155,7 @@ def test_what_is_in_no_table_takes_and_gives_float32():
     eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
     (eqn,) = (eqn for eqn in eqns if eqn.primitive is _strange)
     assert [atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars)] == ["float32"] * 2
-    assert product_dtypes(jls.autocast(function), W, X) == ["float16"] * 2
+    assert matmul_dtypes(jls.autocast(function), W, X) == ["float16"] * 2
 
 
 def test_what_is_in_no_table_is_told():
@@ -177,9 +177,9 @@ def factored_in_a_while_loop(w):
     return jax.lax.while_loop(lambda state: state[0] < 2, step, start)[1]
 
 
-def test_a_product_that_a_loop_factors_in_its_next_iteration_stays_float32():
+def test_a_matmul_that_a_loop_factors_in_its_next_iteration_stays_float32():
     w = jax.random.normal(jax.random.key(0), (64, 8))
-    assert product_dtypes(jls.autocast(factored_in_a_while_loop), w) == ["float32"] * 2
+    assert matmul_dtypes(jls.autocast(factored_in_a_while_loop), w) == ["float32"] * 2
     np.testing.assert_array_equal(jls.autocast(factored_in_a_while_loop)(w), factored_in_a_while_loop(w))
 
 
