@@ -1,0 +1,249 @@
+"""Run the tests of another project with every program under `autocast`, too, and compare.
+
+    python tests/suites.py equinox CHECKOUT                      for ten minutes; goes on where it was stopped
+    python tests/suites.py jax CHECKOUT --minutes 60 --seed 1    other tests, in another order
+    python tests/suites.py equinox CHECKOUT --test NODEID        one test, with the traceback of each crash
+    python tests/suites.py --report                              only what is known
+    python tests/suites.py --save                                writes the table to tests/suites.md, too
+
+CHECKOUT is a checkout of the project, in the version that is installed. Its tests run as they are; a plugin of pytest
+(`suites_shim.py`) replaces `jax.jit`, `jax.grad` and similar functions. Programs are told apart by their jaxpr, and
+each counts once. Programs without float32 values, and those that fail without `autocast`, do not count. The checks:
+
+- *trace*: types, structure, weak types, varying axes and shardings of the results are those of the original program;
+  likewise of its gradient.
+- *exact*: the plan for float16, executed in float32, gives the results and the gradient of the original program. So it
+  does in the tests: if one fails with these results, it must fail without `autocast`, too.
+- *numbers*: in float16, results and gradients differ by at most 1% of the largest element. A program is *sensitive* if
+  it differs by more, but does so, too, if its arguments are changed by a rounding to float16. A larger error is
+  *rounding* if it is more than three times as large in bfloat16, and *overflow* if only the results in float16 are
+  infinite.
+
+A difference is *as with jit* if `jax.jit` makes it, too, in the place of `autocast`.
+
+What is known is kept in ``.suites/PROJECT.jsonl``: delete it to begin anew. `tests/suites_explained.json` explains
+differences, by a regular expression for each reason.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+EXPLAINED = ROOT / "tests" / "suites_explained.json"
+SAVED = ROOT / "tests" / "suites.md"
+HEAD = """# Test suites of other projects, under autocast
+
+`python tests/suites.py` runs the tests of other projects with every program under `autocast`, too, and with `--save`
+writes this page. The module describes the checks. "Compared" are the programs whose values, or gradients, were compared
+with those of the original program, once with the plan executed in float32 and once in float16.
+"""
+# The files of each project that have tests, and the name of its distribution.
+PROJECTS = {
+    "jax": (
+        "jax",
+        [
+            *("tests/lax_control_flow_test.py", "tests/lax_autodiff_test.py", "tests/custom_api_test.py"),
+            *("tests/custom_root_test.py", "tests/custom_linear_solve_test.py", "tests/shard_map_test.py"),
+            *("tests/nn_test.py", "tests/api_test.py", "tests/export_test.py", "tests/batching_test.py"),
+            *("tests/lax_test.py", "tests/lax_numpy_test.py", "tests/linalg_test.py", "tests/lax_vmap_test.py"),
+            *("tests/lax_numpy_einsum_test.py", "tests/image_test.py", "tests/pjit_test.py", "tests/ode_test.py"),
+            *("tests/lax_scipy_test.py", "tests/lax_numpy_reducers_test.py", "tests/lax_numpy_indexing_test.py"),
+        ],
+    ),
+    "flax": ("flax", ["tests/**/*_test.py"]),
+    "equinox": ("equinox", ["tests/test_*.py"]),
+    "haiku": ("dm-haiku", ["haiku/_src/**/*_test.py"]),
+    "optax": ("optax", ["optax/**/*_test.py"]),
+    "diffrax": ("diffrax", ["test/test_*.py"]),
+    "optimistix": ("optimistix", ["tests/test_*.py"]),
+    "lineax": ("lineax", ["tests/test_*.py"]),
+    "numpyro": ("numpyro", ["test/**/test_*.py"]),
+    "distrax": ("distrax", ["distrax/**/*_test.py"]),
+    "planted": ("jax", ["test_*.py"]),  # of `test_suites.py`
+}
+OPTIONS = ("-q", "--no-header", "--tb=short", "-p", "suites_shim", "-p", "no:cacheprovider", "-W", "ignore")
+OPTIONS += ("--continue-on-collection-errors", "-o", "addopts=")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("project", nargs="?", choices=sorted(PROJECTS))
+    parser.add_argument("checkout", nargs="?", type=Path)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fraction", type=float, default=1, help="of the programs whose numbers are compared")
+    parser.add_argument("--files", nargs="*", default=[""], help="only files whose path contains one of these")
+    parser.add_argument("--test", help="run only this test, and print the traceback of each crash")
+    parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of what is known")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--save", action="store_true", help="write the table to tests/suites.md, too")
+    given = parser.parse_args()
+    given.results.mkdir(exist_ok=True)
+    if given.test or (not given.report and given.project):
+        if not given.checkout:
+            parser.error("CHECKOUT is missing")
+        run(given) if not given.test else show(given)
+    if not given.test:
+        report(given.results, given.save)
+
+
+def run(given):
+    """Run the files of a project in several processes, one after another, in case that one of them dies."""
+    path, end = given.results / f"{given.project}.jsonl", time.time() + 60 * given.minutes
+    command = ["git", "describe", "--always", "--tags"]
+    commit = subprocess.run(command, cwd=given.checkout, capture_output=True, text=True)
+    distribution, patterns = PROJECTS[given.project]
+    with path.open("a") as file:
+        about = {"version": version(distribution), "commit": commit.stdout.strip(), "day": str(date.today())}
+        file.write(json.dumps({"run": about}) + "\n")
+    files = sorted({file for pattern in patterns for file in given.checkout.glob(pattern)})
+    files = [str(file.relative_to(given.checkout)) for file in files]
+    files = [file for file in files if any(part in file for part in given.files)]
+    random.Random(given.seed).shuffle(files)
+    count = max(1, min(len(files), round(given.minutes / MINUTES)))
+    for number in range(count):
+        seconds, before = (end - time.time()) / (count - number), len(read(path))
+        pytest_of(given, files[number::count], path, seconds)
+        records = read(path)[before:]
+        checked = {each["test"] for each in records if "program" in each}
+        failed = {each["test"]: each for each in records if each.get("outcome") == "failed" and each["test"] in checked}
+        if failed:  # With the original results: is it because of `autocast`?
+            again = path.with_suffix(".again")
+            again.unlink(missing_ok=True)
+            pytest_of(given, [*failed], again, seconds / 4, returns_exact=False)
+            outcomes = {(each["test"], each["outcome"]) for each in read(again) if "outcome" in each}
+            # A test may have several outcomes, of its parts.
+            passed = [t for t in failed if (t, "passed") in outcomes and (t, "failed") not in outcomes]
+            with path.open("a") as results:
+                for test in passed:
+                    results.write(json.dumps({"assertion": failed[test]["message"], "test": test}) + "\n")
+        print(f"{number + 1} of {count} processes", file=sys.stderr, flush=True)
+
+
+def pytest_of(given, tests, path, seconds, returns_exact=True, verbose=False):
+    """Run tests of a project in another process."""
+    about = {
+        "file": str(path.resolve()),
+        "seconds": seconds,
+        "returns_exact": returns_exact,
+        "verbose": verbose,
+    }
+    about |= {"fraction": given.fraction, "seed": given.seed}
+    # The project's own package is that of the checkout, because the tests of some projects are part of the package.
+    own = [] if given.project == "jax" else [str(given.checkout.resolve())]
+    environment = {
+        **os.environ,
+        "SUITES": json.dumps(about),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *own]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(given.results.resolve() / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    # `-P`: or else `import jax` would import the checkout.
+    command = [sys.executable, "-P", "-m", "pytest", *OPTIONS, *(["-s"] if verbose else []), *tests]
+    with path.with_suffix(".log").open("a") as log:
+        output = None if verbose else log
+        process = subprocess.Popen(command, cwd=given.checkout, env=environment, stdout=output, stderr=output)
+        try:
+            process.wait(timeout=seconds + 300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def show(given):
+    """Run one test and print what is found."""
+    path = given.results / f"{given.project}.one"
+    path.unlink(missing_ok=True)
+    pytest_of(given, [given.test], path, 600, verbose=True)
+    for record in read(path):
+        print(json.dumps(record, indent=1))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def differences_in(records):
+    """Yield the kind of each difference, and a line that says what it is and where.
+
+    Each kind counts once for a program, and a program that crashes counts as a crash only.
+    """
+    for record in records:
+        found = {}
+        for check, outcome in record.get("outcomes", {}).items():
+            if outcome in ("crash", "differs"):
+                kind = "crash" if outcome == "crash" else check.removesuffix(" of the gradient")
+                detail = record["details"].get(check, "")
+                found.setdefault(kind, f"{check}: {detail} [{record['kind']}, {record['test']}]")
+        yield from [("crash", found["crash"])] if "crash" in found else found.items()
+        if "assertion" in record:
+            yield "assertion", f"assertion: {record['assertion'].splitlines()[:1]} [{record['test']}]"
+        if "error of the shim" in record:
+            yield "shim", f"error of the shim: {record['error of the shim'].splitlines()[-1][:300]} [{record['test']}]"
+
+
+MINUTES = 4  # of a process
+COUNTED = ("tests", "programs", "values", "gradients")
+OUTCOMES = ("as with jit", "sensitive", "rounding", "overflow")
+KINDS = ("crash", "trace", "exact", "assertion", "numbers", "shim")
+
+
+def report(results, save):
+    """Print the table, and the differences by reason; those without a reason one by one."""
+    reasons = json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}
+    head = ("project", "version", "commit", "run on", *COUNTED, *OUTCOMES, *KINDS)
+    rows, total = [head, ("---",) * 4 + ("--:",) * (len(head) - 4)], Counter()
+    explained, unexplained = Counter(), []
+    for path in sorted(results.glob("*.jsonl")):
+        records = read(path)
+        about = next(record["run"] for record in reversed(records) if "run" in record)
+        counts = Counter(tests=len({record["test"] for record in records if "outcome" in record}))
+        for record in records:
+            outcomes = record.get("outcomes", {})
+            counts["programs"] += bool(outcomes)
+            counts["values"] += "numbers" in outcomes
+            counts["gradients"] += "numbers of the gradient" in outcomes
+            for outcome in OUTCOMES:
+                counts[outcome] += outcome in outcomes.values()
+        for kind, line in differences_in(records):
+            counts[kind] += 1
+            reason = next((reason for pattern, reason in reasons.items() if re.search(pattern, line)), None)
+            if reason:
+                explained[kind, reason] += 1
+            else:
+                unexplained.append(f"{path.stem}: {line}")
+        total += counts
+        rows.append((path.stem, *about.values(), *(str(counts[name]) for name in head[4:])))
+    rows.append(("all", "", "", "", *(str(total[name]) for name in head[4:])))
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    lines = [("check", "number", "reason"), ("---", "--:", "---")]
+    lines += [(kind, str(count), reason) for (kind, reason), count in explained.most_common()]
+    table += "\n" + "".join(f"| {' | '.join(row)} |\n" for row in lines)
+    print(table, *grouped(unexplained), f"Without a reason: {len(unexplained)}.", sep="\n")
+    if save:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax"))
+        rest = f"Versions: {versions}. Differences without a reason: {len(unexplained)}."
+        SAVED.write_text(f"{HEAD}\n{rest}\n\n{table}")
+
+
+def grouped(lines):
+    """Of lines that differ only in numbers and in where they were found, return the first, and how many there are."""
+    groups = {}
+    for line in lines:
+        groups.setdefault(re.sub(r"[0-9]+|\[[^][]*\]$", "", line), []).append(line)
+    return [f"{len(group)} x {group[0]}" for group in sorted(groups.values(), key=len, reverse=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The tool that runs other projects' tests under `autocast` finds planted bugs of `autocast`, and nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parent / "suites.py"
+PROJECT = """
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax_lossscale as jls
+
+autocast = jls.autocast
+
+
+def broken(fun, *args, **options):
+    under_autocast = autocast(fun, *args, **options)
+
+    @functools.wraps(fun)
+    def wrapped(*args):
+        result = under_autocast(*args)
+        if fun.__name__ == "crash":
+            raise ValueError("planted")
+        if fun.__name__ == "dtype":
+            return result.astype(jnp.float16)
+        return result * 1.1 if fun.__name__ == "number" else result
+
+    return wrapped
+
+
+jls.autocast = broken
+x = jnp.arange(6.0).reshape(2, 3)
+
+
+def test_crash():
+    @jax.jit
+    def crash(x):
+        return x + 1
+
+    crash(x)
+
+
+def test_dtype():
+    @jax.vmap
+    def dtype(x):
+        return jnp.sin(x)
+
+    dtype(x)
+
+
+def test_number():
+    @jax.jit
+    def number(x):
+        return x @ x.T
+
+    assert number(x)[0, 0] == 5
+
+
+def test_right():
+    @jax.grad
+    def right(x):
+        return jnp.sum(jnp.sin(x) ** 2)
+
+    assert jnp.all(jax.jit(right)(x) == right(x))  # the same program, which counts once
+
+
+def test_without_float32():
+    assert jax.jit(lambda x: x + 1)(1) == 2
+
+
+def test_that_fails_without_autocast():
+    assert jax.jit(lambda x: x + 2)(1.0) == 2
+
+
+def test_that_counts_traces():
+    count = 0
+
+    @jax.jit
+    def counted(x):
+        nonlocal count
+        count += 1
+        return x - 1
+
+    counted(x)
+    assert count == 1
+"""
+
+
+PROGRAMS = ["crash", "dtype", "number", "right", "that_counts_traces", "that_fails_without_autocast"]
+
+
+@pytest.mark.ci
+def test_planted_bugs_are_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(TOOL.parent)
+    import suites
+
+    (tmp_path / "test_planted.py").write_text(PROJECT)
+    command = [sys.executable, str(TOOL), "planted", str(tmp_path), "--results", str(tmp_path / "results")]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    records = suites.read(tmp_path / "results" / "planted.jsonl")
+    found = sorted((kind, line.partition("::")[2].strip("]")) for kind, line in suites.differences_in(records))
+    planted = {
+        **{"assertion": ["test_number"], "crash": ["test_crash"], "exact": ["test_dtype", "test_number"]},
+        **{"numbers": ["test_number"], "trace": ["test_dtype"]},
+    }
+    assert found == [(kind, test) for kind, tests in planted.items() for test in tests]
+    assert "ValueError: planted" in output
+    programs = [record["test"].partition("::test_")[2] for record in records if "program" in record]
+    assert sorted(set(programs)) == PROGRAMS
