@@ -6,7 +6,7 @@ from jax.extend.core import Literal
 
 from jax_lossscale._program.jaxpr import jaxprs_of
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "wide_product")
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "float32_result_matmul")
 
 
 def equations(jaxpr):
@@ -28,22 +28,22 @@ def is_multiplication(eqn):
     return all(left[list(numbers[0][0])] == 1)
 
 
-def product_dtypes(function, *args, **kwargs):
+def matmul_dtypes(function, *args, **kwargs):
     """The dtypes of the products of a function, in order: "float16", or those of both operands and of the result."""
-    return product_dtypes_in(jax.make_jaxpr(function)(*args, **kwargs))
+    return matmul_dtypes_in(jax.make_jaxpr(function)(*args, **kwargs))
 
 
-def product_dtypes_in(jaxpr):
+def matmul_dtypes_in(jaxpr):
     """The same of a jaxpr."""
     found = []
     for eqn in equations(jaxpr):
-        if eqn.primitive.name in PRODUCTS and not is_multiplication(eqn):
+        if eqn.primitive.name in MATMULS and not is_multiplication(eqn):
             names = [atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)]
             found.append(names[0] if len(set(names)) == 1 else " ".join(names))
     return found
 
 
-def taken_by_stretches(jaxpr):
+def taken_by_segments(jaxpr):
     """Of each stretch that is computed again in the backward pass, the types of what it takes."""
     return [
         {atom.aval.str_short() for atom in eqn.invars if not isinstance(atom, Literal)}

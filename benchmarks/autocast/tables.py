@@ -8,7 +8,7 @@ from benchmarks.autocast import gpu, hard, tracing
 from benchmarks.autocast.counting import bytes_kept, dtypes_of_products
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.models import Transformer, model_of, small
-from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, KEPT, SKIPS, WAYS
+from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, HALF_RESIDUAL_STREAM, KEPT, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program
 from benchmarks.harness.isolation import Progress, call_apart
@@ -64,7 +64,7 @@ def _steps(models: Sequence[str], quick: bool, progress: Progress) -> Table:
     for n, model in enumerate(models):
         part = progress.part(n, len(models), model)
         programs: dict[str, Program] = {}
-        ways = (*_COMPARED, SKIPS) if model in _SKIP_GOALS else _COMPARED
+        ways = (*_COMPARED, HALF_RESIDUAL_STREAM) if model in _SKIP_GOALS else _COMPARED
         for m, way in enumerate(ways if not cuda.missing() else ()):
             part(m / len(ways), way)
             if (program := call_apart(gpu.compiled, model, way, timeout=_PATIENCE)) is not None:
@@ -93,7 +93,7 @@ def _rows(programs: dict[str, Program]) -> Iterator[tuple[Cell, ...]]:
 
 def _step_marks(model: str, programs: dict[str, Program]) -> Iterator[Mark]:
     by_hand, float32 = programs.get(BY_HAND), programs.get(FLOAT32)
-    for way, goals in (AUTOCAST, _GOALS), (SKIPS, _SKIP_GOALS):
+    for way, goals in (AUTOCAST, _GOALS), (HALF_RESIDUAL_STREAM, _SKIP_GOALS):
         values, note = [None] * 3, cuda.missing() or "XLA did not compile it"
         if by_hand and float32 and (ours := programs.get(way)):
             values, note = [*ours.over(by_hand), ours.over(float32)[0]], ""
@@ -132,11 +132,12 @@ def _errors(quick: bool, progress: Progress) -> Table:
     for n, (name, network) in enumerate(small().items()):
         progress(n / len(_ERROR_GOALS), name)
         trained = Trained(network, *((2, 1) if quick else (100, 4)))
-        by_hand, ours, skips = (trained.error(WAYS[way](network)) for way in (BY_HAND, AUTOCAST, SKIPS))
-        rows.append((name, by_hand, ours, ours / by_hand, skips, skips / by_hand))
+        by_hand, ours, half = (trained.error(WAYS[way](network)) for way in (BY_HAND, AUTOCAST, HALF_RESIDUAL_STREAM))
+        rows.append((name, by_hand, ours, ours / by_hand, half, half / by_hand))
         marks.append(Mark(f"autocast: gradient error over by hand, {name}", ours / by_hand, _ERROR_GOALS[name]))
     heads = columns(
-        "model | by hand {:.1e} | autocast {:.1e} | over by hand {:.2f} | narrow skips {:.1e} | over by hand {:.2f}"
+        "model | by hand {:.1e} | autocast {:.1e} | over by hand {:.2f} | half residual stream {:.1e} | "
+        "over by hand {:.2f}"
     )
     notes = (
         "The norm of the difference from float32's gradients over their norm, at the best of four loss scales from "

@@ -14,7 +14,7 @@ FLOAT32 = "float32"
 BY_HAND = "by hand"
 AUTOCAST = "autocast"
 KEPT = "autocast, nothing recomputed"
-SKIPS = "autocast, narrow skips"
+HALF_RESIDUAL_STREAM = "autocast, half residual stream"
 
 # By name. All but the one by hand are made of the program that is written for float32.
 WAYS: dict[str, Callable[[Model], Loss]] = {
@@ -22,5 +22,7 @@ WAYS: dict[str, Callable[[Model], Loss]] = {
     BY_HAND: lambda model: model.loss(jnp.float16),
     AUTOCAST: lambda model: jls.autocast(model.loss(None)),
     KEPT: lambda model: jls.autocast(model.loss(None), policy=jls.PrecisionPolicy(recompute=False)),
-    SKIPS: lambda model: jls.autocast(model.loss(None), policy=jls.PrecisionPolicy(narrow_skips=True)),
+    HALF_RESIDUAL_STREAM: lambda model: jls.autocast(
+        model.loss(None), policy=jls.PrecisionPolicy(half_residual_stream=True)
+    ),
 }

@@ -39,11 +39,15 @@ _NOTES = (
 _PLAIN = functools.partial(jax.nn.dot_product_attention, is_causal=True)
 _CUDNN = functools.partial(_PLAIN, implementation="cudnn")
 _IN_HALF = jls.in_half(_CUDNN, _PLAIN)
-_NARROW_SKIPS = jls.PrecisionPolicy(narrow_skips=True)
+_HALF_RESIDUAL_STREAM = jls.PrecisionPolicy(half_residual_stream=True)
 _WAYS: dict[str, tuple[Any, Any, Any]] = {
     "by hand": (_CUDNN, jnp.float16, lambda loss: loss),
     "autocast, in_half": (_IN_HALF, jnp.float32, jls.autocast),
-    "the same, narrow_skips": (_IN_HALF, jnp.float32, functools.partial(jls.autocast, policy=_NARROW_SKIPS)),
+    "the same, half_residual_stream": (
+        _IN_HALF,
+        jnp.float32,
+        functools.partial(jls.autocast, policy=_HALF_RESIDUAL_STREAM),
+    ),
 }
 
 

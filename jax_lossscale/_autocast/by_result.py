@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.marks import mark_kept
-from jax_lossscale._autocast.plan import Decision, Kind
-from jax_lossscale._program.inline import Name, Program, Step, names
+from jax_lossscale._autocast.marks import mark_saved
+from jax_lossscale._autocast.plan import NodeKind, NodePlan
+from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import bind_here, is_float32
 
 
@@ -37,7 +37,7 @@ class ByResult(NamedTuple):
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             result, rounded = function(*primals)
-            rounded = mark_kept(rounded)  # Marked here: marked outside, another copy of it would be kept.
+            rounded = mark_saved(rounded)  # Marked here: marked outside, another copy of it would be kept.
             tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -63,30 +63,28 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
     return ByResult(function, derivative)
 
 
-def by_result(
-    program: Program, decisions: Sequence[Decision], narrow: Set[Name]
-) -> Iterator[tuple[int, Step, ByResult]]:
+def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
     """Find the steps that are such functions, each as a step of its operand and its result.
 
     They are each ``exp(x) / sum(exp(x))`` that is stored in half precision, and each `jax.nn.relu` that is not, such as
     the sum of a skip connection, if a product takes its rounded result.
     """
-    maker = {name: step for step in program.steps for name in step.outputs}
+    maker = {name: node for node in graph.nodes for name in node.outputs}
     rounded = {
         name
-        for step, decision in zip(program.steps, decisions, strict=True)
-        if decision.kind is Kind.PRODUCT and decision.is_narrow
-        for name in names(step.inputs)
-        if is_float32(program.types[name]) and name not in narrow
+        for node, node_plan in zip(graph.nodes, node_plans, strict=True)
+        if node_plan.kind is NodeKind.MATMUL and node_plan.is_half
+        for name in value_ids(node.inputs)
+        if is_float32(graph.types[name]) and name not in half
     }
-    for position, (step, decision) in enumerate(zip(program.steps, decisions, strict=True)):
-        if decision.kind is Kind.CHOICE and rounded.issuperset(step.outputs) and _is_relu(step.eqn):
-            yield position, step, _RELU
-        if decision == Decision(Kind.OTHER) and narrow >= {*step.outputs}:
-            exp, axes = _parts_of_softmax(step, maker)
+    for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
+        if node_plan.kind is NodeKind.SELECTION and rounded.issuperset(node.outputs) and _is_relu(node.eqn):
+            yield position, node, _RELU
+        if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
+            exp, axes = _parts_of_softmax(node, maker)
             if exp is not None and axes is not None:
                 # A step of `exp`, but for what it computes.
-                yield position, exp._replace(outputs=step.outputs), _softmax(axes)
+                yield position, exp._replace(outputs=node.outputs), _softmax(axes)
 
 
 def _is_relu(eqn: Any) -> bool:
@@ -104,17 +102,17 @@ def _is_relu(eqn: Any) -> bool:
         return False
 
 
-def _parts_of_softmax(step: Step, maker: Mapping[Name, Step]) -> tuple[Step | None, tuple[int, ...] | None]:
+def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
     """Return the step that makes the exponentials, and the axes of their sum, by which it divides; else ``None``."""
-    if step.eqn.primitive.name != "div" or len(names(step.inputs)) < 2:
+    if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None
-    dividend, divisor = names(step.inputs)
+    dividend, divisor = value_ids(node.inputs)
     exp = maker.get(dividend)
     is_exp = exp is not None and exp.eqn.primitive.name == "exp"
     return (exp if is_exp else None), _axes_summed_up(dividend, maker.get(divisor), maker)
 
 
-def _axes_summed_up(exponentials: Any, below: Step | None, maker: Mapping[Any, Step]) -> tuple[int, ...] | None:
+def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
     """Return the axes over which a divisor sums the exponentials up, if it is their sum, each where it was summed."""
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._program.inline import Name, Program, Step, inlined, names
+from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_product, moved_operands
+from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_matmul, moved_operands
 
 
 class Interval(NamedTuple):
@@ -54,33 +54,33 @@ class Constants:
       known: of each argument, what finds the interval of the constant that it is, or is a part of; else None.
     """
 
-    def __init__(self, program: Program, known: Sequence[FindInterval | None]) -> None:
-        self._given = {name: _known(value) for name, value in program.constants.items()}
-        self._given |= dict(zip(program.inputs, known, strict=False))
-        self._maker: dict[Name, tuple[Step, int]] = {}
-        self._found: dict[Name, Interval] = {}
+    def __init__(self, graph: Graph, known: Sequence[FindInterval | None]) -> None:
+        self._given = {name: _known(value) for name, value in graph.constants.items()}
+        self._given |= dict(zip(graph.inputs, known, strict=False))
+        self._maker: dict[ValueId, tuple[Node, int]] = {}
+        self._found: dict[ValueId, Interval] = {}
 
-    def of(self, atom: Name | Literal) -> FindInterval | None:
+    def of(self, atom: ValueId | Literal) -> FindInterval | None:
         """Return what finds the interval of a constant; None of a value that is no constant."""
         if isinstance(atom, Literal):
             return _known(atom.val)
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
 
-    def add(self, step: Step) -> None:
+    def add(self, node: Node) -> None:
         """Note what a step makes of constants alone, unless it holds a product, or leaves the program."""
-        if None not in map(self.of, step.inputs) and not has_effects(step.eqn) and not _is_left_out(step.eqn):
-            self._maker.update((name, (step, position)) for position, name in enumerate(step.outputs))
+        if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
+            self._maker.update((name, (node, position)) for position, name in enumerate(node.outputs))
 
-    def _interval(self, made: Name) -> Interval:
+    def _interval(self, made: ValueId) -> Interval:
         left = [] if made in self._found else [made]
         while left:  # Not by recursion: programs are long.
-            step, position = self._maker[left[-1]]
-            first = [name for name in names(step.inputs) if name in self._maker and name not in self._found]
+            node, position = self._maker[left[-1]]
+            first = [name for name in value_ids(node.inputs) if name in self._maker and name not in self._found]
             if first:
                 left += first
             else:
-                operands = [known() for known in map(self.of, step.inputs) if known is not None]
-                self._found[left.pop()] = _of_result(step.eqn, position, operands)
+                operands = [known() for known in map(self.of, node.inputs) if known is not None]
+                self._found[left.pop()] = _of_result(node.eqn, position, operands)
         return self._found[made]
 
 
@@ -91,17 +91,17 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
       closed: the jaxpr.
       known: the same for its inputs.
     """
-    program = inlined(closed)
-    constants = Constants(program, known)
-    for step in program.steps:
-        constants.add(step)
-    return list(map(constants.of, program.outputs))
+    graph = inlined(closed)
+    constants = Constants(graph, known)
+    for node in graph.nodes:
+        constants.add(node)
+    return list(map(constants.of, graph.outputs))
 
 
 def _is_left_out(eqn: Any) -> bool:
     """Whether an equation is a product, holds one, or computes what lies outside of the program."""
     return (
-        is_product(eqn)
+        is_matmul(eqn)
         or eqn.primitive.name in OPAQUE | {IN_HALF}
         or any(_is_left_out(inner) for jaxpr in jaxprs_of((*eqn.params.values(),)) for inner in jaxpr.eqns)
     )

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._check import check_function
 from jax_lossscale._program.jaxpr import Traced, as_dtype
-from jax_lossscale._program.place import is_in_scope
+from jax_lossscale._program.location import is_in_scope
 from jax_lossscale._program.primitives import IN_HALF
 
 _SCOPE = "in_half_fallback"
@@ -43,9 +43,10 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
     and is computed as it is written. What it returns in that dtype is float32 to the code around it; its other results
     stay as they are. ``jax.grad(autocast(fun))`` differentiates ``function``.
 
-    ``fallback`` is computed without `autocast`; inside `keep_float32`; where a ``"wide"`` rule of a `PrecisionPolicy`
-    says so; and where the derivative is taken before `autocast` sees it, as in ``autocast(jax.grad(fun))``. Its
-    derivative is then a program like any other. `jls.diagnostics.autocast_report` says where this is so.
+    ``fallback`` is computed without `autocast`; inside `keep_float32`; where a ``"float32"`` rule of a
+    `PrecisionPolicy` matches; and where the derivative is taken before `autocast` sees it, as in
+    ``autocast(jax.grad(fun))``. Its derivative is then a program like any other. `jls.diagnostics.autocast_report`
+    says where this is so.
 
     Args:
       function: of any pytrees. It is traced once in float16 and once in bfloat16. Arguments that are no arrays

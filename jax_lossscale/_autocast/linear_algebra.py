@@ -16,9 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_lossscale._program.inline import Name, Program, inlined, names
-from jax_lossscale._program.inside import inside
-from jax_lossscale._program.primitives import LINEAR_ALGEBRA, is_product
+from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
+from jax_lossscale._program.primitives import LINEAR_ALGEBRA, is_matmul
+from jax_lossscale._program.subjaxprs import subjaxprs
 
 _FACTORED = "a factorization is made of its result"
 _CONVERTED = "its result is converted to an integer"
@@ -38,43 +38,43 @@ class Feeding:
     def __init__(self) -> None:
         self._arguments: dict[tuple[Jaxpr, tuple[str, ...]], list[str]] = {}
 
-    def values(self, program: Program, outputs: Sequence[str]) -> dict[Name, str]:
+    def values(self, graph: Graph, outputs: Sequence[str]) -> dict[ValueId, str]:
         """Return the marked values of a program and their marks; ``outputs`` contains the mark of each result."""
-        marks: dict[Name, str] = {}
+        marks: dict[ValueId, str] = {}
 
         def mark(atoms: Sequence[Any], reasons: Sequence[str]) -> None:
             for atom, reason in zip(atoms, reasons, strict=True):
                 if reason:
-                    marks.update(dict.fromkeys(names([atom]), reason))
+                    marks.update(dict.fromkeys(value_ids([atom]), reason))
 
-        mark(program.outputs, outputs)
-        for step in reversed(program.steps):
-            mark(step.inputs, self._equation(step.eqn, [marks.get(name, "") for name in step.outputs])[0])
+        mark(graph.outputs, outputs)
+        for node in reversed(graph.nodes):
+            mark(node.inputs, self._equation(node.eqn, [marks.get(name, "") for name in node.outputs])[0])
         return marks
 
-    def results_inside(self, eqn: Any, outputs: Sequence[str]) -> list[list[str]]:
+    def results_of_subjaxprs(self, eqn: Any, outputs: Sequence[str]) -> list[list[str]]:
         """Return the marks of the results of each jaxpr in an equation, given the marks of the equation's results."""
         _, of_results = self._equation(eqn, outputs)
-        return [_of_body(body.results, of_results) for body in inside(eqn).bodies]
+        return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
     def _equation(self, eqn: Any, outputs: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the marks of the operands, and of the results including those that a loop carries on."""
         of_results = list(outputs)
-        bodies, carried, *_ = inside(eqn)
+        jaxprs, carried, *_ = subjaxprs(eqn)
         if eqn.primitive.name in LINEAR_ALGEBRA:
             return [_FACTORED] * len(eqn.invars), of_results
-        if is_product(eqn):
+        if is_matmul(eqn):
             return [""] * len(eqn.invars), of_results
         if _makes_integers(eqn):
             return [_CONVERTED] * len(eqn.invars), of_results
-        if not bodies:
+        if not jaxprs:
             of_floats = [mark for variable, mark in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
             return [max(of_floats, default="")] * len(eqn.invars), of_results
         while True:
             of_operands = [""] * len(eqn.invars)
-            for body in bodies:
-                of_body = self._of_jaxpr(body.closed.jaxpr, tuple(_of_body(body.results, of_results)))
-                for operand, reason in zip(body.operands, of_body, strict=True):
+            for subjaxpr in jaxprs:
+                of_subjaxpr = self._of_jaxpr(subjaxpr.closed.jaxpr, tuple(_of_subjaxpr(subjaxpr.results, of_results)))
+                for operand, reason in zip(subjaxpr.operands, of_subjaxpr, strict=True):
                     of_operands[operand] = of_operands[operand] or reason
             again = [
                 (result, operand) for result, operand in carried if of_operands[operand] and not of_results[result]
@@ -86,13 +86,13 @@ class Feeding:
 
     def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[str, ...]) -> list[str]:
         if (jaxpr, outputs) not in self._arguments:
-            program = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
-            marks = self.values(program, outputs)
-            self._arguments[jaxpr, outputs] = [marks.get(name, "") for name in program.inputs]
+            graph = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
+            marks = self.values(graph, outputs)
+            self._arguments[jaxpr, outputs] = [marks.get(name, "") for name in graph.inputs]
         return self._arguments[jaxpr, outputs]
 
 
-def _of_body(results: Sequence[int], of_results: Sequence[str]) -> list[str]:
+def _of_subjaxpr(results: Sequence[int], of_results: Sequence[str]) -> list[str]:
     return [of_results[n] if n >= 0 else "" for n in results]
 
 

@@ -1,7 +1,7 @@
-"""`autocast` writes two identities into a program: one marks what is kept, one rounds a cotangent.
+"""Two identity primitives of `autocast`: one marks a value as saved, and one rounds a cotangent.
 
-They are primitives: a `jax.custom_vjp` would have no forward mode, and `jax.ad_checkpoint.checkpoint_name` cannot be
-transposed.
+They are primitives because a `jax.custom_vjp` would not support forward-mode differentiation, and
+`jax.ad_checkpoint.checkpoint_name` cannot be transposed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._program.jaxpr import as_dtype
-from jax_lossscale._program.primitives import KEPT, ROUNDED_COTANGENT
+from jax_lossscale._program.primitives import ROUNDED_COTANGENT, SAVED
 
 
-def mark_kept(value: Any) -> Any:
-    """Mark ``value``, so that `jax.checkpoint` with the policy `keeps` does not compute it again."""
-    return _kept.bind(value)
+def mark_saved(value: Any) -> Any:
+    """Return ``value``, marked so that `jax.checkpoint` with the policy `is_marked_saved` does not recompute it."""
+    return _saved.bind(value)
 
 
-def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Tell `jax.checkpoint` to keep what is marked so."""
-    return primitive is _kept
+def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether `jax.checkpoint` saves the result of a primitive: only if the result is marked."""
+    return primitive is _saved
 
 
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
-    """Return ``value``, whose cotangent is rounded to ``dtype`` on its way back, once for all that uses it.
+    """Return ``value``, and round its cotangent to ``dtype`` in the backward pass, once for all its uses.
 
-    It stands where a bias is added to the result of a narrow product. The cotangent is rounded for the product anyway,
-    and so the sum that is the bias's gradient reads what the product reads, and no float32 numbers are written for it.
+    This is applied to the sum of a bias and the result of a matmul in half precision. The cotangent is rounded for the
+    backward matmuls anyway. The sum that computes the gradient of the bias then reads the same rounded cotangent, so no
+    float32 cotangent is written to memory.
     """
     return _rounded.bind(value, dtype=dtype)
 
@@ -40,12 +41,12 @@ def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
 def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
-    # Behind the barrier the compiler cannot take the number before it was rounded.
+    # The optimization barrier prevents the compiler from using the unrounded value.
     return [as_dtype(jax.lax.optimization_barrier(as_dtype(cotangent, dtype)), cotangent.dtype)]
 
 
 def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
-    """Make a primitive whose result is its operand, and whose cotangent is what ``transpose`` makes of it."""
+    """Return a primitive whose result is its operand, and whose transpose is ``transpose``."""
     primitive = Primitive(name)
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda aval, **_: aval)
@@ -55,7 +56,7 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
     return primitive
 
 
-_kept = identity(KEPT, lambda cotangent, value: [cotangent])
+_saved = identity(SAVED, lambda cotangent, value: [cotangent])
 _rounded = identity(ROUNDED_COTANGENT, _round)
-# What is kept are numbers, and not their derivatives.
-ad.primitive_jvps[_kept] = lambda primals, tangents: (_kept.bind(*primals), tangents[0])
+# Only values are saved, and not their tangents.
+ad.primitive_jvps[_saved] = lambda primals, tangents: (_saved.bind(*primals), tangents[0])

@@ -1,80 +1,90 @@
-"""A plan says, as data, what becomes of every value and every step under `autocast`. `planner` decides it."""
+"""Plans: the dtype of every value and the treatment of every node of a graph under `autocast`, as data.
+
+`planner` makes the plans, and `rewrite` evaluates them.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import enum
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeVar
 
 from jax_lossscale._autocast.constants import FindInterval
-from jax_lossscale._autocast.stretches import Stretch
-from jax_lossscale._program.inline import Name, Program, Step
+from jax_lossscale._autocast.segments import Segment
+from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
-from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF, REPEATING_MOVES
+from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT, REPLICATING_DATA_MOVEMENT
+
+Result = TypeVar("Result")
 
 
-class Kind(enum.Enum):
-    """What a step does."""
+class NodeKind(enum.Enum):
+    """The kind of computation of a node."""
 
-    PRODUCT = enum.auto()
-    MOVE = enum.auto()
-    CHOICE = enum.auto()  # which follows its operands as a move does, and whose derivative asks for a mask
-    BY_RESULT = enum.auto()  # of a function that is differentiated by its result
-    CALL = enum.auto()  # of jaxprs that are rewritten
-    IN_HALF = enum.auto()  # of a function that is for half precision
+    MATMUL = enum.auto()
+    DATA_MOVEMENT = enum.auto()
+    SELECTION = enum.auto()  # has the dtype of its operands, like data movement, but its derivative needs a mask
+    BY_RESULT = enum.auto()  # a function that is differentiated from its result
+    CALL = enum.auto()  # contains jaxprs that are rewritten
+    IN_HALF = enum.auto()  # a function of `in_half`
     OTHER = enum.auto()
 
 
-class Decision(NamedTuple):
-    """What becomes of a step.
+class NodePlan(NamedTuple):
+    """The treatment of a node.
 
     Attributes:
-      kind: what it does.
-      is_alone: whether it is in no stretch with other steps, and so is computed once.
-      is_narrow: whether it takes its float32 operands in half precision.
-      has_wide_result: of a narrow product: whether its result is float32 all the same.
-      reason: why a product is not narrow, or its result is not.
-      by_result: the function that is differentiated by its result.
+      kind: its kind of computation.
+      is_alone: whether the node is the only node of its segment, so that it is never recomputed.
+      is_half: whether the node takes its float32 operands in half precision.
+      has_float32_result: whether the result of a matmul in half precision is float32.
+      reason: the reason why a matmul or its result is not in half precision.
+      by_result: the function that is differentiated from its result.
     """
 
-    kind: Kind
+    kind: NodeKind
     is_alone: bool = False
-    is_narrow: bool = False
-    has_wide_result: bool = False
+    is_half: bool = False
+    has_float32_result: bool = False
     reason: str = ""
     by_result: Any = None
 
 
-FOLLOWING = (Kind.MOVE, Kind.CHOICE)
+# The results have the dtype of the operands.
+FOLLOWING = (NodeKind.DATA_MOVEMENT, NodeKind.SELECTION)
 
 
-def taken_narrow(step: Step, decision: Decision, narrow: Collection[Name], wide: Collection[Name]) -> list[bool]:
-    """Return, of each operand of a step, whether it is taken narrow: what follows takes what it gives.
+def operands_in_half(
+    node: Node, node_plan: NodePlan, half: Collection[ValueId], upcast: Collection[ValueId]
+) -> list[bool]:
+    """Return, for each operand of a node, whether the node takes the operand in half precision.
 
     Args:
-      step: the step.
-      decision: what becomes of it.
-      narrow: the values that are stored in half precision.
-      wide: those of them that are float32 in the stretch.
+      node: the node.
+      node_plan: its treatment.
+      half: the values that are stored in half precision.
+      upcast: those of these values that are float32 within the segment of the node.
     """
-    if decision.kind not in FOLLOWING:
-        return [decision.is_narrow] * len(step.inputs)
-    are_narrow = [name in narrow and name not in wide for name in step.outputs]
-    if step.eqn.primitive.name in MOVES_EACH_BY_ITSELF:
-        return are_narrow
-    # What repeats a number has a sum of cotangents, which is arithmetic, unless a broadcast only adds axes.
-    taken, given = (size_of(variable.aval) for variable in (step.eqn.invars[0], step.eqn.outvars[0]))
-    adds_axes = step.eqn.primitive.name == "broadcast_in_dim" and taken == given
-    is_repeating = step.eqn.primitive.name in REPEATING_MOVES and not adds_axes
-    return [all(are_narrow) and not is_repeating] * len(step.inputs)
+    if node_plan.kind not in FOLLOWING:
+        return [node_plan.is_half] * len(node.inputs)
+    are_half = [value_id in half and value_id not in upcast for value_id in node.outputs]
+    if node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT:
+        return are_half
+    # The cotangent of a replicated value is a sum, which is computed in float32. A broadcast that only adds axes of
+    # size 1 does not replicate.
+    size_in, size_out = (size_of(variable.aval) for variable in (node.eqn.invars[0], node.eqn.outvars[0]))
+    adds_axes = node.eqn.primitive.name == "broadcast_in_dim" and size_in == size_out
+    is_replicating = node.eqn.primitive.name in REPLICATING_DATA_MOVEMENT and not adds_axes
+    return [all(are_half) and not is_replicating] * len(node.inputs)
 
 
 class At(NamedTuple):
-    """Where a jaxpr lies.
+    """The context of a jaxpr.
 
     Attributes:
-      recompute: whether its stretches are computed again in the backward pass.
-      within: the equations that it lies in, the outermost first.
+      recompute: whether its segments are recomputed in the backward pass.
+      within: the equations that contain the jaxpr, the outermost first.
       is_iterated: whether it is inside the body of a loop.
     """
 
@@ -83,14 +93,26 @@ class At(NamedTuple):
     is_iterated: bool = False
 
 
-class Inner(NamedTuple):
-    """What becomes of the jaxprs in a step.
+class Float32Matmul(NamedTuple):
+    """A matmul that is not in half precision, or whose result is not; or an `in_half` function that is not.
 
     Attributes:
-      plans: one for each.
-      operands: of each operand of the step, whether it goes in narrow.
-      results: of each result of the step, whether it comes out narrow.
-      known: for each operand of the step that is a constant, the function that computes its interval; otherwise None.
+      path: the equations that contain it, the outermost first, and its own equation.
+      reason: the reason why.
+    """
+
+    path: tuple[Any, ...]
+    reason: str
+
+
+class Inner(NamedTuple):
+    """The treatment of the jaxprs in a node.
+
+    Attributes:
+      plans: the plan of each jaxpr.
+      operands: for each operand of the node, whether it is passed in half precision.
+      results: for each result of the node, whether it is returned in half precision.
+      known: for each operand of the node that is a constant, the function that computes its interval; otherwise None.
     """
 
     plans: tuple[Plan, ...]
@@ -100,29 +122,51 @@ class Inner(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A program, and what becomes of it.
+    """The treatment of a graph.
 
     Attributes:
-      program: the steps.
-      decisions: one for each step.
-      narrow: the names of the values that are float32 in the source and stored in half precision.
-      arrives: of each argument, whether it comes narrow.
-      inner: of steps that are a `Kind.CALL`, what becomes of the jaxprs in them, by position of the step.
-      stretches: the order in which steps are taken, which are taken together, and what is kept of it.
-      at: where it lies.
-      is_narrow: whether anything in it is computed in half precision.
+      graph: the graph.
+      node_plans: the treatment of each node.
+      half: the values that are float32 in the original jaxpr and stored in half precision.
+      arrives: for each argument, whether it is passed in half precision.
+      inner: the treatment of the jaxprs in each node that is a `NodeKind.CALL`, by position of the node.
+      segments: the segments of the graph, in the order of their evaluation.
+      at: the context of the jaxpr.
+      is_half: whether anything in the graph is computed in half precision.
+      float32_matmuls: the matmuls in the graph and in the jaxprs of its nodes that are not in half precision.
     """
 
-    program: Program
-    decisions: tuple[Decision, ...]
-    narrow: frozenset[Name]
+    graph: Graph
+    node_plans: tuple[NodePlan, ...]
+    half: frozenset[ValueId]
     arrives: tuple[bool, ...]
     inner: dict[int, Inner]
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     at: At
-    is_narrow: bool
+    is_half: bool
+    float32_matmuls: tuple[Float32Matmul, ...]
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether anything in it is computed in half precision, or may be in a backward pass of its own."""
-        return self.is_narrow or bool(self.inner)
+        """Whether anything is computed in half precision now, or possibly in the backward pass of a custom rule."""
+        return self.is_half or bool(self.inner)
+
+
+_recorded: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+def record(plan: Plan) -> None:
+    """Add a plan that is about to be evaluated to the plans that `recorded` returns."""
+    plans = _recorded.get()
+    if plans is not None:
+        plans.append(plan)
+
+
+def recorded(function: Callable[[], Result]) -> tuple[Result, list[Plan]]:
+    """Call a function, and return its result and the plans that `autocast` evaluates in it."""
+    plans: list[Plan] = []
+    token = _recorded.set(plans)
+    try:
+        return function(), plans
+    finally:
+        _recorded.reset(token)

@@ -10,19 +10,26 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants, FindInterval
-from jax_lossscale._autocast.cut import Cut, OperandsAskedFor
 from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
-from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan
+from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
+from jax_lossscale._autocast.plan import FOLLOWING, At, Float32Matmul, Inner, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
-from jax_lossscale._autocast.stretches import Stretch, stretches
-from jax_lossscale._autocast.uses import added_up_in_float32, adds_a_bias, carried_streams, going_into_products, streams
+from jax_lossscale._autocast.segments import Segment, segments
+from jax_lossscale._autocast.use_analysis import (
+    added_up_in_float32,
+    adds_a_bias,
+    carried_residual_stream,
+    going_into_matmuls,
+    residual_stream,
+)
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.inline import Name, Program, Step, inlined, names
-from jax_lossscale._program.inside import LOOPS, inside
+from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import is_float32
-from jax_lossscale._program.primitives import MOVES_EACH_BY_ITSELF
+from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT
+from jax_lossscale._program.subjaxprs import LOOPS, subjaxprs
 
 
 class Planner:
@@ -34,18 +41,15 @@ class Planner:
       rule: what decides about each step.
       has_custom_vjp: whether a program contains a `jax.custom_vjp` function. Its backward pass is planned only when the
         program is differentiated.
-      exceptions: the products that are not narrow, or whose result is not: the equations that each lies in, the
-        outermost first, itself the last; and why.
     """
 
-    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str] | None = None) -> None:
         self.dtype = dtype
         self.policy = policy
         self.has_custom_vjp = False
-        self.exceptions: list[tuple[tuple[Any, ...], str]] = []
-        self.rule = Rule(dtype, policy)
+        self.rule = Rule(dtype, policy, parameters or {})
         self._feeding = Feeding()
-        self._operands_asked_for = OperandsAskedFor()
+        self._operands_needed = OperandsNeeded()
 
     def plan(
         self,
@@ -67,155 +71,174 @@ class Planner:
           gives: of each result, whether it is a skip connection that is narrow outside.
         """
         at = at or At(recompute=bool(self.policy.recompute))
-        program = inlined(closed)
-        feeding = self._feeding.values(program, outputs_feeding or [""] * len(program.outputs))
-        constants = Constants(program, known)
-        decisions: list[Decision] = []
-        for step in program.steps:
-            decision = self.rule.decide(step, at.within, feeding, constants)
-            if decision.reason:
-                self.exceptions.append(((*at.within, *step.within, step.eqn), decision.reason))
-            constants.add(step)
-            decisions.append(decision)
-        into_products = going_into_products(program, decisions)
-        comes_narrow = tuple(arrives) or (False,) * len(program.inputs)
-        arriving = {name for name, is_narrow in zip(program.inputs, comes_narrow, strict=True) if is_narrow}
-        narrow = {name for name in arriving if is_float32(program.types[name])}
-        given = {*names([atom for atom, is_given in zip(program.outputs, gives, strict=False) if is_given])}
-        narrow |= (into_products | given) & {*program.inputs, *program.constants}
+        graph = inlined(closed)
+        feeding = self._feeding.values(graph, outputs_feeding or [""] * len(graph.outputs))
+        constants = Constants(graph, known)
+        node_plans: list[NodePlan] = []
+        float32_matmuls: list[Float32Matmul] = []
+        for node in graph.nodes:
+            node_plan = self.rule.decide(node, at.within, feeding, constants)
+            if node_plan.reason:
+                path = (*at.within, *node.within, node.eqn)
+                float32_matmuls.append(Float32Matmul(path, node_plan.reason))
+            constants.add(node)
+            node_plans.append(node_plan)
+        into_matmuls = going_into_matmuls(graph, node_plans)
+        half_inputs = tuple(arrives) or (False,) * len(graph.inputs)
+        arriving = {name for name, is_half in zip(graph.inputs, half_inputs, strict=True) if is_half}
+        half = {name for name in arriving if is_float32(graph.types[name])}
+        given = {*value_ids([atom for atom, is_given in zip(graph.outputs, gives, strict=False) if is_given])}
+        half |= (into_matmuls | given) & {*graph.inputs, *graph.constants}
         inner: dict[int, Inner] = {}
-        for position, step in enumerate(program.steps):
-            if decisions[position].kind is Kind.CALL:
-                found = self._inner(step, at, feeding, constants, narrow, given)
+        for position, node in enumerate(graph.nodes):
+            if node_plans[position].kind is NodeKind.CALL:
+                found = self._inner(node, at, feeding, constants, half, given)
+                float32_matmuls += [matmul for plan in found.plans for matmul in plan.float32_matmuls]
                 # What a backward pass of its own computes is known only when it is traced.
-                is_custom_vjp = step.eqn.primitive.name == "custom_vjp_call"
+                is_custom_vjp = node.eqn.primitive.name == "custom_vjp_call"
                 self.has_custom_vjp |= is_custom_vjp
                 if is_custom_vjp or any(plan.is_rewritten for plan in found.plans):
                     inner[position] = found
                     results: Sequence[bool] = found.results
                 else:
-                    decisions[position] = Decision(Kind.OTHER, is_alone=not _is_arithmetic(step.eqn, found.plans))
-                    results = [False] * len(step.outputs)
+                    node_plans[position] = NodePlan(NodeKind.OTHER, is_alone=not _is_arithmetic(node.eqn, found.plans))
+                    results = [False] * len(node.outputs)
             else:
-                results = self._results(step, decisions[position], narrow, constants)
-            narrow |= {
+                results = self._results(node, node_plans[position], half, constants)
+            half |= {
                 name
-                for name, is_narrow in zip(step.outputs, results, strict=True)
-                if is_float32(program.types[name])
-                and ((is_narrow and not program.types[name].weak_type) or name in into_products | given)
+                for name, is_half in zip(node.outputs, results, strict=True)
+                if is_float32(graph.types[name])
+                and ((is_half and not graph.types[name].weak_type) or name in into_matmuls | given)
             }
         if at.recompute:
-            program, decisions = _with_those_by_result(program, decisions, narrow)
-        is_narrow = any(d.is_narrow for d in decisions) or any(p.is_narrow for i in inner.values() for p in i.plans)
-        order = [Stretch((n,), names(step.inputs), step.outputs) for n, step in enumerate(program.steps)]
-        if is_narrow:
-            is_product = [decision.kind is Kind.PRODUCT for decision in decisions]
-            order = stretches(program, [decision.is_alone for decision in decisions], is_product)
-            if self.policy.narrow_skips:
-                narrow |= {name for stretch in order for name in streams(program, decisions, stretch)}
-            order = self._with_what_is_kept(order, program, decisions, narrow, at)
-        return Plan(program, tuple(decisions), frozenset(narrow), comes_narrow, inner, tuple(order), at, is_narrow)
+            graph, node_plans = _with_functions_by_result(graph, node_plans, half)
+        is_half = any(d.is_half for d in node_plans) or any(p.is_half for i in inner.values() for p in i.plans)
+        order = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
+        if is_half:
+            is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
+            order = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
+            if self.policy.half_residual_stream:
+                half |= {name for segment in order for name in residual_stream(graph, node_plans, segment)}
+            order = self._with_saved_values(order, graph, node_plans, half, at)
+        return Plan(
+            graph,
+            tuple(node_plans),
+            frozenset(half),
+            half_inputs,
+            inner,
+            tuple(order),
+            at,
+            is_half,
+            tuple(float32_matmuls),
+        )
 
-    def _results(self, step: Step, decision: Decision, narrow: Set[Name], constants: Constants) -> Sequence[bool]:
+    def _results(self, node: Node, node_plan: NodePlan, half: Set[ValueId], constants: Constants) -> Sequence[bool]:
         """Return, of each result of a step, whether it comes out narrow."""
-        if decision.kind is Kind.IN_HALF and decision.is_narrow:
-            return gives_half(self.dtype, step.eqn)
-        if decision.kind not in FOLLOWING:
-            return [decision.is_narrow and not decision.has_wide_result] * len(step.outputs)
-        are_narrow = [
-            (not isinstance(atom, Literal) and atom in narrow)
+        if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half:
+            return gives_half(self.dtype, node.eqn)
+        if node_plan.kind not in FOLLOWING:
+            return [node_plan.is_half and not node_plan.has_float32_result] * len(node.outputs)
+        are_half = [
+            (not isinstance(atom, Literal) and atom in half)
             or not is_float32(variable.aval)
             or (variable.aval.shape == () and self.rule.fits(atom, constants))
-            for atom, variable in zip(step.inputs, step.eqn.invars, strict=True)
+            for atom, variable in zip(node.inputs, node.eqn.invars, strict=True)
         ]
-        each_by_itself = step.eqn.primitive.name in MOVES_EACH_BY_ITSELF
-        return are_narrow if each_by_itself else [all(are_narrow)] * len(step.outputs)
+        each_by_itself = node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT
+        return are_half if each_by_itself else [all(are_half)] * len(node.outputs)
 
     def _inner(
         self,
-        step: Step,
+        node: Node,
         at: At,
-        feeding: Mapping[Name, str],
+        feeding: Mapping[ValueId, str],
         constants: Constants,
-        narrow: Set[Name],
-        given: Collection[Name],
+        half: Set[ValueId],
+        given: Collection[ValueId],
     ) -> Inner:
         """Return what becomes of the jaxprs in a step."""
-        eqn, name = step.eqn, step.eqn.primitive.name
-        bodies, carried, sliced, _ = inside(eqn)
+        eqn, name = node.eqn, node.eqn.primitive.name
+        jaxprs, carried, sliced, _ = subjaxprs(eqn)
         takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
-        skips = carried_streams(eqn) if name == "scan" and self.policy.narrow_skips else set()
+        skips = carried_residual_stream(eqn) if name == "scan" and self.policy.half_residual_stream else set()
         operands = [
-            n in skips or ((takes_any or n in sliced) and not isinstance(atom, Literal) and atom in narrow)
-            for n, atom in enumerate(step.inputs)
+            n in skips or ((takes_any or n in sliced) and not isinstance(atom, Literal) and atom in half)
+            for n, atom in enumerate(node.inputs)
         ]
-        gives = [name in OF_ANY_DTYPE and output in given for output in step.outputs]
+        gives = [name in OF_ANY_DTYPE and output in given for output in node.outputs]
         for result, operand in carried:
             gives[result] = operand in skips
         starts = {operand for _, operand in carried}
-        known = [None if n in starts else constants.of(atom) for n, atom in enumerate(step.inputs)]
+        known = [None if n in starts else constants.of(atom) for n, atom in enumerate(node.inputs)]
         around = At(
-            within=(*at.within, *step.within, eqn),
+            within=(*at.within, *node.within, eqn),
             recompute=at.recompute and name != "while",
             is_iterated=at.is_iterated or name in LOOPS,
         )
-        goes_on = self._feeding.results_inside(eqn, [feeding.get(name, "") for name in step.outputs])
+        goes_on = self._feeding.results_of_subjaxprs(eqn, [feeding.get(name, "") for name in node.outputs])
         plans: list[Plan] = []
 
-        def plan_bodies() -> None:
-            for body, outputs in zip(bodies, goes_on, strict=True):
-                of_arguments = [operands[n] for n in body.operands], around, outputs, [known[n] for n in body.operands]
-                plans.append(self.plan(body.closed, *of_arguments, [gives[n] for n in body.results]))
+        def plan_subjaxprs() -> None:
+            for subjaxpr, outputs in zip(jaxprs, goes_on, strict=True):
+                of_arguments = (
+                    [operands[n] for n in subjaxpr.operands],
+                    around,
+                    outputs,
+                    [known[n] for n in subjaxpr.operands],
+                )
+                plans.append(self.plan(subjaxpr.closed, *of_arguments, [gives[n] for n in subjaxpr.results]))
 
         if name == "shard_map":  # Derivatives are read inside, where the axes of its mesh are known.
-            custom_rules.inside_shard_map(plan_bodies, eqn)
+            custom_rules.call_in_shard_map(plan_subjaxprs, eqn)
         else:
-            plan_bodies()
+            plan_subjaxprs()
         # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
-        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(step.outputs)
+        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(node.outputs)
         results = [
-            gives[n] or (n >= first and all(gives_narrow(plan, n) for plan in plans)) for n in range(len(step.outputs))
+            gives[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
+            for n in range(len(node.outputs))
         ]
         return Inner(tuple(plans), tuple(operands), tuple(results), tuple(known))
 
-    def _with_what_is_kept(
-        self, order: Sequence[Stretch], program: Program, decisions: Sequence[Decision], narrow: Set[Name], at: At
-    ) -> list[Stretch]:
+    def _with_saved_values(
+        self, order: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], at: At
+    ) -> list[Segment]:
         """Return stretches with what is float32 in each, what is rounded on the way back, and what is kept of it."""
         price = float(self.policy.recompute)
-        cut = Cut(program.types, narrow, self.dtype, price, self._operands_asked_for)
-        spread = {n for step in program.steps if step.eqn.primitive.name == "broadcast_in_dim" for n in step.outputs}
+        min_cut = MinCut(graph.types, half, self.dtype, price, self._operands_needed)
+        spread = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
         found = []
-        for stretch in order:
-            steps = [(program.steps[n], decisions[n]) for n in stretch.steps]
-            wide = added_up_in_float32(steps, narrow)
-            biased = {n for n in stretch.steps if adds_a_bias(program, program.steps[n], narrow - wide, spread)}
-            stretch = stretch._replace(wide=frozenset(wide), rounds_cotangent=frozenset(biased))
-            computes = any(decision.kind not in (Kind.PRODUCT, Kind.MOVE) for _, decision in steps)
-            if at.recompute and computes and not steps[0][1].is_alone:
-                stretch = stretch._replace(kept=cut.kept(stretch, steps))
-            found.append(stretch)
+        for segment in order:
+            nodes = [(graph.nodes[n], node_plans[n]) for n in segment.nodes]
+            upcast = added_up_in_float32(nodes, half)
+            biased = {n for n in segment.nodes if adds_a_bias(graph, graph.nodes[n], half - upcast, spread)}
+            segment = segment._replace(upcast=frozenset(upcast), rounds_cotangent=frozenset(biased))
+            computes = any(node_plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT) for _, node_plan in nodes)
+            if at.recompute and computes and not nodes[0][1].is_alone:
+                segment = segment._replace(saved=min_cut.saved(segment, nodes))
+            found.append(segment)
         return found
 
 
-def _with_those_by_result(
-    program: Program, decisions: Sequence[Decision], narrow: Set[Name]
-) -> tuple[Program, list[Decision]]:
+def _with_functions_by_result(
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
+) -> tuple[Graph, list[NodePlan]]:
     """Return a program and its decisions, in which functions that are differentiated by their result are one step."""
-    steps, decided = list(program.steps), list(decisions)
-    for position, step, function in by_result(program, decisions, narrow):
-        steps[position], decided[position] = step, Decision(Kind.BY_RESULT, by_result=function)
-    return program._replace(steps=tuple(steps)), decided
+    nodes, decided = list(graph.nodes), list(node_plans)
+    for position, node, function in by_result(graph, node_plans, half):
+        nodes[position], decided[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)
+    return graph._replace(nodes=tuple(nodes)), decided
 
 
-def gives_narrow(plan: Plan, position: int) -> bool:
+def gives_half_result(plan: Plan, position: int) -> bool:
     """Whether a result of a program is stored in half precision."""
-    atom = plan.program.outputs[position]
-    return not isinstance(atom, Literal) and atom in plan.narrow
+    atom = plan.graph.outputs[position]
+    return not isinstance(atom, Literal) and atom in plan.half
 
 
 def _is_arithmetic(eqn: Any, plans: Sequence[Plan]) -> bool:
     """Whether a function with derivatives of its own computes nothing that should be computed once."""
-    decisions = [decision for plan in plans for decision in plan.decisions]
-    is_costly = any(decision.is_alone or decision.kind is Kind.PRODUCT for decision in decisions)
+    node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
+    is_costly = any(node_plan.is_alone or node_plan.kind is NodeKind.MATMUL for node_plan in node_plans)
     return eqn.primitive.name == "custom_jvp_call" and not is_costly

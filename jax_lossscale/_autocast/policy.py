@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from jax_lossscale._check import check_flag, check_function, is_number, nonnegative_number, positive_normal_number
-from jax_lossscale._program.place import Place
+from jax_lossscale._program.location import Location
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 KEEP_FLOAT32 = "keep_float32"
-_PRECISIONS = ("narrow", "wide", "wide_result")
+_PRECISIONS = ("half", "float32", "float32_result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class PrecisionRule:
     Every layer, function and line that a report prints can therefore be used as a pattern.
 
     Args:
-      precision: ``"narrow"``: in the dtype of `autocast`. ``"wide"``: in float32. ``"wide_result"``, for matrix
-        products and convolutions: narrow operands, a float32 result. For `in_half`, ``"wide"`` and ``"wide_result"``
-        both mean ``fallback``. An operation stays in float32 if half precision cannot represent one of its constant
-        operands, whatever the rule.
+      precision: ``"half"`` for the dtype of `autocast`, ``"float32"``, or, for matrix multiplications and convolutions,
+        ``"float32_result"``: operands in half precision and a float32 result. For `in_half`, ``"float32"`` and
+        ``"float32_result"`` both mean ``fallback``. Whatever the rule, an operation stays in float32 if half precision
+        cannot represent one of its constant operands.
       layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
         (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
@@ -51,8 +51,8 @@ class PrecisionRule:
 
     Examples:
       >>> import jax_lossscale as jls
-      >>> jls.PrecisionRule("wide", layer="decoder/head")
-      PrecisionRule('wide', layer='decoder/head')
+      >>> jls.PrecisionRule("float32", layer="decoder/head")
+      PrecisionRule('float32', layer='decoder/head')
     """
 
     precision: str
@@ -81,16 +81,16 @@ class PrecisionRule:
         arguments = [f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision"]
         return f"PrecisionRule({', '.join([repr(self.precision), *arguments])})"
 
-    def matches(self, operation: str, place: Place) -> bool:
+    def matches(self, operation: str, location: Location) -> bool:
         """Tell whether the rule speaks of an operation at a place."""
         # A place contains the path of the file relative to the working directory.
-        source = os.path.abspath(place.source) if place.source else ""
+        source = os.path.abspath(location.source) if location.source else ""
         return (
             _fits(operation, self.operation)
-            and (_fits(place.layer, self.layer) or _fits(place.layer, f"{self.layer}/*"))
+            and (_fits(location.layer, self.layer) or _fits(location.layer, f"{self.layer}/*"))
             and (_fits(source, self.source) or _fits(source, f"*/{self.source}"))
-            and _fits(place.parameter, self.parameter)
-            and (self.function == "*" or any(_fits(name, self.function) for name in place.functions))
+            and _fits(location.parameter, self.parameter)
+            and (self.function == "*" or any(_fits(name, self.function) for name in location.functions))
         )
 
     def get_config(self) -> dict[str, str]:
@@ -113,10 +113,11 @@ class PrecisionPolicy:
         less is kept, which takes less memory and more time. No product is computed again, nor anything that is costly.
       loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
         and changes nothing: policies that differ in nothing else are equal.
-      narrow_skips: whether the float32 sums that go from one block of a network to the next (skip connections) are
-        stored in half precision. They take half the memory then, at the accuracy of code that casts by hand. What a
-        scan carries is such a sum if each iteration adds something to it, and computes something of it besides. So are
-        parameters of an inner loop, to which updates are added.
+      half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
+        float32 sums that each block of a network passes to the next one (skip connections). They then take half the
+        memory, and the result is as accurate as that of manual casts. A carry of a scan is part of the residual stream
+        if each iteration adds something to it and also uses it for something else. This includes the parameters of an
+        inner loop, to which updates are added.
       errors: how far value and gradients were from float32 without the rules, and are with them; likewise.
 
     Raises:
@@ -125,10 +126,10 @@ class PrecisionPolicy:
     Examples:
       >>> import jax_lossscale as jls
       >>> policy = jls.PrecisionPolicy(
-      ...     [jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")]
+      ...     [jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")]
       ... )
       >>> print(policy)
-      wide: layer 'head' (logits of 1e5)
+      float32: layer 'head' (logits of 1e5)
       >>> jls.PrecisionPolicy.from_config(policy.get_config()) == policy
       True
     """
@@ -136,12 +137,12 @@ class PrecisionPolicy:
     rules: tuple[PrecisionRule, ...] = ()
     recompute: bool | float = True
     loss_scale: float | None = dataclasses.field(default=None, compare=False)
-    narrow_skips: bool = False
+    half_residual_stream: bool = False
     errors: tuple[float, float] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        check_flag(self.narrow_skips, "PrecisionPolicy(narrow_skips=...)")
-        object.__setattr__(self, "narrow_skips", bool(self.narrow_skips))
+        check_flag(self.half_residual_stream, "PrecisionPolicy(half_residual_stream=...)")
+        object.__setattr__(self, "half_residual_stream", bool(self.half_residual_stream))
         object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
             raise ValueError(
@@ -167,7 +168,7 @@ class PrecisionPolicy:
             lines.append("Nothing is computed again in the backward pass.")
         elif self.recompute != 1:
             lines.append(f"A byte kept for the backward pass counts as {self.recompute:g} bytes moved.")
-        if self.narrow_skips:
+        if self.half_residual_stream:
             lines.append("What goes from block to block is stored in half precision.")
         if self.loss_scale is not None:
             lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
@@ -181,7 +182,7 @@ class PrecisionPolicy:
         """Return the constructor's arguments, of values that JSON can hold."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
         errors = None if self.errors is None else list(self.errors)
-        optional = {"loss_scale": self.loss_scale, "narrow_skips": self.narrow_skips, "errors": errors}
+        optional = {"loss_scale": self.loss_scale, "half_residual_stream": self.half_residual_stream, "errors": errors}
         return config | {name: value for name, value in optional.items() if value not in (None, False)}
 
     @classmethod
@@ -227,7 +228,9 @@ def _percent(error: float) -> str:
 def _sentence(rule: PrecisionRule) -> str:
     config = rule.get_config()
     reason = f" ({config.pop('reason')})" if rule.reason else ""
-    precision = {"wide_result": "narrow operands, float32 result"}.get(config.pop("precision"), rule.precision)
+    precision = config.pop("precision")
+    if precision == "float32_result":
+        precision = "half-precision operands, float32 result"
     names = ", ".join(f"{name} {value!r}" for name, value in config.items() if value)
     return f"{precision}: {names or 'everything'}{reason}"
 

@@ -13,17 +13,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import FindInterval, known_results
+from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.in_half import results_in
-from jax_lossscale._autocast.marks import keeps, mark_kept, with_rounded_cotangent
-from jax_lossscale._autocast.plan import FOLLOWING, At, Decision, Inner, Kind, Plan, taken_narrow
-from jax_lossscale._autocast.planner import Planner, gives_narrow
+from jax_lossscale._autocast.marks import is_marked_saved, mark_saved, with_rounded_cotangent
+from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, NodeKind, NodePlan, Plan, operands_in_half, record
+from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
-from jax_lossscale._autocast.stretches import Stretch, Value
-from jax_lossscale._autocast.wide_product import wide_product
+from jax_lossscale._autocast.segments import Segment, Value
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.inline import Name, Step, names
-from jax_lossscale._program.inside import inside, with_jaxprs
+from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import as_declared, as_dtype, bind_here, in_context, is_float32, with_dtype
+from jax_lossscale._program.subjaxprs import subjaxprs, with_jaxprs
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -45,112 +45,112 @@ class Rewriting:
         self.dtype = planner.dtype if measured is None else _FLOAT32
 
     def declared(
-        self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any], are_narrow: Sequence[bool] = ()
+        self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any], are_half: Sequence[bool] = ()
     ) -> list[Any]:
         """Return the results of the jaxpr that was planned, in the dtypes that it has for them, or narrow."""
-        are_narrow = are_narrow or [False] * len(closed.out_avals)
+        are_half = are_half or [False] * len(closed.out_avals)
         return [
-            as_declared(value, with_dtype(aval, self.dtype) if is_narrow else aval) if is_float32(aval) else value
-            for value, aval, is_narrow in zip(self._outputs(plan, inputs), closed.out_avals, are_narrow, strict=True)
+            as_declared(value, with_dtype(aval, self.dtype) if is_half else aval) if is_float32(aval) else value
+            for value, aval, is_half in zip(self._outputs(plan, inputs), closed.out_avals, are_half, strict=True)
         ]
 
     def _outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a program, in the dtypes in which the plan stores them."""
-        program = plan.program
-        values: dict[Name, Any] = {
+        graph = plan.graph
+        values: dict[ValueId, Any] = {
             name: self._stored(plan, name, value)
-            for name, value in [*zip(program.inputs, inputs, strict=True), *program.constants.items()]
+            for name, value in [*zip(graph.inputs, inputs, strict=True), *graph.constants.items()]
         }
         first: dict[Any, Callable[..., list[Any]]] = {}
-        for stretch in plan.stretches:
-            function: Callable[..., list[Any]] = functools.partial(self._stretch, plan, stretch)
-            if stretch.kept is not None:
+        for segment in plan.segments:
+            function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment)
+            if segment.saved is not None:
                 if self.measured is None:
                     # `jax.checkpoint` traces a function once: the blocks of a network often are one.
                     with contextlib.suppress(TypeError):  # parameters without a hash, such as arrays
-                        function = first.setdefault(_meaning(plan, stretch), function)
-                function = jax.checkpoint(function, policy=keeps, prevent_cse=not plan.at.is_iterated)
-            results = function(*(values[name] for name in stretch.inputs))
-            values.update(zip(stretch.outputs, results, strict=True))
-        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in program.outputs]
+                        function = first.setdefault(_meaning(plan, segment), function)
+                function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.at.is_iterated)
+            results = function(*(values[name] for name in segment.inputs))
+            values.update(zip(segment.outputs, results, strict=True))
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in graph.outputs]
 
-    def _stored(self, plan: Plan, name: Name, value: Any) -> Any:
-        return as_dtype(value, self.dtype) if name in plan.narrow else value
+    def _stored(self, plan: Plan, name: ValueId, value: Any) -> Any:
+        return as_dtype(value, self.dtype) if name in plan.half else value
 
-    def _stretch(self, plan: Plan, stretch: Stretch, *inputs: Any) -> list[Any]:
-        values: dict[Name | Value, Any] = dict(zip(stretch.inputs, inputs, strict=True))
-        for position in stretch.steps:
-            step = plan.program.steps[position]
-            with in_context(step.eqn, step.within):
-                for name in stretch.wide.intersection(names(step.inputs)):
+    def _segment(self, plan: Plan, segment: Segment, *inputs: Any) -> list[Any]:
+        values: dict[ValueId | Value, Any] = dict(zip(segment.inputs, inputs, strict=True))
+        for position in segment.nodes:
+            node = plan.graph.nodes[position]
+            with in_context(node.eqn, node.within):
+                for name in segment.upcast.intersection(value_ids(node.inputs)):
                     values[name] = as_dtype(values[name], _FLOAT32)
-                decision = plan.decisions[position]
-                if decision.kind is Kind.CALL:
-                    are_narrow: Sequence[bool] = plan.inner[position].operands
+                node_plan = plan.node_plans[position]
+                if node_plan.kind is NodeKind.CALL:
+                    are_half: Sequence[bool] = plan.inner[position].operands
                 else:
-                    are_narrow = taken_narrow(step, decision, plan.narrow, stretch.wide)
-                operands = self._operands(stretch, step, are_narrow, values)
-                if decision.kind is Kind.BY_RESULT:
-                    result, rounded = decision.by_result.of(operands[0], self.dtype)
-                    values[Value(step.outputs[0], is_rounding=True)] = rounded
-                    outputs = [rounded if step.outputs[0] in plan.narrow else result]
+                    are_half = operands_in_half(node, node_plan, plan.half, segment.upcast)
+                operands = self._operands(segment, node, are_half, values)
+                if node_plan.kind is NodeKind.BY_RESULT:
+                    result, rounded = node_plan.by_result.of(operands[0], self.dtype)
+                    values[Value(node.outputs[0], is_rounding=True)] = rounded
+                    outputs = [rounded if node.outputs[0] in plan.half else result]
                 else:
-                    outputs = self._step(plan, stretch, position, are_narrow, operands)
-                for name, value in zip(step.outputs, outputs, strict=True):
-                    values[name] = self._as_held(plan, stretch, position, name, value)
-        return [self._stored(plan, name, values[name]) for name in stretch.outputs]
+                    outputs = self._node(plan, segment, position, are_half, operands)
+                for name, value in zip(node.outputs, outputs, strict=True):
+                    values[name] = self._as_held(plan, segment, position, name, value)
+        return [self._stored(plan, name, values[name]) for name in segment.outputs]
 
-    def _as_held(self, plan: Plan, stretch: Stretch, position: int, name: Name, value: Any) -> Any:
+    def _as_held(self, plan: Plan, segment: Segment, position: int, name: ValueId, value: Any) -> Any:
         """Return a result of a step as the stretch has it, marked if it is kept: narrow, if it is stored so."""
-        is_wide = name in stretch.wide
-        if not (is_wide and plan.decisions[position].kind in FOLLOWING):
+        is_upcast = name in segment.upcast
+        if not (is_upcast and plan.node_plans[position].kind in FOLLOWING):
             value = self._stored(plan, name, value)
-        value = _marked(stretch, Value(name), value)
-        return as_dtype(value, _FLOAT32) if is_wide else value
+        value = _marked(segment, Value(name), value)
+        return as_dtype(value, _FLOAT32) if is_upcast else value
 
     def _operands(
-        self, stretch: Stretch, step: Step, are_narrow: Sequence[bool], values: Mapping[Name | Value, Any]
+        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[ValueId | Value, Any]
     ) -> list[Any]:
         """Return the operands of a step, in the dtypes in which it takes them; what is rounded and kept is marked."""
         operands = []
-        for atom, variable, is_narrow in zip(step.inputs, step.eqn.invars, are_narrow, strict=True):
+        for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
             value = atom.val if isinstance(atom, Literal) else values[atom]
-            if is_float32(variable.aval) and is_narrow and not isinstance(atom, Literal):
+            if is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
                 rounding = Value(atom, is_rounding=True)
-                value = _marked(stretch, rounding, as_dtype(values.get(rounding, value), self.dtype))
+                value = _marked(segment, rounding, as_dtype(values.get(rounding, value), self.dtype))
             if is_float32(variable.aval):
-                value = as_dtype(value, self.dtype if is_narrow else _FLOAT32)
+                value = as_dtype(value, self.dtype if is_half else _FLOAT32)
             operands.append(value)
         return operands
 
-    def _step(
-        self, plan: Plan, stretch: Stretch, position: int, are_narrow: Sequence[bool], operands: Sequence[Any]
+    def _node(
+        self, plan: Plan, segment: Segment, position: int, are_half: Sequence[bool], operands: Sequence[Any]
     ) -> list[Any]:
         """Return the results of one step, in the dtypes in which it computes them."""
-        step, decision = plan.program.steps[position], plan.decisions[position]
-        eqn, name = step.eqn, step.eqn.primitive.name
-        if decision.kind is Kind.CALL:
-            return self._call(step, plan.inner[position], operands)
-        if decision.kind in FOLLOWING and name == "custom_jvp_call" and all(are_narrow):
+        node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
+        eqn, name = node.eqn, node.eqn.primitive.name
+        if node_plan.kind is NodeKind.CALL:
+            return self._call(node, plan.inner[position], operands)
+        if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
             return custom_rules.custom_jvp_call(functools.partial(self._planned_now, plan.at, 0), eqn, operands)
-        if decision.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
+        if node_plan.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
-        if decision.kind is Kind.IN_HALF and decision.is_narrow and self.measured is None:
+        if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
             return results_in(self.dtype, eqn, operands)
-        if decision.kind in (Kind.PRODUCT, Kind.IN_HALF) and decision.is_narrow:
-            return self._narrow_product(plan, step, decision, operands)
-        outputs = bind_here(eqn, operands, params_in_half(eqn) if decision.is_narrow else eqn.params)
-        is_rounding = position in stretch.rounds_cotangent and self.dtype != _FLOAT32
+        if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
+            return self._half_matmul(plan, node, node_plan, operands)
+        outputs = bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
+        is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 
-    def _narrow_product(self, plan: Plan, step: Step, decision: Decision, operands: Sequence[Any]) -> list[Any]:
+    def _half_matmul(self, plan: Plan, node: Node, node_plan: NodePlan, operands: Sequence[Any]) -> list[Any]:
         """Return the results of a product, or what is measured of it or of a function for half precision."""
         if self.measured is not None:
-            return self.measured(step.eqn, (*plan.at.within, *step.within), operands)
-        params = {**step.eqn.params, "preferred_element_type": self.dtype, "precision": None}
-        if decision.has_wide_result:
-            return [wide_product(step.eqn.primitive, operands, params)]
-        return bind_here(step.eqn, operands, params)
+            return self.measured(node.eqn, (*plan.at.within, *node.within), operands)
+        params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
+        if node_plan.has_float32_result:
+            return [float32_result_matmul(node.eqn.primitive, operands, params)]
+        return bind_here(node.eqn, operands, params)
 
     def _planned_now(
         self,
@@ -163,21 +163,21 @@ class Rewriting:
         """Return the results of a jaxpr that is known only now: the first as it declares them, all others as stored."""
         arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, arrives, at, known=known)
-        are_narrow = [n >= declared and gives_narrow(plan, n) for n in range(len(closed.out_avals))]
-        return self.declared(plan, closed, inputs, are_narrow)
+        record(plan)
+        are_half = [n >= declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
+        return self.declared(plan, closed, inputs, are_half)
 
-    def _call(self, step: Step, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
+    def _call(self, node: Node, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a step in which jaxprs are rewritten."""
-        eqn = step.eqn
-        bodies = inside(eqn).bodies
+        eqn = node.eqn
         by_rule = custom_rules.RULES.get(eqn.primitive.name)
         if by_rule is not None:
-            (body,), (inner_plan,) = bodies, inner.plans
+            (subjaxpr,), (inner_plan,) = subjaxprs(eqn).jaxprs, inner.plans
 
             def evaluate(
                 closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /
             ) -> list[Any]:
-                if closed.jaxpr is body.closed.jaxpr:
+                if closed.jaxpr is subjaxpr.closed.jaxpr:
                     return self.declared(inner_plan, closed, inputs, inner.results)
                 # What the function's rule computes. Results and tangents are as declared, residuals as they are stored;
                 # cotangents `custom_rules` casts.
@@ -189,45 +189,45 @@ class Rewriting:
 
             return by_rule(evaluate, eqn, inputs)
         jaxprs = []
-        for body, inner_plan in zip(bodies, inner.plans, strict=True):
-            are_narrow = [n >= 0 and inner.results[n] for n in body.results]
-            jaxprs.append(self._traced(inner_plan, body.closed, are_narrow))
+        for subjaxpr, inner_plan in zip(subjaxprs(eqn).jaxprs, inner.plans, strict=True):
+            are_half = [n >= 0 and inner.results[n] for n in subjaxpr.results]
+            jaxprs.append(self._traced(inner_plan, subjaxpr.closed, are_half))
         return with_jaxprs(eqn, jaxprs, inputs)
 
-    def _traced(self, plan: Plan, closed: ClosedJaxpr, are_narrow: Sequence[bool]) -> ClosedJaxpr:
+    def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr; ``are_narrow`` tells of each result whether it is."""
         types = [
             with_dtype(aval, self.dtype) if arrives else aval
             for aval, arrives in zip(closed.in_avals, plan.arrives, strict=True)
         ]
-        return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_narrow))(*types)
+        return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
 
 
-def _marked(stretch: Stretch, value: Value, array: Any) -> Any:
+def _marked(segment: Segment, value: Value, array: Any) -> Any:
     """Return an array, marked if it is kept."""
-    return mark_kept(array) if stretch.kept and value in stretch.kept else array
+    return mark_saved(array) if segment.saved and value in segment.saved else array
 
 
-def _meaning(plan: Plan, stretch: Stretch) -> tuple[Any, ...]:
+def _meaning(plan: Plan, segment: Segment) -> tuple[Any, ...]:
     """Return what is equal for stretches of a plan that compute the same, on the same lines and in the same layer.
 
     What is kept follows from this, and need not be compared.
     """
-    numbers: dict[Name, int] = {}
+    numbers: dict[ValueId, int] = {}
 
-    def numbered(atom: Name | Literal) -> Any:
+    def numbered(atom: ValueId | Literal) -> Any:
         if isinstance(atom, Literal):
             return atom.aval, np.asarray(atom.val).tobytes()
         return numbers.setdefault(atom, len(numbers))
 
-    inputs = tuple(map(numbered, stretch.inputs))
-    steps = []
-    for position in stretch.steps:
-        step = plan.program.steps[position]
-        places = [(str(at.source_info.name_stack), at.source_info.traceback) for at in (*step.within, step.eqn)]
-        computed = step.eqn.primitive, *step.eqn.params.items(), step.eqn.ctx, plan.decisions[position], *places
-        values = *map(numbered, step.inputs), *map(numbered, step.outputs)
-        steps.append((computed, values, position in stretch.rounds_cotangent))
-    outputs = tuple(map(numbered, stretch.outputs))
-    types = tuple((plan.program.types[name], name in plan.narrow, name in stretch.wide) for name in numbers)
-    return inputs, tuple(steps), outputs, types
+    inputs = tuple(map(numbered, segment.inputs))
+    nodes = []
+    for position in segment.nodes:
+        node = plan.graph.nodes[position]
+        places = [(str(at.source_info.name_stack), at.source_info.traceback) for at in (*node.within, node.eqn)]
+        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *places
+        values = *map(numbered, node.inputs), *map(numbered, node.outputs)
+        nodes.append((computed, values, position in segment.rounds_cotangent))
+    outputs = tuple(map(numbered, segment.outputs))
+    types = tuple((plan.graph.types[name], name in plan.half, name in segment.upcast) for name in numbers)
+    return inputs, tuple(nodes), outputs, types

@@ -12,23 +12,23 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
-from jax_lossscale._autocast.plan import Decision, Kind
+from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program.custom_rules import RULES, derivative_of
-from jax_lossscale._program.inline import Name, Step, inlined
-from jax_lossscale._program.inside import REBOUND, REMAT, inside
+from jax_lossscale._program.inline import Node, ValueId, inlined
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of, with_dtype
+from jax_lossscale._program.location import is_in_scope, location_within
 from jax_lossscale._program.parameters import Path, path_of
-from jax_lossscale._program.place import is_in_scope, place_within
 from jax_lossscale._program.primitives import (
-    ALL_MOVES,
-    CHOICES,
     COMPUTED_ONCE,
+    DATA_MOVEMENT,
+    DATA_MOVEMENT_BETWEEN_DEVICES,
     IN_HALF,
-    MOVES_BETWEEN_DEVICES,
     PLACEMENTS,
-    is_product,
+    SELECTIONS,
+    is_matmul,
 )
+from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
 # What goes into these and comes out may be of any dtype; of the others it is as declared, but for what a scan takes
 # apart and stacks. A function with a rule of its own takes anything, too, and gives what it declares, as its rule does.
@@ -43,70 +43,73 @@ class Rule:
 
     Attributes:
       matched: the rules of the policy that spoke of an operation.
-      parameters: by path of an operation, the parameter that it takes; what rules of the policy may name.
     """
 
-    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy) -> None:
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str]) -> None:
         self.matched: set[PrecisionRule] = set()
-        self.parameters: dict[Path, str] = {}
+        self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
         # It marks every product of the program, and so tells nothing about one of them.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
-        self, step: Step, within: tuple[Any, ...], feeding: Mapping[Name, str], constants: Constants
-    ) -> Decision:
+        self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
+    ) -> NodePlan:
         """Decide what becomes of a step; ``feeding``: for each value that must not be rounded, the reason."""
-        eqn, name = step.eqn, step.eqn.primitive.name
-        around = (*within, *step.within)
+        eqn, name = node.eqn, node.eqn.primitive.name
+        around = (*within, *node.within)
         follows = self._follows(eqn)
         if name in REWRITTEN and follows is None:
-            return Decision(Kind.CALL, is_alone=True)
+            return NodePlan(NodeKind.CALL, is_alone=True)
         if name == IN_HALF:
             reason = self._reason_for_fallback(eqn, around)
-            return Decision(Kind.IN_HALF, is_alone=True, is_narrow=not reason, reason=reason)
-        is_alone = name in COMPUTED_ONCE | MOVES_BETWEEN_DEVICES
+            return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
+        is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
         if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
-            return Decision(Kind.OTHER, is_alone=True)
+            return NodePlan(NodeKind.OTHER, is_alone=True)
         # Of moves, rules decide about those between devices: the transpose of a gather is a sum.
-        is_decided = follows is not Kind.MOVE or name in MOVES_BETWEEN_DEVICES | PLACEMENTS
+        is_decided = follows is not NodeKind.DATA_MOVEMENT or name in DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS
         rule = self._rule(eqn, around) if is_decided else None
-        wide_by_rule = rule is not None and rule.precision == "wide"
-        if follows is not None and not wide_by_rule:
-            return Decision(follows, is_alone)
-        if not is_product(eqn):
-            is_narrow = rule is not None and rule.precision == "narrow" and self._can_be_narrow(step, constants)
-            return Decision(Kind.OTHER, is_alone, is_narrow)
+        is_float32_by_rule = rule is not None and rule.precision == "float32"
+        if follows is not None and not is_float32_by_rule:
+            return NodePlan(follows, is_alone)
+        if not is_matmul(eqn):
+            is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
+            return NodePlan(NodeKind.OTHER, is_alone, is_half)
         others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
         if others:
-            return Decision(Kind.PRODUCT, reason=f"{' and '.join(sorted(others))} in the source")
+            return NodePlan(NodeKind.MATMUL, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
-            reason = _said_by(rule) if rule.precision != "narrow" else ""
-            if not wide_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(step, constants)))):
-                return Decision(Kind.PRODUCT, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
-            has_wide_result = rule.precision == "wide_result"
-            return Decision(Kind.PRODUCT, is_narrow=not wide_by_rule, has_wide_result=has_wide_result, reason=reason)
-        reason = self._exception(step, around, feeding, constants)
-        return Decision(Kind.PRODUCT, is_narrow=not reason, reason=reason)
+            reason = _said_by(rule) if rule.precision != "half" else ""
+            if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
+                return NodePlan(NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
+            has_float32_result = rule.precision == "float32_result"
+            return NodePlan(
+                NodeKind.MATMUL, is_half=not is_float32_by_rule, has_float32_result=has_float32_result, reason=reason
+            )
+        reason = self._exception(node, around, feeding, constants)
+        return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
         """Tell why `in_half` computes its other function; "" if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:
-            return _said_by(rule) if rule.precision != "narrow" else ""
+            return _said_by(rule) if rule.precision != "half" else ""
         return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
-    def _exception(self, step: Step, around: tuple[Any, ...], feeding: Mapping[Name, str], constants: Constants) -> str:
+    def _exception(
+        self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
+    ) -> str:
         """Tell why a product of float32 arrays stays one; "" if it does not."""
-        eqn = step.eqn
+        eqn = node.eqn
         if _is_in_keep_float32(eqn, around):
             return _IN_KEEP_FLOAT32
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
-        if step.outputs[0] in feeding:
-            return feeding[step.outputs[0]]
-        intervals = _intervals(step, constants)
+        if node.outputs[0] in feeding:
+            return feeding[node.outputs[0]]
+        intervals = _intervals(node, constants)
         if UNKNOWN in intervals:
             return "nothing is known of its constant operand"
         return "" if all(map(self._holds, intervals)) else self._constant_reason
@@ -126,48 +129,50 @@ class Rule:
         largest, info = max(abs(constant.low), abs(constant.high)), jnp.finfo(self._dtype)
         return largest == 0 or float(info.smallest_normal) <= largest <= float(info.max)
 
-    def _follows(self, eqn: Any) -> Kind | None:
+    def _follows(self, eqn: Any) -> NodeKind | None:
         """Tell whether an operation moves numbers or chooses among them; ``None`` if it computes others."""
         name, params = eqn.primitive.name, eqn.params
         if name == "convert_element_type":  # of float32 to float32, which is done to what follows the dtype of others
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
-            return Kind.MOVE if dtypes == {np.dtype(np.float32)} else None
+            return NodeKind.DATA_MOVEMENT if dtypes == {np.dtype(np.float32)} else None
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
             return None
         if name in ("reduce_max", "reduce_min"):
             # The derivative divides by the number of equal ones, which is counted in the dtype of the operand.
             (whole,), (result,) = eqn.invars, eqn.outvars
             is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
-            return Kind.CHOICE if is_countable else None
+            return NodeKind.SELECTION if is_countable else None
         if name == "custom_jvp_call":  # such as relu
-            kinds = self._kinds(inside(eqn).bodies[0].closed, of_masks=None)
-            is_choice = Kind.CHOICE in kinds and None not in kinds and None not in self._kinds_in_derivative(eqn)
-            return Kind.CHOICE if is_choice else None
-        return Kind.CHOICE if name in CHOICES else Kind.MOVE if name in ALL_MOVES else None
+            kinds = self._node_kinds(subjaxprs(eqn).jaxprs[0].closed, of_masks=None)
+            is_selection = (
+                NodeKind.SELECTION in kinds and None not in kinds and None not in self._node_kinds_in_derivative(eqn)
+            )
+            return NodeKind.SELECTION if is_selection else None
+        return NodeKind.SELECTION if name in SELECTIONS else NodeKind.DATA_MOVEMENT if name in DATA_MOVEMENT else None
 
-    def _kinds(self, closed: ClosedJaxpr, of_masks: Kind | None) -> set[Kind | None]:
+    def _node_kinds(self, closed: ClosedJaxpr, of_masks: NodeKind | None) -> set[NodeKind | None]:
         """Tell what the steps of a program do that is not differentiated once more."""
-        found: set[Kind | None] = set()
-        for step in inlined(closed).steps:
-            if step.eqn.primitive.name == "custom_jvp_call":
-                found |= self._kinds(inside(step.eqn).bodies[0].closed, of_masks)
+        found: set[NodeKind | None] = set()
+        for node in inlined(closed).nodes:
+            if node.eqn.primitive.name == "custom_jvp_call":
+                found |= self._node_kinds(subjaxprs(node.eqn).jaxprs[0].closed, of_masks)
             else:
-                is_mask = all(getattr(variable.aval, "dtype", None) == np.dtype(bool) for variable in step.eqn.outvars)
-                found.add(of_masks if is_mask else self._follows(step.eqn))
+                is_mask = all(getattr(variable.aval, "dtype", None) == np.dtype(bool) for variable in node.eqn.outvars)
+                found.add(of_masks if is_mask else self._follows(node.eqn))
         return found
 
-    def _kinds_in_derivative(self, eqn: Any) -> set[Kind | None]:
+    def _node_kinds_in_derivative(self, eqn: Any) -> set[NodeKind | None]:
         """Tell what the derivative of an equation does; masks, of rounded numbers, are part of a choice."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
         try:
             with eqn.ctx.manager:
                 derivative, _ = derivative_of(eqn, floats)
-                return self._kinds(derivative, of_masks=Kind.CHOICE)
+                return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
         except Exception:  # A rule of the user's may raise.
             return {None}
 
-    def fits(self, atom: Name | Literal, constants: Constants) -> bool:
+    def fits(self, atom: ValueId | Literal, constants: Constants) -> bool:
         """Whether a value is one number, known, that is the same in half precision."""
         known = constants.of(atom)
         low, high = known() if known is not None else UNKNOWN
@@ -176,13 +181,13 @@ class Rule:
     def _holds_exactly(self, number: Any) -> bool:
         return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
 
-    def _can_be_narrow(self, step: Step, constants: Constants) -> bool:
+    def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Whether an operation on narrow numbers gives what it gives, but for the dtype of what was float32.
 
         Return False if a constant operand would become infinite.
         """
-        eqn, largest = step.eqn, float(jnp.finfo(self._dtype).max)
-        if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(step, constants))):
+        eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
+        if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):
             return False
         types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
@@ -197,9 +202,9 @@ class Rule:
         """Return the first rule that speaks of the equation."""
         if not self._policy.rules:
             return None
-        place = place_within(eqn, around)._replace(parameter=self.parameters.get(path_of(around, eqn), ""))
+        location = location_within(eqn, around)._replace(parameter=self._parameters.get(path_of(around, eqn), ""))
         for rule in self._policy.rules:
-            if rule.matches(eqn.primitive.name, place):
+            if rule.matches(eqn.primitive.name, location):
                 self.matched.add(rule)
                 return rule
         return None
@@ -211,9 +216,9 @@ def params_in_half(eqn: Any) -> dict[str, Any]:
     return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
 
 
-def _intervals(step: Step, constants: Constants) -> list[Interval]:
+def _intervals(node: Node, constants: Constants) -> list[Interval]:
     """Return the interval of each operand that is a constant."""
-    return [known() for known in map(constants.of, step.inputs) if known is not None]
+    return [known() for known in map(constants.of, node.inputs) if known is not None]
 
 
 def _is_bounded(interval: Interval) -> bool:

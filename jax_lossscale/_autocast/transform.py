@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
+from jax_lossscale._autocast.plan import record
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale._program.parameters import parameters_of_products
+from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._warn import warn_user
-
-_Result = TypeVar("_Result")
 
 
 def autocast(
@@ -49,8 +47,8 @@ def autocast(
     - products with a constant operand, or one made of constants alone by anything but a product, unless its numbers lie
       between bounds that ``dtype`` holds. Nothing is known of what loops, factorizations, sums at places or random
       numbers make of constants;
-    - products in `keep_float32`, and those that a rule of ``policy`` speaks of. Even ``"narrow"`` and ``"wide_result"``
-      have no effect on a product with a constant operand whose bounds ``dtype`` does not hold.
+    - products in `keep_float32`, and those that a rule of ``policy`` speaks of. Even ``"half"`` and
+      ``"float32_result"`` have no effect on a product with a constant operand whose bounds ``dtype`` does not hold.
 
     Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
     are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
@@ -114,7 +112,7 @@ def autocast(
       >>> loss, grads = value_and_grad(params, x, y)
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
-      >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).facts)
+      >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).summary)
       Matrix products and convolutions: 4 of 4 in float16.
 
       As a decorator:
@@ -135,10 +133,8 @@ def autocast(
         return fun
 
     @functools.wraps(fun)
-    def narrow(*args: Any, **kwargs: Any) -> Any:
-        planner = Planner(dtype, policy)
-        _planners.get([]).append(planner)
-        result = computed_by(planner, fun, args, kwargs)
+    def half(*args: Any, **kwargs: Any) -> Any:
+        result, planner = compute_with(fun, args, kwargs, dtype, policy)
         unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
         # The backward pass of a `custom_vjp` function is planned later, and a rule may match operations only there.
         if unmatched and not planner.has_custom_vjp:
@@ -148,33 +144,23 @@ def autocast(
             )
         return result
 
-    return narrow
+    return half
 
 
-_planners: contextvars.ContextVar[list[Planner]] = contextvars.ContextVar("planners")
-
-
-def with_planners(function: Callable[[], _Result]) -> tuple[_Result, list[Planner]]:
-    """Call a function; return its result, and the planner of each call of a function under `autocast` in it.
-
-    The planners know why a product is wide.
-    """
-    planners: list[Planner] = []
-    context = contextvars.copy_context()
-    context.run(_planners.set, planners)
-    return context.run(function), planners
-
-
-def computed_by(planner: Planner, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the result of a function, computed by a planner's rule."""
+def compute_with(
+    fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
+) -> tuple[Any, Planner]:
+    """Return the result of a function that is computed under `autocast`, and the planner."""
     fun, its_object = nnx_objects.with_its_object(fun)
-    traced = Traced(fun, (*its_object, *args), kwargs)
-    if any(rule.parameter != "*" for rule in planner.policy.rules):
-        planner.rule.parameters = parameters_of_products(traced, (*its_object, *args), kwargs)
+    args = (*its_object, *args)
+    traced = Traced(fun, args, kwargs)
+    names_parameters = any(rule.parameter != "*" for rule in policy.rules)
+    planner = Planner(dtype, policy, parameters_of_operations(traced, args, kwargs) if names_parameters else {})
     plan = planner.plan(traced.jaxpr)
+    record(plan)
     if not plan.is_rewritten:
-        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
-    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs))
+        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs)), planner
+    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)), planner
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:

@@ -140,9 +140,9 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
 
 
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
-    """Raise a `ValueError` if the loss scale was passed as the tree. A scalar loss would be accepted as the scale."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScale))
-    if any(isinstance(leaf, LossScale) for leaf in leaves):
+    """Raise a `ValueError` if the tree is a loss scale or its state. A scalar loss would be accepted as the scale."""
+    fields = tree if isinstance(tree, tuple) else (tree,)
+    if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import chex
 import jax
 import numpy as np
 
 from jax_lossscale._check import count
-from jax_lossscale._loss_scale import LossScale, auto
+from jax_lossscale._loss_scale import AutoLossScale, LossScale
 from jax_lossscale._loss_scale.lookup import find_one, unwrapped
+from jax_lossscale._optax import scaling_evidence
 from jax_lossscale._optax.state import LossScaledState
 
 # MindSpore's manager gives up after as many skipped steps in a row.
 _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
-
-# When gradients are reported as not scaled, see `seem_unscaled`. `tests/benchmarks/test_policies.py` tests the numbers.
-_FIRST_REPORT = 20  # in steps
-_LEAST_SHRINKAGE = 12  # in bits, of the last gradient below the peak
-_FURTHER_SHRINKAGE = (-2, 4)  # in bits: the change of the gradients themselves since the first step
-OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-_HIGHEST_SCALE = 50  # in bits: above it, the first step need not be known
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
@@ -75,12 +71,12 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     the scale.
 
     From step 20 on, an `AutoLossScale` also shows whether the gradients are scaled. Scaled gradients do not shrink when
-    the scale grows. If the largest gradient of the last step is at least 2**12 times smaller than the recorded peak,
-    and has shrunk as much as the scale has grown since the first step, an error is raised, too. This happens if
-    `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients itself, or if
-    gradients are clipped outside of `loss_scaled`. It is not noticed if the gradients before scaling are above 8, if
-    clipped gradients overflow before the scale has grown by 2**12, or if the first gradients were all zero. A run whose
-    gradients really shrink by as many powers of two as the scale grows cannot be distinguished from such a run.
+    the scale grows. An error is raised if the gradients did so while the scale grew by 2**8 and more in the first 10
+    steps, and if the largest gradient of the last step is still at least 2**12 times smaller than the recorded peak.
+    This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
+    itself, or if gradients are clipped outside of `loss_scaled`. Such a mistake is not detected if the largest gradient
+    that the user computes is above 4 or changes by more than 2**3 in the first 10 steps, or if clipped gradients
+    overflow in these steps. Steps in which all gradients are zero or not finite do not count.
 
     Args:
       opt_state: any optimizer state that holds one `LossScaledState`; of a batch of runs, one stuck run suffices.
@@ -107,7 +103,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
-            "Most likely the gradients are not scaled: since the first step, the largest of them has shrunk by as many "
+            "Most likely the gradients are not scaled: in the first steps, the largest of them has shrunk by as many "
             f"powers of two as the loss scale has grown. {HOW_TO_SCALE}"
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
@@ -131,35 +127,13 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
 
 def seem_unscaled(state: LossScaledState) -> np.ndarray:
-    """Return whether the measurements of an `AutoLossScale` suggest that the gradients are not scaled: ``bool``.
-
-    Let g be the largest gradient that the user computes, in the first step and in the last step. If g is not scaled,
-    the loss scale measures g divided by the scale::
-
-        log2(peak) = log2(g_first) - log2(initial_scale) - forgotten
-        log2(largest) = log2(g_last) - log2(scale)
-
-    So the measured gradient shrinks by the growth of the scale, apart from the change of g itself. Clipping outside of
-    `loss_scaled` has the same effect, because scaled gradients of a constant norm are divided by a growing scale. In
-    that case, true gradients overflow while the scale grows, but only once or twice, and the scaled gradients are below
-    the usual norm of 1. After more overflows, the first step is no longer known.
-    """
-    loss_scale = state.loss_scale
-    if state.largest is None or not isinstance(loss_scale, auto.AutoLossScale):
+    """Return whether the measurements of an `AutoLossScale` suggest that the gradients are not scaled: ``bool``."""
+    if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
         return np.asarray(False)
-    applied, skipped, allowance = map(np.asarray, (state.applied_steps, state.skipped_steps, loss_scale.log2_allowance))
-    with np.errstate(divide="ignore", invalid="ignore"):  # no gradient was measured, or all were zero
-        log2_largest = np.log2(np.asarray(state.largest, np.float64))
-        log2_scale = np.log2(np.asarray(loss_scale(), np.float64))
-        shrinkage = np.asarray(loss_scale.log2_peak, np.float64) - log2_largest
-        forgotten = applied * np.where(allowance == 0, auto._LOG2_FORGOTTEN, auto._LOG2_HARDLY_FORGOTTEN)
-        further = shrinkage + forgotten - (log2_scale - np.log2(loss_scale.initial_loss_scale))
-        is_clipped = (skipped <= OVERFLOWS_OF_CLIPPED_GRADIENTS) & (log2_largest + log2_scale <= 0)
-        least, most = _FURTHER_SHRINKAGE
-        follows_scale = (further >= least) & (further <= most) & ((skipped == 0) | is_clipped)
-        shrinks = np.isfinite(log2_largest) & (shrinkage >= _LEAST_SHRINKAGE)
-    is_late = applied + skipped >= _FIRST_REPORT
-    return np.asarray(is_late & shrinks & (follows_scale | (log2_scale > _HIGHEST_SCALE)))
+    num_steps = np.asarray(state.applied_steps) + np.asarray(state.skipped_steps)
+    return scaling_evidence.seem_unscaled(
+        state.scaling_evidence, num_steps, state.loss_scale.log2_peak, cast(jax.Array, state.largest)
+    )
 
 
 def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:

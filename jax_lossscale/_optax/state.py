@@ -16,6 +16,7 @@ from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, first_fault
 from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.decision import StepDecision
+from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
 # What was wrong with a step, in a word, and as a clause; a `BadStep` holds the number of its cause.
 CAUSES = {
@@ -72,6 +73,8 @@ class LossScaledState(NamedTuple):
       last_bad_step: what is known of the last bad step, with ``record_bad_steps=True``.
       largest: the largest magnitude among the unscaled gradients of the last step, if the loss scale is of a kind that
         measures it; NaN if it was not measured, as of gradients that were not finite, and before the first step.
+      scaling_evidence: what the first steps show about whether the gradients are scaled, if the loss scale measures
+        the largest gradient; see `raise_if_stuck`.
     """
 
     loss_scale: LossScale
@@ -82,6 +85,7 @@ class LossScaledState(NamedTuple):
     consecutive_skips: jax.Array  # shape=(), dtype=jnp.int32
     last_bad_step: BadStep | None = None
     largest: jax.Array | None = None  # shape=(), dtype=jnp.float32
+    scaling_evidence: ScalingEvidence | None = None
 
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
@@ -97,6 +101,7 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
         consecutive_skips=jnp.zeros([], jnp.int32),
         last_bad_step=_no_bad_step() if record_bad_steps else None,
         largest=_not_measured() if loss_scale.needs_largest else None,
+        scaling_evidence=no_evidence() if loss_scale.needs_largest else None,
     )
 
 
@@ -119,6 +124,7 @@ def next_state(
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
         last_bad_step=_last_bad_step(state, decision, scaled_grads, axis_name),
         largest=_largest(state, decision),
+        scaling_evidence=_scaling_evidence(state, decision),
     )
 
 
@@ -138,6 +144,13 @@ def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None
     if state.largest is None:
         return None
     return _not_measured() if decision.checks.largest is None else decision.checks.largest
+
+
+def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> ScalingEvidence | None:
+    """Return the next ``scaling_evidence``, which has the same structure."""
+    if state.scaling_evidence is None or decision.checks.largest is None:
+        return state.scaling_evidence
+    return with_step(state.scaling_evidence, state.loss_scale(), decision.checks.largest)
 
 
 def _not_measured() -> jax.Array:

@@ -29,7 +29,8 @@ class EvaluateRule(Protocol):
 
         Args:
           closed: the jaxpr.
-          inputs: its inputs. The first ones are the operands of the equation, unless ``forward`` is given.
+          inputs: its inputs. Unless ``forward`` is given, the first ones are operands of the equation. (The cotangents
+            of a `linear_call` take the places of linear operands, which are not constants, because they have tangents.)
           forward: a jaxpr from the operands to the results of the equation, followed by the first inputs (residuals).
         """
 
@@ -42,20 +43,20 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
         return evaluate(eqn.params["call_jaxpr"], primals)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moved = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-        jaxpr, are_zeros = derivative_of(eqn, moved)
-        results = evaluate(jaxpr, [*primals, *(tangents[n] for n in moved)])
+        perturbed = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+        jaxpr, are_zeros = derivative_of(eqn, perturbed)
+        results = evaluate(jaxpr, [*primals, *(tangents[n] for n in perturbed)])
         outputs, nonzero = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
-        types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         return outputs, [
-            SymbolicZero(aval) if is_zero else next(nonzero) for aval, is_zero in zip(types, are_zeros, strict=True)
+            SymbolicZero(jax.typeof(output).to_tangent_aval()) if is_zero else next(nonzero)
+            for output, is_zero in zip(outputs, are_zeros, strict=True)
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
     return function(*inputs)
 
 
-def derivative_of(eqn: Any, moved: Sequence[int]) -> tuple[ClosedJaxpr, list[bool]]:
+def derivative_of(eqn: Any, perturbed: Sequence[int]) -> tuple[ClosedJaxpr, list[bool]]:
     """Return the derivative of an equation with respect to the operands ``moved``.
 
     Returns:
@@ -64,15 +65,15 @@ def derivative_of(eqn: Any, moved: Sequence[int]) -> tuple[ClosedJaxpr, list[boo
     """
     are_zeros = [True] * len(eqn.outvars)
 
-    def as_it_stands(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        function, noting = _of(eqn, primals, moved), _noting_zero_tangents(are_zeros)
+    def original(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        function, noting = _of(eqn, primals, perturbed), _noting_zero_tangents(are_zeros)
         outputs, out_tangents = jax.jvp(
-            lambda *values: noting(*function(*values)), [primals[n] for n in moved], tangents
+            lambda *values: noting(*function(*values)), [primals[n] for n in perturbed], tangents
         )
         return outputs, [t for t, is_zero in zip(out_tangents, are_zeros, strict=True) if not is_zero]
 
     types = _types(eqn)
-    jaxpr = jax.make_jaxpr(as_it_stands)(types, [types[n] for n in moved])
+    jaxpr = jax.make_jaxpr(original)(types, [types[n] for n in perturbed])
     return jaxpr, list(are_zeros)
 
 
@@ -104,9 +105,9 @@ def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> 
     def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         linear, residuals = saved
         nonzero = tuple(n for n, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero))
-        jaxpr, moved = linear.transposed(nonzero)
+        jaxpr, perturbed = linear.transposed(nonzero)
         results = evaluate(jaxpr, [*residuals, *(cotangents[n] for n in nonzero)], linear.jaxpr)
-        found = {n: as_dtype(c, jnp.result_type(inputs[n])) for n, c in zip(moved, results, strict=True)}
+        found = {n: as_dtype(c, jnp.result_type(inputs[n])) for n, c in zip(perturbed, results, strict=True)}
         return tuple(found.get(n) for n in range(len(inputs)))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
@@ -127,15 +128,15 @@ class _Linearized:
       moved: the positions of these operands.
     """
 
-    def __init__(self, eqn: Any, moved: tuple[int, ...]) -> None:
-        self._moved = moved
+    def __init__(self, eqn: Any, perturbed: tuple[int, ...]) -> None:
+        self._perturbed = perturbed
         self._are_zeros: list[bool] = []  # for each of these operands, whether its cotangent is a symbolic zero
         self._types = _types(eqn)
         noting = _noting_zero_cotangents(self._are_zeros)
 
         def linearize(*primals: Any) -> Any:
-            function = _of(eqn, primals, moved)
-            return jax.linearize(lambda *values: function(*noting(*values)), *(primals[n] for n in moved))
+            function = _of(eqn, primals, perturbed)
+            return jax.linearize(lambda *values: function(*noting(*values)), *(primals[n] for n in perturbed))
 
         self.jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
         self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]
@@ -151,7 +152,7 @@ class _Linearized:
         Returns:
           The jaxpr, and the positions of the operands whose cotangents it returns. All others are symbolic zeros.
         """
-        tangent_types = [self._types[n].to_tangent_aval() for n in self._moved]
+        tangent_types = [self._types[n].to_tangent_aval() for n in self._perturbed]
 
         def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             linear = jax.tree.unflatten(self._structure, residuals)
@@ -160,13 +161,13 @@ class _Linearized:
                 outputs = linear(*tangents)
                 return [outputs[n] for n in nonzero]
 
-            self._are_zeros[:] = [True] * len(self._moved)
+            self._are_zeros[:] = [True] * len(self._perturbed)
             found = jax.linear_transpose(of_nonzero, *tangent_types)(cotangents)
             return [c for c, is_zero in zip(found, self._are_zeros, strict=True) if not is_zero]
 
         cotangent_types = [self._cotangent_types[n] for n in nonzero]
         jaxpr = jax.make_jaxpr(transpose)(self._residual_types, cotangent_types)
-        return jaxpr, [n for n, is_zero in zip(self._moved, self._are_zeros, strict=True) if not is_zero]
+        return jaxpr, [n for n, is_zero in zip(self._perturbed, self._are_zeros, strict=True) if not is_zero]
 
 
 def _noting_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
@@ -192,14 +193,14 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
     def rule(axis_size: int, is_batched: Sequence[bool], *inputs: Any) -> tuple[list[Any], list[bool]]:
         axes = [0 if batched else None for batched in is_batched]
         types = [jax.typeof(x).update(dtype=aval.dtype) for x, aval in zip(inputs, _types(eqn), strict=True)]
-        as_it_stands = jax.vmap(_of(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
-        outputs = evaluate(jax.make_jaxpr(as_it_stands)(*types), inputs)
+        original = jax.vmap(_of(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
+        outputs = evaluate(jax.make_jaxpr(original)(*types), inputs)
         return outputs, [True] * len(outputs)
 
     return function(*inputs)
 
 
-def linear_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of a `jax.custom_derivatives.linear_call`."""
     number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
     residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
@@ -208,14 +209,13 @@ def linear_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list
         return evaluate(eqn.params["callee"], [*residuals, *linear])
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        def as_it_stands(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def original(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             positions = range(number, number + len(linear_types))
             of_linear = _of(eqn, [*residuals, *linear_types], positions)
             return jax.linear_transpose(of_linear, *linear_types)(cotangents)
 
-        jaxpr = jax.make_jaxpr(as_it_stands)(residual_types, [variable.aval for variable in eqn.outvars])
-        forward = jax.make_jaxpr(lambda *inputs: [*_of(eqn, inputs, ())(), *inputs[:number]])(*_types(eqn))
-        return evaluate(jaxpr, [*residuals, *cotangents], forward)
+        jaxpr = jax.make_jaxpr(original)(residual_types, [variable.aval for variable in eqn.outvars])
+        return evaluate(jaxpr, [*residuals, *cotangents])
 
     return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
 
@@ -246,7 +246,7 @@ def shard_map(
     return list(function(*inputs))
 
 
-def inside_shard_map(call: Callable[[], None], eqn: Any) -> None:
+def call_in_shard_map(call: Callable[[], None], eqn: Any) -> None:
     """Call a function where the axes of a `jax.shard_map` are bound, on the way through it."""
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
@@ -267,12 +267,12 @@ RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
 }
 
 
-def _of(eqn: Any, inputs: Sequence[Any], moved: Sequence[int]) -> Any:
+def _of(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int]) -> Any:
     """Return the equation as it stands, as a function of some of its inputs."""
 
-    def function(*moved_inputs: Any) -> list[Any]:
+    def function(*perturbed_inputs: Any) -> list[Any]:
         filled = list(inputs)
-        for position, value in zip(moved, moved_inputs, strict=True):
+        for position, value in zip(perturbed, perturbed_inputs, strict=True):
             filled[position] = value
         return list(bind_primitive(eqn.primitive, filled, eqn.params))
 

@@ -1,104 +1,106 @@
-"""A jaxpr becomes one list of steps: what it calls by `jax.jit` is written out in its place."""
+"""Graphs of jaxprs: the equations of a jaxpr as one list of nodes, with all calls of `jax.jit` inlined."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jax_lossscale._program.inside import CALLS, inside
+from jax_lossscale._program.subjaxprs import CALLS, subjaxprs
 
-Name = int  # of a value; a jaxpr that is called twice has other names each time
+# Identifies a value of a graph. The values of a jaxpr that is called twice have different identifiers in each call.
+ValueId: TypeAlias = int
 
 
-class Step(NamedTuple):
-    """An equation that stands in a program without calls.
+class Node(NamedTuple):
+    """An equation of a graph.
 
     Attributes:
-      eqn: the equation as it stands in its jaxpr.
-      inputs: of each operand, the name of the value, or the literal.
-      outputs: the names of the results.
-      within: the calls that it was taken out of, the outermost first.
+      eqn: the equation in its original jaxpr.
+      inputs: for each operand, the identifier of its value, or the literal.
+      outputs: the identifiers of the results.
+      within: the inlined calls that contain the equation, the outermost first.
     """
 
     eqn: Any
-    inputs: tuple[Name | Literal, ...]
-    outputs: tuple[Name, ...]
+    inputs: tuple[ValueId | Literal, ...]
+    outputs: tuple[ValueId, ...]
     within: tuple[Any, ...]
 
 
-class Program(NamedTuple):
-    """The steps of a jaxpr, in an order in which they can be taken.
+class Graph(NamedTuple):
+    """The nodes of a jaxpr, in an order in which they can be evaluated.
 
     Attributes:
-      inputs: the names of the arguments.
-      constants: what is known of the others before the first step: values by name.
-      steps: what is done.
-      outputs: the names of the results, or literals.
-      types: of each value, its type in the source.
+      inputs: the identifiers of the arguments.
+      constants: the values of the constants, by identifier.
+      nodes: the equations.
+      outputs: for each result, the identifier of its value, or a literal.
+      types: the type of each value in the original jaxpr.
     """
 
-    inputs: tuple[Name, ...]
-    constants: dict[Name, Any]
-    steps: tuple[Step, ...]
-    outputs: tuple[Name | Literal, ...]
-    types: dict[Name, Any]
+    inputs: tuple[ValueId, ...]
+    constants: dict[ValueId, Any]
+    nodes: tuple[Node, ...]
+    outputs: tuple[ValueId | Literal, ...]
+    types: dict[ValueId, Any]
 
 
-def inlined(closed: ClosedJaxpr) -> Program:
-    """Return the program of a jaxpr, with the calls in it written out.
+def inlined(closed: ClosedJaxpr) -> Graph:
+    """Return the graph of a jaxpr, with all calls inlined.
 
-    A call stays one step if it says more than what to compute: where its results lie, or which arguments it may
-    destroy.
+    A call remains one node if it specifies shardings or layouts, or donates arguments.
     """
-    steps: list[Step] = []
-    constants: dict[Name, Any] = {}
-    types: dict[Name, Any] = {}
+    nodes: list[Node] = []
+    constants: dict[ValueId, Any] = {}
+    types: dict[ValueId, Any] = {}
 
-    def named(variables: Sequence[Any]) -> tuple[Name, ...]:
+    def new_ids(variables: Sequence[Any]) -> tuple[ValueId, ...]:
         first = len(types)
         types.update((first + number, variable.aval) for number, variable in enumerate(variables))
         return tuple(range(first, len(types)))
 
-    def write_out(
-        jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Name | Literal], within: tuple[Any, ...]
-    ) -> list[Name | Literal]:
-        names: dict[Any, Name | Literal] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for variable, name, value in zip(jaxpr.constvars, named(jaxpr.constvars), consts, strict=True):
-            names[variable], constants[name] = name, value
+    def inline(
+        jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[ValueId | Literal], within: tuple[Any, ...]
+    ) -> list[ValueId | Literal]:
+        ids: dict[Any, ValueId | Literal] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for variable, value_id, value in zip(jaxpr.constvars, new_ids(jaxpr.constvars), consts, strict=True):
+            ids[variable], constants[value_id] = value_id, value
 
-        def read(atom: Any) -> Name | Literal:
-            return atom if isinstance(atom, Literal) else names[atom]
+        def read(atom: Any) -> ValueId | Literal:
+            return atom if isinstance(atom, Literal) else ids[atom]
 
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
             called = called_plainly(eqn)
             if called is not None:
-                outputs: Sequence[Name | Literal] = write_out(called.jaxpr, called.consts, operands, (*within, eqn))
+                outputs: Sequence[ValueId | Literal] = inline(called.jaxpr, called.consts, operands, (*within, eqn))
             else:
-                outputs = results = named(eqn.outvars)
-                steps.append(Step(eqn, operands, results, within))
-            names.update(zip(eqn.outvars, outputs, strict=True))
+                outputs = results = new_ids(eqn.outvars)
+                nodes.append(Node(eqn, operands, results, within))
+            ids.update(zip(eqn.outvars, outputs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    inputs = named(closed.jaxpr.invars)
-    outputs = write_out(closed.jaxpr, closed.consts, inputs, ())
-    return Program(inputs, constants, tuple(steps), tuple(outputs), types)
+    inputs = new_ids(closed.jaxpr.invars)
+    outputs = inline(closed.jaxpr, closed.consts, inputs, ())
+    return Graph(inputs, constants, tuple(nodes), tuple(outputs), types)
 
 
 def called_plainly(eqn: Any) -> ClosedJaxpr | None:
-    """Return the jaxpr that an equation calls, if the equation does no more than to call it."""
+    """Return the jaxpr that an equation calls; None if the equation does more than to call a jaxpr."""
     if eqn.primitive.name not in CALLS:
         return None
-    ((closed, *_),) = inside(eqn).bodies
-    wishes = [eqn.params.get(name, ()) for name in ("in_shardings", "out_shardings", "in_layouts", "out_layouts")]
-    has_wishes = any(
-        w is not None and type(w).__name__ != "UnspecifiedValue" for of_leaves in wishes for w in of_leaves
+    ((closed, *_),) = subjaxprs(eqn).jaxprs
+    options = [eqn.params.get(name, ()) for name in ("in_shardings", "out_shardings", "in_layouts", "out_layouts")]
+    has_options = any(
+        option is not None and type(option).__name__ != "UnspecifiedValue"
+        for of_leaves in options
+        for option in of_leaves
     )
-    return None if has_wishes or any(eqn.params.get("donated_invars", ())) else closed
+    return None if has_options or any(eqn.params.get("donated_invars", ())) else closed
 
 
-def names(atoms: Sequence[Name | Literal]) -> tuple[Name, ...]:
-    """Return the names of the values among operands or results, and leave out the literals."""
+def value_ids(atoms: Sequence[ValueId | Literal]) -> tuple[ValueId, ...]:
+    """Return the identifiers of the values among operands or results, without the literals."""
     return tuple(atom for atom in atoms if not isinstance(atom, Literal))

@@ -93,7 +93,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def is_narrow(aval: Any) -> bool:
+def is_half(aval: Any) -> bool:
     """Whether a value of this type is a float narrower than 32 bits; a reference to one is not."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
@@ -135,13 +135,13 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
     return []
 
 
-def narrow_dtypes(program: Any) -> list[jnp.dtype]:
+def half_dtypes(program: Any) -> list[jnp.dtype]:
     """Return the narrow floats among the values of a jaxpr or an equation, and inside of it, each once."""
     atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
-    found = [atom.aval.dtype for atom in atoms if is_narrow(atom.aval)]
+    found = [atom.aval.dtype for atom in atoms if is_half(atom.aval)]
     inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))
     for part in inner:
-        found += narrow_dtypes(part)
+        found += half_dtypes(part)
     return list(dict.fromkeys(found))
 
 
@@ -152,12 +152,12 @@ def has_effects(eqn: Any) -> bool:
 
 def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
     """Return, for each equation, the variables that nothing needs after it."""
-    kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     uses: list[list[Any]] = []
     for eqn in reversed(jaxpr.eqns):
         atoms = {atom for atom in [*eqn.invars, *eqn.outvars] if not isinstance(atom, Literal)}
-        uses.append(list(atoms - kept))
-        kept |= atoms
+        uses.append(list(atoms - needed))
+        needed |= atoms
     return uses[::-1]
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from jax_lossscale._program import nnx_objects
-from jax_lossscale._program.flow import Flow
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale._program.place import Place
+from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
+from jax_lossscale._program.propagation import Propagation
 
 # An equation, with those that it lies in before it, by their ids.
 Path: TypeAlias = tuple[int, ...]
@@ -22,7 +22,7 @@ def path_of(within: Sequence[Any], eqn: Any) -> Path:
     return tuple(map(id, (*within, eqn)))
 
 
-def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
+def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
     """Return, for each operation that takes a leaf of an argument, moved or cast, the path of that leaf.
 
     Of several leaves it is that of the first argument, which parameters are. What nnx modules hold has no such path.
@@ -34,9 +34,9 @@ def parameters_of_products(traced: Traced, args: Sequence[Any], kwargs: Any) -> 
         for number, argument in enumerate([*args, *(kwargs[name] for name in sorted(kwargs))])
         for path, _ in jax.tree_util.tree_leaves_with_path(argument)
     ]
-    flow = _Taken()
-    flow.outputs(traced.jaxpr, [leaves[position] for position in traced.positions])
-    return flow.found
+    propagation = _Taken()
+    propagation.outputs(traced.jaxpr, [leaves[position] for position in traced.positions])
+    return propagation.found
 
 
 class _Leaf(NamedTuple):
@@ -46,10 +46,10 @@ class _Leaf(NamedTuple):
     path: str
 
 
-class _Taken(Flow[_Leaf | None]):
+class _Taken(Propagation[_Leaf | None]):
     """Knows of each value which leaf it is; ``found`` holds the leaves that operations take."""
 
-    follows = Flow.follows | {"shard_map"}
+    follows = Propagation.follows | {"shard_map"}
 
     def __init__(self) -> None:
         self.found: dict[Path, str] = {}
@@ -63,7 +63,7 @@ class _Taken(Flow[_Leaf | None]):
     def carried(self, start: _Leaf | None) -> None:
         return None
 
-    def operation(self, eqn: Any, place: Place, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
         moved = moved_operands(eqn)
         if moved is not None:
             return [self._first(operands[n] for n in of_result) for of_result in moved]

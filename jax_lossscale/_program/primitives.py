@@ -8,7 +8,12 @@ from typing import Any
 from jax_lossscale._program.jaxpr import size_of_shape
 
 # Those of `autocast`.
-WIDE_PRODUCT, KEPT, ROUNDED_COTANGENT, IN_HALF = "wide_product", "kept", "rounded_cotangent", "in_half"
+FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
+    "float32_result_matmul",
+    "saved",
+    "rounded_cotangent",
+    "in_half",
+)
 
 
 def _names(words: str) -> frozenset[str]:
@@ -16,7 +21,7 @@ def _names(words: str) -> frozenset[str]:
 
 
 # Matrix products and convolutions: what tensor cores compute.
-PRODUCTS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general") | {WIDE_PRODUCT}
+MATMULS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general") | {FLOAT32_RESULT_MATMUL}
 
 # They say where numbers lie, and change nothing else.
 PLACEMENTS = _names(
@@ -25,28 +30,30 @@ PLACEMENTS = _names(
 )
 # They only move numbers, or choose among them by a mask: results are in the dtype of the operands, all of which are of
 # one.
-MOVES = (
+PLAIN_DATA_MOVEMENT = (
     _names(
         "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
         "split squeeze stack stop_gradient transpose unstack"
     )
     | PLACEMENTS
-    | {KEPT}
+    | {SAVED}
 )
 # Likewise, but one number may be moved to many places. Its cotangent is their sum, which is arithmetic.
-REPEATING_MOVES = _names("broadcast_in_dim gather tile")
+REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim gather tile")
 # Between devices, likewise. What is received is not asked for again in the backward pass.
-MOVES_BETWEEN_DEVICES = _names(
+DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
 # Each result is in the dtype of its own operand.
-MOVES_EACH_BY_ITSELF = _names("optimization_barrier sort")
+OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
 # They choose among numbers by their size, which commutes with rounding: pools, among those of each window.
 POOLS = _names("reduce_window_max reduce_window_min")
-CHOICES = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
-ALL_MOVES = MOVES | REPEATING_MOVES | MOVES_BETWEEN_DEVICES | MOVES_EACH_BY_ITSELF
+SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
+DATA_MOVEMENT = (
+    PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
+)
 # Of some moves, only the first operands are moved.
-_NUMBER_MOVED = {
+_NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
@@ -111,7 +118,7 @@ ARITHMETIC = _names(
     "select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like zeta"
 ) | {ROUNDED_COTANGENT}
-KNOWN = PRODUCTS | {IN_HALF} | ALL_MOVES | CHOICES | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
+KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
 
 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
@@ -120,10 +127,10 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
     The other operands (a mask, indices, sizes) say where numbers go.
     """
     name = eqn.primitive.name
-    if name not in ALL_MOVES | CONVERSIONS:
+    if name not in DATA_MOVEMENT | CONVERSIONS:
         return None
     operands = range(len(eqn.invars))
-    operands = operands[1:] if name == "select_n" else operands[: _NUMBER_MOVED.get(name)]
+    operands = operands[1:] if name == "select_n" else operands[: _NUM_MOVED_OPERANDS.get(name)]
     if len(operands) == len(eqn.outvars):
         return [[operand] for operand in operands]
     return [operands] * len(eqn.outvars)
@@ -136,7 +143,7 @@ def name_in_reports(primitive: Any) -> str:
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
 
 
-def is_product(eqn: Any) -> bool:
+def is_matmul(eqn: Any) -> bool:
     """Return whether an equation is a matmul: a matrix multiplication or a convolution.
 
     A matmul that adds up one term for each element of its result, such as ``t[:, None] @ freq[None]``, does not count,
@@ -148,14 +155,14 @@ def is_product(eqn: Any) -> bool:
 def is_cheap(eqn: Any) -> bool:
     """Return whether the compiler fuses an equation into its consumers, where it costs almost nothing."""
     name = eqn.primitive.name
-    return name in CHEAP or (name == "dot_general" and not is_product(eqn))
+    return name in CHEAP or (name == "dot_general" and not is_matmul(eqn))
 
 
 def terms_per_sum(eqn: Any) -> int:
     """Return the number of terms that a matmul adds up for each element of its result; 1 for any other equation."""
     params = eqn.params
-    name = params["product"].name if eqn.primitive.name == WIDE_PRODUCT else eqn.primitive.name
-    if name not in PRODUCTS:
+    name = params["matmul"].name if eqn.primitive.name == FLOAT32_RESULT_MATMUL else eqn.primitive.name
+    if name not in MATMULS:
         return 1
     left, right = (atom.aval.shape for atom in eqn.invars[:2])
     if name == "conv_general_dilated":

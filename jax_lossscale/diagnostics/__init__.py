@@ -1,17 +1,10 @@
 """What the gradients do, and why steps are skipped: for when a float16 run goes wrong, and before it does."""
 
 from jax_lossscale._measure import first_nonfinite
-from jax_lossscale._program.widen import in_precision
-from jax_lossscale.diagnostics._asked._facts import ProductFacts
-from jax_lossscale.diagnostics._asked._operations import OperationPrecision
-from jax_lossscale.diagnostics._autocast._autocast_report import AutocastReport, autocast_report
-from jax_lossscale.diagnostics._compare._compare_gradients import GradientComparison, compare_gradients
-from jax_lossscale.diagnostics._errors._gradient_errors import LeafGradientError
-from jax_lossscale.diagnostics._precision._find_precision import find_precision
-from jax_lossscale.diagnostics._ranges._range_report import OperationRange, RangeReport, range_report
-from jax_lossscale.diagnostics._run._explain import explain
-from jax_lossscale.diagnostics._run._simulate import Simulation, simulate
-from jax_lossscale.diagnostics._tree._exponents import (
+from jax_lossscale.diagnostics._autocast_report import AutocastReport, autocast_report
+from jax_lossscale.diagnostics._compare_gradients import GradientComparison, compare_gradients
+from jax_lossscale.diagnostics._explain import explain
+from jax_lossscale.diagnostics._exponents import (
     ExponentHistogram,
     LossScaleSuggestion,
     Underflow,
@@ -19,7 +12,14 @@ from jax_lossscale.diagnostics._tree._exponents import (
     suggest_loss_scale,
     underflow_fraction,
 )
-from jax_lossscale.diagnostics._tree._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._find_precision import find_precision
+from jax_lossscale.diagnostics._gradient_errors import LeafGradientError
+from jax_lossscale.diagnostics._in_precision import in_precision
+from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._operations import OperationPrecision
+from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport, range_report
+from jax_lossscale.diagnostics._simulate import Simulation, simulate
 
 __all__ = [
     "AutocastReport",
@@ -28,10 +28,10 @@ __all__ = [
     "LeafGradientError",
     "LeafReport",
     "LossScaleSuggestion",
+    "MatmulSummary",
     "NonfiniteReport",
     "OperationPrecision",
     "OperationRange",
-    "ProductFacts",
     "RangeReport",
     "Simulation",
     "Underflow",

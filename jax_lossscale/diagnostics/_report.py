@@ -20,7 +20,7 @@ class Report(Sequence[Entry]):
     _entries: ClassVar[str]  # the attribute that holds them
     _text_columns: ClassVar[Sequence[int]] = (0, 1)  # set to the left; numbers, to the right
 
-    def _summary(self) -> str:
+    def _header(self) -> str:
         raise NotImplementedError
 
     def _rows(self) -> Rows:
@@ -50,7 +50,7 @@ class Report(Sequence[Entry]):
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([self._summary(), *lines, *self._notes()])
+        return "\n".join([self._header(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
         """Give the same for a notebook: the summary as it is printed, a table, and the notes below it."""
@@ -64,14 +64,14 @@ class Report(Sequence[Entry]):
         table = "".join(f"<tr>{cells}</tr>\n" for cells in lines)
         above, below = (
             f'<div style="white-space: pre-wrap">{html.escape(text)}</div>\n' if text else ""
-            for text in (self._summary(), "\n".join(self._notes()))
+            for text in (self._header(), "\n".join(self._notes()))
         )
         return above + (f"<table>\n{table}</table>\n" if table else "") + below
 
 
-def tell(caller: str, what: str) -> None:
-    """Print a line on progress, on standard error."""
-    print(f"{caller}: {what}", file=sys.stderr)
+def report_progress(caller: str, text: str) -> None:
+    """Print a line about the progress of a report on standard error."""
+    print(f"{caller}: {text}", file=sys.stderr)
 
 
 def power_of_two(scale: float) -> str:

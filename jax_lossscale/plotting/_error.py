@@ -58,12 +58,16 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     scales = np.asarray(comparison.loss_scales)
     (ax,) = given_or_new_axes(ax, "plot_gradient_error")
     drawn = [leaf for leaf in comparison if not leaf.is_rounding]
-    suffering = [leaf for leaf in drawn if leaf.path in comparison.suffering]
-    others = [leaf for leaf in drawn if leaf.path not in comparison.suffering]
+    inaccurate = [leaf for leaf in drawn if leaf.path in comparison.inaccurate_leaves]
+    others = [leaf for leaf in drawn if leaf.path not in comparison.inaccurate_leaves]
     lines: list[tuple[Sequence[LeafGradientError], str, dict[str, Any]]] = [
         ([comparison.total], "all leaves", {"color": BLUE, "linewidth": 2.4, "marker": "o", "zorder": 3}),
         (others, f"one leaf ({len(others)})", {"color": GRAY, "linewidth": 0.8}),
-        (suffering, f"suffering leaf ({len(suffering)})", {"color": VERMILLION, "linewidth": 0.8, "linestyle": "--"}),
+        (
+            inaccurate,
+            f"inaccurate leaf ({len(inaccurate)})",
+            {"color": VERMILLION, "linewidth": 0.8, "linestyle": "--"},
+        ),
     ]
     for leaves, name, style in lines:
         for n, leaf in enumerate(leaves):

@@ -72,15 +72,15 @@ def _operation(eqn, inputs):
     return [np.asarray(each) for each in (outputs if eqn.primitive.multiple_results else [outputs])]
 
 
-def _product(a, b, dimension_numbers, **_):
+def _matmul(a, b, dimension_numbers, **_):
     (of_a, of_b), (batch_a, batch_b) = dimension_numbers
     axes_a, axes_b = list(range(a.ndim)), list(range(a.ndim, a.ndim + b.ndim))
     shared = (*batch_a, *of_a)
     for n, m in zip(shared, (*batch_b, *of_b), strict=True):
         axes_b[m] = n
     free = [n for n in axes_a + axes_b if n not in shared]
-    wide = [each.astype(np.result_type(each.dtype, np.float32)) for each in (a, b)]
-    return np.einsum(wide[0], axes_a, wide[1], axes_b, [*batch_a, *free])
+    float32 = [each.astype(np.result_type(each.dtype, np.float32)) for each in (a, b)]
+    return np.einsum(float32[0], axes_a, float32[1], axes_b, [*batch_a, *free])
 
 
 def _broadcast(x, shape, broadcast_dimensions, **_):
@@ -101,7 +101,7 @@ _ON_HOST = {
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda *parts, dimension: np.concatenate(parts, dimension),
     **dict.fromkeys(("convert_element_type", "pcast", "psum", "psum_invariant", "pvary", "reshard"), _the_same),
-    "dot_general": _product,
+    "dot_general": _matmul,
     "reduce_max": lambda x, axes, **_: np.max(x, axes),
     "reduce_sum": lambda x, axes, **_: np.sum(x, axes),
     "reshape": lambda x, new_sizes, **_: np.reshape(x, new_sizes),
@@ -138,8 +138,8 @@ def exact_in(dtype):
         )
         if are_exact and eqn.primitive.name in _SUMS and outputs[0].dtype == np.float32:
             are_exact = np.max(_operation(eqn, [abs(value) for value in inputs])[0]) <= largest_sum
-        is_wide = not are_exact and any("wide" in str(each.source_info.name_stack) for each in within)
-        if not are_exact and not (is_wide and all(map(_has_places, outputs))):
+        is_float32 = not are_exact and any("wide" in str(each.source_info.name_stack) for each in within)
+        if not are_exact and not (is_float32 and all(map(_has_places, outputs))):
             raise InexactError(eqn.primitive.name)
 
     return check

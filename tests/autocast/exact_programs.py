@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_lossscale as jls
 
 
-def wide(function):
+def float32(function):
     """Its numbers need float32, and its result does not."""
     return jax.named_scope("wide")(function)
 
@@ -28,17 +28,17 @@ def doubled(w, x):
 
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * (primals[1] @ tangents[0] + tangents[1] @ primals[0])))
 
-PRODUCTS = {
+MATMULS = {
     "product": lambda w, x: x @ w,
     "einsum": lambda w, x: jnp.einsum("bi,ji->bj", x, w),
-    "attention": lambda w, x: jax.nn.softmax(wide(lambda y: 128 * y)(x @ w @ x.T)) @ x,
+    "attention": lambda w, x: jax.nn.softmax(float32(lambda y: 128 * y)(x @ w @ x.T)) @ x,
     "batched": lambda w, x: jnp.matmul(x.reshape(2, 2, 2), jnp.stack([w[:2, :2], w[2:, 1:3]])).reshape(2, 4),
     "convolution": lambda w, x: jax.lax.conv_general_dilated(x[:, None], w[:4, None, :3], (1,), "SAME").sum(axis=1),
     "of both": lambda w, x: (x @ w) @ (w + w.T),
     "bias": lambda w, x: x @ w + w[:1],
     "kept": jls.keep_float32(lambda w, x: x @ w),
     "marked": lambda w, x: jnp.matmul(x, w, precision="highest"),
-    "with a large constant": wide(lambda w, x: x @ (2.0**20 * np.eye(4, k=1, dtype=np.float32)) / 2.0**20),
+    "with a large constant": float32(lambda w, x: x @ (2.0**20 * np.eye(4, k=1, dtype=np.float32)) / 2.0**20),
     "by its own rule": doubled,
 }
 # Those that stay float32. (bfloat16 holds the constant.)
@@ -54,13 +54,13 @@ ARITHMETIC = {
     "cumulative sum": lambda w, x: jnp.cumsum(x, axis=1),
     "scatter": lambda w, x: x.at[jnp.array([0, 0, 1])].add(x[jnp.array([1, 0, 1])]),
 }
-WIDE = {
-    "far away": wide(lambda w, x: jnp.maximum(x + 70_000, 0) - 70_000),
-    "masked": lambda w, x: wide(lambda y: jnp.where(w[:2] > 0, y, 7e4) - jnp.where(w[:2] > 0, 0, 7e4))(x @ w),
-    "tiny": wide(lambda w, x: (x * 2.0**-40)[::-1] * 2.0**40),
-    "large": wide(lambda w, x: jnp.concatenate([x * 2.0**30, w[:2] * 2.0**30])[1:3] / 2.0**30),
+FLOAT32 = {
+    "far away": float32(lambda w, x: jnp.maximum(x + 70_000, 0) - 70_000),
+    "masked": lambda w, x: float32(lambda y: jnp.where(w[:2] > 0, y, 7e4) - jnp.where(w[:2] > 0, 0, 7e4))(x @ w),
+    "tiny": float32(lambda w, x: (x * 2.0**-40)[::-1] * 2.0**40),
+    "large": float32(lambda w, x: jnp.concatenate([x * 2.0**30, w[:2] * 2.0**30])[1:3] / 2.0**30),
 }
-MOVES = {
+DATA_MOVEMENT = {
     "reverse": lambda w, x: x[::-1, ::-1],
     "roll": lambda w, x: jnp.roll(x, 1, axis=1),
     "turn": lambda w, x: x.reshape(4, 2).T,
@@ -71,7 +71,7 @@ MOVES = {
     "pad": lambda w, x: jnp.pad(x, ((0, 0), (1, 1)))[:, :4],
     "broadcast": lambda w, x: jnp.broadcast_to(x[:1], (2, 4)),
 }
-CHOICES = {
+SELECTIONS = {
     "relu": lambda w, x: jax.nn.relu(x),
     "maximum": lambda w, x: jnp.maximum(x, w[:2]),
     "clip": lambda w, x: jnp.clip(x, -2, 2),
@@ -80,7 +80,7 @@ CHOICES = {
     "pool": lambda w, x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME"),
     "sort": lambda w, x: jnp.sort(x, axis=1),
 }
-OPERATIONS = PRODUCTS | ARITHMETIC | WIDE | MOVES | CHOICES
+OPERATIONS = MATMULS | ARITHMETIC | FLOAT32 | DATA_MOVEMENT | SELECTIONS
 
 
 def bounded(x):
@@ -132,8 +132,8 @@ def in_cond_the_other_branch(body, w, x):
 
 def in_cond_beside_a_far_branch(body, w, x):
     is_near = w[0, 0] > 0
-    x = jax.lax.cond(is_near, body, wide(lambda w, x: x + 70_000), w, x)
-    return wide(lambda x: jnp.where(is_near, x, x - 70_000))(x)
+    x = jax.lax.cond(is_near, body, float32(lambda w, x: x + 70_000), w, x)
+    return float32(lambda x: jnp.where(is_near, x, x - 70_000))(x)
 
 
 def in_switch(body, w, x):
@@ -252,7 +252,7 @@ MODES = {
 }
 
 
-KINDS = (PRODUCTS, PRODUCTS, ARITHMETIC, MOVES, CHOICES, WIDE)
+KINDS = (MATMULS, MATMULS, ARITHMETIC, DATA_MOVEMENT, SELECTIONS, FLOAT32)
 
 
 def program_of(random, structures, outermost):
@@ -261,7 +261,7 @@ def program_of(random, structures, outermost):
     def some(most):
         return [random.choice(list(random.choice(KINDS))) for _ in range(random.randint(0, most))]
 
-    inside = [*some(1), random.choice(list(PRODUCTS)), *some(2)]
+    inside = [*some(1), random.choice(list(MATMULS)), *some(2)]
     if random.random() < 0.5:
         inside = [*some(1), (random.choice(structures), tuple(inside)), *some(1)]
     return (*some(1), (outermost, tuple(inside)), *some(1))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reading import distance, equations, product_dtypes
+from reading import distance, equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -186,8 +186,8 @@ def test_gradients_are_those_of_float32_but_for_rounding(program):
 
 
 @each_program
-def test_products_are_narrow(program):
-    found = product_dtypes(jax.grad(jls.autocast(program), (0, 1)), W, X)
+def test_matmuls_are_half_precision(program):
+    found = matmul_dtypes(jax.grad(jls.autocast(program), (0, 1)), W, X)
     if program is inverse_then_a_product:
         assert found.count("float16") == 3
     else:
@@ -253,8 +253,8 @@ def test_the_gradient_of_logits_adds_up_in_float32(move):
 
     # Of the label's logit the derivative is p - 1, which is 1e-4; rounded before the sum, p is 1.
     args = jnp.diag(jnp.array([9.0, 0.0, 0.0, 0.0])), jnp.eye(4)[jnp.array([0, 0])]
-    narrow = jax.grad(lambda *args: 2.0**12 * jls.autocast(loss)(*args))(*args) / 2.0**12
-    np.testing.assert_allclose(narrow[0], jax.grad(loss)(*args)[0], rtol=2e-3)
+    half = jax.grad(lambda *args: 2.0**12 * jls.autocast(loss)(*args))(*args) / 2.0**12
+    np.testing.assert_allclose(half[0], jax.grad(loss)(*args)[0], rtol=2e-3)
 
 
 def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
@@ -282,7 +282,7 @@ def test_a_carry_of_a_while_loop_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
-def test_a_carry_that_is_a_product_is_float32(loop):
+def test_a_carry_that_is_a_matmul_is_float32(loop):
     def function(w, x):
         if loop == "scan":
             return jax.lax.scan(lambda x, _: (x @ w, x), x, length=2)
@@ -331,7 +331,7 @@ def test_layers_stacked_for_a_scan():
         return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
 
     assert distance(gradients(loss, stacked, X)[1], scaled_gradients(loss, stacked, X)[1]) < 2e-3
-    assert set(product_dtypes(jax.grad(jls.autocast(loss)), stacked, X)) == {"float16"}
+    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), stacked, X)) == {"float16"}
 
 
 # A training.
@@ -356,6 +356,6 @@ def test_a_training_reaches_the_loss_of_float32():
 
         return jax.lax.scan(step, (params, tx.init(params)), length=200)[1]
 
-    plain, narrow = trained(loss_fn, None), trained(jls.autocast(loss_fn), "auto")
+    plain, half = trained(loss_fn, None), trained(jls.autocast(loss_fn), "auto")
     assert plain[-1] < 0.1 * plain[0]
-    assert abs(narrow[-1] - plain[-1]) < 0.02 * plain[0]
+    assert abs(half[-1] - plain[-1]) < 0.02 * plain[0]

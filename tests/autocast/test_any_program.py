@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import InexactError, evaluated, exact_in
-from exact_programs import EXCEPTIONS, MODES, STRUCTURES, WIDE, arrays, gradients_of, loss_of, program_of, shorter
-from reading import product_dtypes_in
+from exact_programs import EXCEPTIONS, FLOAT32, MODES, STRUCTURES, arrays, gradients_of, loss_of, program_of, shorter
+from reading import matmul_dtypes_in
 
 import jax_lossscale as jls
 
@@ -23,14 +23,14 @@ POLICIES = {
     "none": None,
     "recompute nothing": jls.PrecisionPolicy(recompute=False),
     "keep little": jls.PrecisionPolicy(recompute=100.0),
-    "narrow skips": jls.PrecisionPolicy(narrow_skips=True),
-    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("wide_result")]),
+    "half residual stream": jls.PrecisionPolicy(half_residual_stream=True),
+    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("float32_result")]),
 }
 # Where float32 is left all the same: what goes from block to block is stored in half precision, a rule overrules what
 # `autocast` knows of a constant, and a derivative that is taken before it looks, or by a rule of its own, may hand a
 # constant on as if it were none.
 LEAVES_FLOAT32 = {
-    "narrow skips": ("attention", "with a large constant", *WIDE),
+    "half residual stream": ("attention", "with a large constant", *FLOAT32),
     "wide results": ("with a large constant",),
     "of the gradient": ("with a large constant",),
     "in_custom_vjp": ("with a large constant",),
@@ -64,12 +64,12 @@ def check(program, mode, seed, dtype, policy):
             raise InexactError from error
         raise
     expected = evaluated(plain, inputs, exact_in(dtype))
-    narrow, narrow_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
+    half, narrow_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
     assert jax.tree.structure(narrow_shapes) == jax.tree.structure(shapes)
-    assert list(map(type_of, narrow.out_avals)) == list(map(type_of, plain.out_avals))
-    for value, other in zip(evaluated(narrow, inputs), expected, strict=True):
+    assert list(map(type_of, half.out_avals)) == list(map(type_of, plain.out_avals))
+    for value, other in zip(evaluated(half, inputs), expected, strict=True):
         np.testing.assert_array_equal(value, other)
-    dtypes = set(product_dtypes_in(narrow))
+    dtypes = set(matmul_dtypes_in(half))
     if policy == "wide results":
         assert dtypes <= {dtype, f"{dtype} {dtype} float32"}
     else:

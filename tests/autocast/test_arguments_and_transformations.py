@@ -13,11 +13,11 @@ import pytest
 from any_jax import enable_x64
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.jet import jet
-from reading import PRODUCTS, distance, equations, product_dtypes
+from reading import MATMULS, distance, equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
-from jax_lossscale._program.place import place_of
+from jax_lossscale._program.location import location_of
 
 pytestmark = pytest.mark.ci
 
@@ -55,13 +55,13 @@ def decorated_in_bfloat16(w, x):
 def test_it_is_a_decorator_that_keeps_name_and_docstring():
     assert decorated.__name__ == "decorated"
     assert decorated.__doc__ == "Of its own."
-    assert product_dtypes(decorated, W, X) == ["float16"]
-    assert product_dtypes(decorated_in_bfloat16, W, X) == ["bfloat16"]
+    assert matmul_dtypes(decorated, W, X) == ["float16"]
+    assert matmul_dtypes(decorated_in_bfloat16, W, X) == ["bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.float16, np.dtype("float16")])
 def test_a_dtype_may_be_written_in_any_way(dtype):
-    assert product_dtypes(jls.autocast(network, dtype), W, X) == [jnp.dtype(dtype).name] * 2
+    assert matmul_dtypes(jls.autocast(network, dtype), W, X) == [jnp.dtype(dtype).name] * 2
 
 
 class Batch(NamedTuple):
@@ -96,7 +96,7 @@ def test_arguments_of_any_kind(function, args, kwargs):
     found = [
         eqn.outvars[0].aval.dtype.name
         for eqn in equations(jls_jaxpr(function, args, kwargs))
-        if eqn.primitive.name in PRODUCTS
+        if eqn.primitive.name in MATMULS
     ]
     assert found
     assert set(found) == {"float16"}
@@ -219,8 +219,8 @@ def test_what_is_cast_by_hand_stays_to_the_bit():
         y = jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float16)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
-    plain, narrow = (jax.make_jaxpr(jax.grad(each))(W, X) for each in (by_hand, jls.autocast(by_hand)))
-    assert str(plain) == str(narrow)
+    plain, half = (jax.make_jaxpr(jax.grad(each))(W, X) for each in (by_hand, jls.autocast(by_hand)))
+    assert str(plain) == str(half)
 
 
 # What it composes with.
@@ -257,7 +257,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_what_is_made_of_it_is_that_of_float32_but_for_rounding(transform):
     assert close(transform(narrow_loss), transform(loss_fn), 2e-2)
-    assert set(product_dtypes(lambda: transform(narrow_loss))) == {"float16"}
+    assert set(matmul_dtypes(lambda: transform(narrow_loss))) == {"float16"}
 
 
 def test_without_jit():
@@ -265,17 +265,17 @@ def test_without_jit():
         assert close(jax.grad(narrow_loss)(W, X), jax.grad(loss_fn)(W, X))
 
 
-def test_an_outer_product_over_a_symbolic_size_is_exported():
+def test_an_outer_matmul_over_a_symbolic_size_is_exported():
     """A symbolic size counts as larger than 1, so the second matmul is in half precision."""
 
     def function(w, x):
         return jnp.cos(x[:, :1] @ x[:1, :4]), x.T @ x
 
     (size,) = jax.export.symbolic_shape("n")
-    narrow = jax.jit(jls.autocast(function))
+    half = jax.jit(jls.autocast(function))
     shape = jax.ShapeDtypeStruct((size, 8), jnp.float32)
-    exported = jax.export.export(narrow)(W, shape)
-    assert product_dtypes(narrow, W, shape) == ["float16"]
+    exported = jax.export.export(half)(W, shape)
+    assert matmul_dtypes(half, W, shape) == ["float16"]
     np.testing.assert_array_equal(exported.call(W, X)[0], function(W, X)[0])
     assert close(exported.call(W, X)[1], function(W, X)[1])
 
@@ -332,23 +332,25 @@ def test_layers_and_lines_stay_on_the_operations():
     first = named.__code__.co_firstlineno
     layers = {"exp": ("encoder", 2), "tanh": ("head", 4)}
     for function in (jls.autocast(named), jax.grad(jls.autocast(named))):
-        places = walked(jax.make_jaxpr(function)(W, X).jaxpr)
+        locations = walked(jax.make_jaxpr(function)(W, X).jaxpr)
         for name, (layer, line) in layers.items():
-            found = [place for operation, place in places if operation == name]
+            found = [location for operation, location in locations if operation == name]
             assert found
             assert {(each.layer, each.source.rpartition(":")[2]) for each in found} == {(layer, str(first + line))}
-        products = {(place.layer, place.is_backward) for operation, place in places if operation == "dot_general"}
-        assert {layer for layer, _ in products} == {"encoder", "head"}
+        matmuls = {
+            (location.layer, location.is_backward) for operation, location in locations if operation == "dot_general"
+        }
+        assert {layer for layer, _ in matmuls} == {"encoder", "head"}
 
 
 def walked(jaxpr, at=None):
     found = []
     for eqn in jaxpr.eqns:
-        place = place_of(eqn, at)
-        found.append((eqn.primitive.name, place))
+        location = location_of(eqn, at)
+        found.append((eqn.primitive.name, location))
         for parameter in eqn.params.values():
             inner = getattr(parameter, "jaxpr", parameter)
-            found += walked(inner, place) if hasattr(inner, "eqns") else []
+            found += walked(inner, location) if hasattr(inner, "eqns") else []
     return found
 
 
@@ -358,8 +360,8 @@ def test_taylor_mode_needs_a_policy_that_recomputes_nothing():
         return (jnp.sin(hidden) * hidden) @ w
 
     series = (W,), ((W, jnp.zeros_like(W)),)
-    narrow = jls.autocast(function, policy=jls.PrecisionPolicy(recompute=False))
-    assert close(jet(narrow, *series), jet(function, *series))
+    half = jls.autocast(function, policy=jls.PrecisionPolicy(recompute=False))
+    assert close(jet(half, *series), jet(function, *series))
     with pytest.raises(KeyError):
         jet(jls.autocast(function), *series)
 
@@ -381,7 +383,7 @@ def test_a_backward_pass_in_the_rule_of_a_custom_jvp_is_computed_as_it_is_writte
     def product(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, y: (y @ kept[1].T, kept[0].T @ y))
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, y: (y @ saved[1].T, saved[0].T @ y))
 
     @jax.custom_jvp
     def outer(x, w):
@@ -392,8 +394,8 @@ def test_a_backward_pass_in_the_rule_of_a_custom_jvp_is_computed_as_it_is_writte
     def loss(w):
         return jnp.sum(outer(X, w))
 
-    assert product_dtypes(jls.autocast(loss), W) == ["float16"]
-    assert set(product_dtypes(jax.grad(jls.autocast(loss)), W)) == {"float16", "float32"}
+    assert matmul_dtypes(jls.autocast(loss), W) == ["float16"]
+    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), W)) == {"float16", "float32"}
     assert close(jax.grad(jls.autocast(loss))(W), jax.grad(loss)(W))
 
 
@@ -451,10 +453,11 @@ def test_a_custom_vjp_receives_symbolic_zeros(around):
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda function: function], ids=["checkpoint", "nothing"])
 def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
     """As does equinox's for `None`. So what comes after it is not differentiated."""
-    matmul = jax.custom_jvp(lambda w, x: x @ w)
+    matmul = jax.custom_jvp(lambda w, x: (x @ w, 2 * w))
 
     def rule(primals, tangents):
-        return matmul(*primals), SymbolicZero(jax.typeof(primals[1]).to_tangent_aval())
+        result, twice = matmul(*primals)
+        return (result, twice), (SymbolicZero(jax.typeof(result).to_tangent_aval()), 2 * tangents[0])
 
     matmul.defjvp(rule, symbolic_zeros=True)
     perturbed = []
@@ -467,7 +470,8 @@ def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
     identity.defvjp(forward, lambda _, g: (g,), symbolic_zeros=True)
 
     def loss(w):
-        return jnp.sum(identity(matmul(w, X)) * network(w, X))
+        without_derivative, twice = matmul(w, X)
+        return jnp.sum(identity(without_derivative) * network(twice, X))
 
     assert close(jax.grad(around(jls.autocast(loss)))(W), jax.grad(around(loss))(W))
     assert True not in perturbed

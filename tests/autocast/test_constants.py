@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from reading import product_dtypes
+from reading import matmul_dtypes
 
 import jax_lossscale as jls
 from jax_lossscale._autocast.constants import UNKNOWN, Constants
@@ -124,12 +124,12 @@ def times(constant):
 @pytest.mark.parametrize("constant", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_what_half_precision_cannot_hold_stays_float32(constant):
     assert jnp.max(jnp.abs(constant())) > 65_504
-    assert product_dtypes(jls.autocast(times(constant)), X) == ["float32"]
+    assert matmul_dtypes(jls.autocast(times(constant)), X) == ["float32"]
 
 
 @pytest.mark.parametrize("constant", FITS.values(), ids=FITS)
-def test_what_half_precision_holds_goes_into_products(constant):
-    assert product_dtypes(jls.autocast(times(constant)), X) == ["float16"]
+def test_what_half_precision_holds_goes_into_matmuls(constant):
+    assert matmul_dtypes(jls.autocast(times(constant)), X) == ["float16"]
     largest = float(jnp.nanmax(jnp.abs(constant())))
     np.testing.assert_allclose(jls.autocast(times(constant))(X), X @ constant(), rtol=1e-2, atol=2e-3 * largest)
 
@@ -200,7 +200,7 @@ def test_what_is_known_of_a_constant(constant, expected):
 
 
 @pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 150))])
-def test_of_random_constants_none_that_is_too_large_goes_into_a_product(seed):
+def test_of_random_constants_none_that_is_too_large_goes_into_a_matmul(seed):
     numbers = random.Random(seed)
 
     def constant():
@@ -214,7 +214,7 @@ def test_of_random_constants_none_that_is_too_large_goes_into_a_product(seed):
 
     found = constant()
     numbers.seed(seed)
-    dtypes = product_dtypes(jls.autocast(times(constant)), X)
+    dtypes = matmul_dtypes(jls.autocast(times(constant)), X)
     assert dtypes == ["float32"] or not jnp.any(jnp.abs(found) > 65_504), found
 
 
@@ -278,10 +278,10 @@ def test_constants_that_are_arguments_of_custom_rules(rule, transformation, cons
     def loss(x):
         return jnp.sum(rule(constant())(x))
 
-    narrow, x = jls.autocast(loss), jnp.ones((2, N))
-    np.testing.assert_allclose(narrow(x), loss(x), rtol=1e-3)
+    half, x = jls.autocast(loss), jnp.ones((2, N))
+    np.testing.assert_allclose(half(x), loss(x), rtol=1e-3)
     for function in (transformation, lambda loss: jax.jit(transformation(loss))):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), function(narrow)(x), function(loss)(x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), function(half)(x), function(loss)(x))
 
 
 def test_a_residual_that_is_a_constant_of_the_forward_rule():
@@ -294,5 +294,5 @@ def test_a_residual_that_is_a_constant_of_the_forward_rule():
 
 @pytest.mark.parametrize(("rule", "transformation"), DERIVATIVES.values(), ids=DERIVATIVES)
 def test_constants_that_fit_are_half_precision_in_custom_rules(rule, transformation):
-    narrow = jls.autocast(lambda x: jnp.sum(rule(jnp.full((N, N), 2.0))(x)))
-    assert set(product_dtypes(transformation(narrow), jnp.ones((2, N)))) == {"float16"}
+    half = jls.autocast(lambda x: jnp.sum(rule(jnp.full((N, N), 2.0))(x)))
+    assert set(matmul_dtypes(transformation(half), jnp.ones((2, N)))) == {"float16"}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.scipy.stats import multivariate_normal
-from reading import PRODUCTS, equations, product_dtypes
+from reading import MATMULS, equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -301,26 +301,26 @@ def loss_of(function):
 
 
 def forward_products(report):
-    return [each for each in report.products if not each.is_backward]
+    return [each for each in report.matmuls if not each.is_backward]
 
 
 @pytest.mark.parametrize(("function", "reason"), SITUATIONS.values(), ids=SITUATIONS)
-def test_which_products_stay_float32_and_why(function, reason):
+def test_which_matmuls_stay_float32_and_why(function, reason):
     loss = loss_of(function)
-    plain, narrow = product_dtypes(loss, W, X), product_dtypes(jls.autocast(loss), W, X)
-    assert narrow == (["float16"] * len(plain) if reason == "" else plain)
+    plain, half = matmul_dtypes(loss, W, X), matmul_dtypes(jls.autocast(loss), W, X)
+    assert half == (["float16"] * len(plain) if reason == "" else plain)
     report = jls.diagnostics.autocast_report(loss, W, X)
     if reason is None:
         assert not forward_products(report)
         eqns = equations(jax.make_jaxpr(jls.autocast(loss))(W, X))
-        assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in PRODUCTS} == {"float32"}
+        assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in MATMULS} == {"float32"}
     else:
         assert all(each.reason.startswith(reason) for each in forward_products(report))
         assert len(forward_products(report)) == 1
 
 
 @pytest.mark.parametrize(("function", "expected"), IN_PARTS.values(), ids=IN_PARTS)
-def test_which_of_several_products_stay_float32_and_why(function, expected):
+def test_which_of_several_matmuls_stay_float32_and_why(function, expected):
     report = jls.diagnostics.autocast_report(loss_of(function), W, X)
     assert {(each.dtype, each.reason) for each in forward_products(report)} == expected
 
@@ -328,14 +328,14 @@ def test_which_of_several_products_stay_float32_and_why(function, expected):
 @pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32"])
 def test_a_mark_that_everybody_has_is_none(precision):
     with jax.default_matmul_precision(precision):
-        assert product_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
+        assert matmul_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
         if precision == "F32_F32_F32":  # another mark is one
             marked = jls.autocast(lambda w, x: jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST))
-            assert product_dtypes(marked, W, X) == ["float32"]
+            assert matmul_dtypes(marked, W, X) == ["float32"]
 
 
 def test_bfloat16_holds_the_constants_of_float32():
-    assert product_dtypes(jls.autocast(SITUATIONS["constant too large"][0], jnp.bfloat16), W, X) == ["bfloat16"]
+    assert matmul_dtypes(jls.autocast(SITUATIONS["constant too large"][0], jnp.bfloat16), W, X) == ["bfloat16"]
 
 
 def test_what_differs_between_the_members_of_a_batch_is_no_constant():
@@ -343,8 +343,8 @@ def test_what_differs_between_the_members_of_a_batch_is_no_constant():
         return jnp.sum(x @ (SMALL + 1 + jax.lax.axis_index("member")))
 
     members = jnp.stack([X, X])
-    narrow, float32 = (jax.vmap(each, axis_name="member")(members) for each in (jls.autocast(loss_fn), loss_fn))
-    assert np.allclose(narrow, float32, rtol=1e-2)
+    half, float32 = (jax.vmap(each, axis_name="member")(members) for each in (jls.autocast(loss_fn), loss_fn))
+    assert np.allclose(half, float32, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -361,11 +361,11 @@ def test_integers_computed_by_a_matmul_are_exact(dtype):
     np.testing.assert_array_equal(sizes, [3000, 3000])
 
 
-def test_a_constant_outer_product_has_bounds():
+def test_a_constant_outer_matmul_has_bounds():
     large = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.ones((1, 8)))
-    assert product_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*large)), W, X) == ["float32"]
+    assert matmul_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*large)), W, X) == ["float32"]
     small = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.full((1, 8), 1e-9))
-    assert product_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*small)), W, X) == ["float16"]
+    assert matmul_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*small)), W, X) == ["float16"]
 
 
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, lambda g: jnp.linalg.eigh(g)[0], jnp.linalg.inv])
@@ -374,8 +374,8 @@ def test_a_nearly_singular_matrix_is_factored_as_in_float32(function):
         return jnp.sum(function(a @ a.T + 1e-3 * jnp.eye(64)))
 
     a = jax.random.normal(jax.random.key(0), (64, 8))
-    for plain, narrow in zip(jax.value_and_grad(loss)(a), jax.value_and_grad(jls.autocast(loss))(a), strict=True):
-        np.testing.assert_array_equal(plain, narrow)
+    for plain, half in zip(jax.value_and_grad(loss)(a), jax.value_and_grad(jls.autocast(loss))(a), strict=True):
+        np.testing.assert_array_equal(plain, half)
 
 
 def test_the_derivative_of_a_factorization_is_that_of_float32():
@@ -392,7 +392,7 @@ def quantized(x, w):
     return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
 
 
-quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 AROUND = {
     "nothing": lambda f: f,
     "jit": jax.jit,
@@ -406,13 +406,13 @@ AROUND = {
 
 @pytest.mark.ci
 @pytest.mark.parametrize("around", AROUND)
-def test_the_backward_pass_of_a_function_of_integers_is_narrow(around):
+def test_the_backward_pass_of_a_function_of_integers_is_half_precision(around):
     """Whatever its forward pass is made of."""
 
     def loss(w, x):
         return jnp.mean(jnp.sin(AROUND[around](quantized)(x, w)))
 
-    dtypes = [d for d in product_dtypes(jax.grad(jls.autocast(loss), (0, 1)), W, X) if not d.startswith("int8")]
+    dtypes = [d for d in matmul_dtypes(jax.grad(jls.autocast(loss), (0, 1)), W, X) if not d.startswith("int8")]
     assert len(dtypes) >= 2
     assert {*dtypes} == {"float16"}
     exact, found = (jax.grad(f)(W, X) for f in (loss, jls.autocast(loss)))

@@ -8,14 +8,14 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reading import distance, equations, product_dtypes
+from reading import distance, equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
 
 pytestmark = pytest.mark.ci
 
-NARROW, WIDE = "float16", "float32"
+HALF, FLOAT32 = "float16", "float32"
 
 
 def dtypes_of(names, function, *args):
@@ -29,38 +29,38 @@ def pooled(x):
 
 
 # What is made of the result of a product, or of arithmetic: operation, dtype.
-CHOICES = {
-    "relu": (lambda w, x: jax.nn.relu(x @ w), "max", NARROW),
-    "maximum of two products": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", NARROW),
-    "minimum": (lambda w, x: jnp.minimum(x @ w, 0.5), "min", NARROW),
-    "clip, which takes integers": (lambda w, x: jnp.clip(x @ w, 0, 6), "min", NARROW),
-    "clamp": (lambda w, x: jax.lax.clamp(-1.0, x @ w, 1.0), "clamp", NARROW),
-    "largest": (lambda w, x: jnp.max(x @ w, axis=1), "reduce_max", NARROW),
-    "smallest": (lambda w, x: jnp.min(x @ w, axis=1), "reduce_min", NARROW),
-    "pool": (lambda w, x: pooled(x @ w), "reduce_window_max", NARROW),
-    "sorted": (lambda w, x: jnp.sort(x @ w, axis=1), "sort", NARROW),
-    "largest so far": (lambda w, x: jax.lax.cummax(x @ w), "cummax", NARROW),
-    "chosen by a mask": (lambda w, x: jnp.where(x[:, :1] > 0, x @ w, x @ w.T), "select_n", NARROW),
-    "a bound that float16 does not hold": (lambda w, x: jnp.maximum(x @ w, 1e-9), "max", WIDE),
-    "of arithmetic": (lambda w, x: jax.nn.relu(jnp.sin(x @ w)), "max", WIDE),
-    "of a product and of arithmetic": (lambda w, x: jnp.maximum(x @ w, jnp.sin(x)), "max", WIDE),
-    "a pool of arithmetic": (lambda w, x: pooled(jnp.sin(x @ w)), "reduce_window_max", WIDE),
+SELECTIONS = {
+    "relu": (lambda w, x: jax.nn.relu(x @ w), "max", HALF),
+    "maximum of two products": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", HALF),
+    "minimum": (lambda w, x: jnp.minimum(x @ w, 0.5), "min", HALF),
+    "clip, which takes integers": (lambda w, x: jnp.clip(x @ w, 0, 6), "min", HALF),
+    "clamp": (lambda w, x: jax.lax.clamp(-1.0, x @ w, 1.0), "clamp", HALF),
+    "largest": (lambda w, x: jnp.max(x @ w, axis=1), "reduce_max", HALF),
+    "smallest": (lambda w, x: jnp.min(x @ w, axis=1), "reduce_min", HALF),
+    "pool": (lambda w, x: pooled(x @ w), "reduce_window_max", HALF),
+    "sorted": (lambda w, x: jnp.sort(x @ w, axis=1), "sort", HALF),
+    "largest so far": (lambda w, x: jax.lax.cummax(x @ w), "cummax", HALF),
+    "chosen by a mask": (lambda w, x: jnp.where(x[:, :1] > 0, x @ w, x @ w.T), "select_n", HALF),
+    "a bound that float16 does not hold": (lambda w, x: jnp.maximum(x @ w, 1e-9), "max", FLOAT32),
+    "of arithmetic": (lambda w, x: jax.nn.relu(jnp.sin(x @ w)), "max", FLOAT32),
+    "of a product and of arithmetic": (lambda w, x: jnp.maximum(x @ w, jnp.sin(x)), "max", FLOAT32),
+    "a pool of arithmetic": (lambda w, x: pooled(jnp.sin(x @ w)), "reduce_window_max", FLOAT32),
     "the largest of arithmetic, into a product": (
         lambda w, x: jnp.max(jnp.sin(x), 0, keepdims=True) @ w,
         "reduce_max",
-        WIDE,
+        FLOAT32,
     ),
-    "a pool that goes into a product": (lambda w, x: pooled(jnp.sin(x @ w)) @ w[:4], "reduce_window_max", NARROW),
+    "a pool that goes into a product": (lambda w, x: pooled(jnp.sin(x @ w)) @ w[:4], "reduce_window_max", HALF),
 }
 
 
-@pytest.mark.parametrize(("function", "name", "dtype"), CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize(("function", "name", "dtype"), SELECTIONS.values(), ids=SELECTIONS)
 def test_choices_follow(function, name, dtype):
     found = dtypes_of([name], jls.autocast(lambda w, x: jnp.exp(function(w, x))), W, X)
     assert found[-1] == dtype
 
 
-def test_all_that_use_a_pool_see_what_goes_into_the_product():
+def test_all_that_use_a_pool_see_what_goes_into_the_matmul():
     def function(w, x):
         y = pooled(jnp.sin(x) + 1.0 / 3)
         return y, y @ w[:4]
@@ -103,8 +103,8 @@ def test_which_are_softmaxes(weights, number):
     eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
     found = [eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call"]
     assert len(found) == number
-    plain, narrow = (jax.grad(lambda w, f=f: jnp.sum(jnp.sin(f(w, X))))(W) for f in (function, jls.autocast(function)))
-    assert distance(plain, narrow) < 6e-3
+    plain, half = (jax.grad(lambda w, f=f: jnp.sum(jnp.sin(f(w, X))))(W) for f in (function, jls.autocast(function)))
+    assert distance(plain, half) < 6e-3
     tangents = [jax.jvp(lambda w, f=f: f(w, X), [W], [jnp.cos(W)])[1] for f in (function, jls.autocast(function))]
     assert distance(tangents[0], tangents[1]) < 6e-3
 
@@ -132,7 +132,7 @@ def test_what_is_a_bias(added, is_bias):
     assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_bias
 
 
-def test_what_is_repeated_for_a_product_is_cast_afterwards():
+def test_what_is_repeated_for_a_matmul_is_cast_afterwards():
     """Its cotangent is a sum, of float32 numbers."""
 
     def function(w, x):
@@ -148,14 +148,14 @@ def test_what_is_used_as_it_is_and_moved_is_float32_on_both_ways():
         y = x @ w
         return jnp.sin(y) + jnp.cos(y.T).T
 
-    assert dtypes_of(["transpose"], jls.autocast(function), W, X) == [WIDE, WIDE]
+    assert dtypes_of(["transpose"], jls.autocast(function), W, X) == [FLOAT32, FLOAT32]
 
 
 def biased(w, b, x):
     return jnp.sum(jnp.sin(x @ w + b[None]))
 
 
-def test_a_bias_and_its_product_get_the_same_cotangent():
+def test_a_bias_and_its_matmul_get_the_same_cotangent():
     args = W, jnp.ones(8), X
     program = jax.make_jaxpr(jax.grad(jls.autocast(biased), (0, 1)))(*args)
     assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == 1
@@ -176,16 +176,16 @@ def test_a_bias_and_its_product_get_the_same_cotangent():
 )
 def test_every_derivative_of_a_bias(derivative):
     args = W, jnp.ones(8), X
-    plain, narrow = (jax.jit(derivative(f))(*args) for f in (biased, jls.autocast(biased)))
-    assert distance(plain, narrow) < 4e-3
+    plain, half = (jax.jit(derivative(f))(*args) for f in (biased, jls.autocast(biased)))
+    assert distance(plain, half) < 4e-3
 
 
 def test_a_linear_function_is_transposed():
     def linear(x):
         return (2 * x[:, ::-1] / 3) @ W + x @ W
 
-    plain, narrow = (jax.linear_transpose(f, X)(X)[0] for f in (linear, jls.autocast(linear)))
-    assert distance(plain, narrow) < 4e-3
+    plain, half = (jax.linear_transpose(f, X)(X)[0] for f in (linear, jls.autocast(linear)))
+    assert distance(plain, half) < 4e-3
 
 
 # What seems to move, or to be arithmetic.
@@ -212,28 +212,28 @@ BITS = {
 
 @pytest.mark.parametrize(("operation", "function"), BITS.items(), ids=BITS)
 @pytest.mark.filterwarnings("ignore:.*no operation matches")
-def test_a_narrow_rule_leaves_alone_what_would_be_something_else(operation, function):
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation=operation)])
-    narrow = jls.autocast(lambda x: function(x) @ W[:, :4], policy=policy)
+def test_a_half_precision_rule_leaves_alone_what_would_be_something_else(operation, function):
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation=operation)])
+    half = jls.autocast(lambda x: function(x) @ W[:, :4], policy=policy)
     plain = function(X) @ W[:, :4]
-    assert distance(plain, narrow(X)) < 1e-2
+    assert distance(plain, half(X)) < 1e-2
 
 
 # The derivative of a choice, as a rule of the user's may have it: the rule, the scale of operands, the choice's dtype.
 RULES = {
-    "a choice": (lambda x, tangent: jnp.where(x > 0, tangent, 0.0), 1.0, NARROW),
-    "the tangent": (lambda x, tangent: tangent, 1.0, NARROW),
-    "nothing": (lambda x, tangent: jnp.zeros_like(x), 1.0, NARROW),
-    "a relu of its own": (lambda x, tangent: jax.jvp(jax.nn.relu, (x,), (tangent,))[1], 1.0, NARROW),
-    "a mask by arithmetic": (lambda x, tangent: tangent * (x > 0), 1.0, WIDE),
-    "what overflows in 16 bits": (lambda x, tangent: tangent * x / jnp.abs(x), 1e5, WIDE),
-    "what rounding changes": (lambda x, tangent: tangent * jnp.cos(x), 1e3, WIDE),
-    "a large factor": (lambda x, tangent: tangent * 1e6, 1.0, WIDE),
-    "a small factor": (lambda x, tangent: tangent * 1e-8, 1.0, WIDE),
+    "a choice": (lambda x, tangent: jnp.where(x > 0, tangent, 0.0), 1.0, HALF),
+    "the tangent": (lambda x, tangent: tangent, 1.0, HALF),
+    "nothing": (lambda x, tangent: jnp.zeros_like(x), 1.0, HALF),
+    "a relu of its own": (lambda x, tangent: jax.jvp(jax.nn.relu, (x,), (tangent,))[1], 1.0, HALF),
+    "a mask by arithmetic": (lambda x, tangent: tangent * (x > 0), 1.0, FLOAT32),
+    "what overflows in 16 bits": (lambda x, tangent: tangent * x / jnp.abs(x), 1e5, FLOAT32),
+    "what rounding changes": (lambda x, tangent: tangent * jnp.cos(x), 1e3, FLOAT32),
+    "a large factor": (lambda x, tangent: tangent * 1e6, 1.0, FLOAT32),
+    "a small factor": (lambda x, tangent: tangent * 1e-8, 1.0, FLOAT32),
     "a large factor, computed together with a mask": (
         lambda x, tangent: jax.checkpoint(lambda x, tangent: (x > 0, tangent * 1e6))(x, tangent)[1],
         1.0,
-        WIDE,
+        FLOAT32,
     ),
 }
 
@@ -247,9 +247,9 @@ def test_a_function_with_a_rule_of_its_own_is_a_choice_if_its_derivative_is(rule
     def loss(x):
         return jnp.sum(function(x * scale) @ W)
 
-    narrow = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute))
-    assert set(dtypes_of(["max"], narrow, X)) == {dtype}
-    assert distance(jax.grad(loss)(X), jax.grad(narrow)(X)) < 1e-2
+    half = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute))
+    assert set(dtypes_of(["max"], half, X)) == {dtype}
+    assert distance(jax.grad(loss)(X), jax.grad(half)(X)) < 1e-2
 
 
 def test_what_calls_another_function_with_a_rule_is_what_that_is():
@@ -337,10 +337,10 @@ def test_constants_of_any_size_are_bounded_without_computing_them():
         return x @ triangle
 
     limit = 2**20
-    for largest, dtype in ((1.0, NARROW), (1e9, WIDE)):
+    for largest, dtype in ((1.0, HALF), (1e9, FLOAT32)):
         tracemalloc.start()
         traced = functools.partial(jls.autocast(times_triangle), largest=largest)
-        assert product_dtypes(traced, jax.ShapeDtypeStruct((2, 12_000), jnp.float32)) == [dtype]
+        assert matmul_dtypes(traced, jax.ShapeDtypeStruct((2, 12_000), jnp.float32)) == [dtype]
         assert tracemalloc.get_traced_memory()[1] < limit
         tracemalloc.stop()
 
@@ -352,7 +352,7 @@ def test_a_callback_of_constants_is_not_called_while_tracing():
 
         return x @ jax.pure_callback(called, jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones((8, 8)))
 
-    assert product_dtypes(jls.autocast(loss), X) == [NARROW]
+    assert matmul_dtypes(jls.autocast(loss), X) == [HALF]
 
 
 # What a trace costs: as much for each branch and each layer, however many there are.

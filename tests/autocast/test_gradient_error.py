@@ -61,7 +61,7 @@ def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(2048, "float16"), (2049, "float32")])
-def test_a_maximum_is_narrow_as_far_as_float16_counts(rows, dtype):
+def test_a_maximum_is_half_precision_as_far_as_float16_counts(rows, dtype):
     jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.max(x @ w, axis=0) @ w))(jnp.eye(2), jnp.ones((rows, 2)))
     assert [eqn.outvars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_max"] == [dtype]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from any_jax import pcast
 from jax.sharding import PartitionSpec as P
-from reading import equations, product_dtypes
+from reading import equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -28,8 +28,8 @@ def kernel(w, x):
     return jnp.sin(x @ w)
 
 
-def kernel_backward(kept, cotangent):
-    w, x = kept
+def kernel_backward(saved, cotangent):
+    w, x = saved
     of_product = 3 * cotangent * jnp.cos(x @ w)
     return x.T @ of_product, of_product @ w.T
 
@@ -172,7 +172,7 @@ def test_in_bfloat16():
     assert_alike(found, jax.value_and_grad(loss_of(by_hand(jnp.bfloat16)), (0, 1))(W, X))
 
 
-def test_what_is_narrow_already_is_not_cast_again():
+def test_what_is_half_precision_already_is_not_cast_again():
     """Neither the product that goes in, nor the result that goes on into a product."""
     program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
     casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
@@ -184,9 +184,9 @@ def test_the_derivative_of_the_function_keeps_nothing_in_float32():
     def loss(w, x):
         return loss_of(either)(jnp.sin(w), jnp.sin(x))
 
-    kept = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(loss, w, x)[1]))(W, X)
-    there = {*kept.jaxpr.invars}
-    assert {atom.aval.dtype.name for atom in kept.jaxpr.outvars if atom not in there} == {"float16"}
+    saved = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(loss, w, x)[1]))(W, X)
+    there = {*saved.jaxpr.invars}
+    assert {atom.aval.dtype.name for atom in saved.jaxpr.outvars if atom not in there} == {"float16"}
 
 
 # Where the other function is computed, under `autocast`.
@@ -200,13 +200,13 @@ WIDE_BY_A_RULE = {
 
 @pytest.mark.parametrize("below", ["nothing", "jit", "vmap in jit in vmap", "scan", "remat"])
 def test_inside_keep_float32_it_is_the_other_function(below):
-    kept = jls.keep_float32(BELOW[below](either))
+    saved = jls.keep_float32(BELOW[below](either))
     expected = jax.value_and_grad(loss_of(BELOW[below](reference)))(W, X)
-    assert_alike(jax.value_and_grad(jls.autocast(loss_of(kept)))(W, X), expected)
+    assert_alike(jax.value_and_grad(jls.autocast(loss_of(saved)))(W, X), expected)
 
 
 @pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
-@pytest.mark.parametrize("precision", ["wide", "wide_result"])
+@pytest.mark.parametrize("precision", ["float32", "float32_result"])
 def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precision):
     def loss(w, x):
         with jax.named_scope("attention"):
@@ -217,16 +217,20 @@ def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precisio
     assert_alike(found, jax.value_and_grad(loss_of(reference))(W, X))
 
 
-@pytest.mark.parametrize("rule", [("narrow", {}), ("wide", {"layer": "head"}), ("wide", {"operation": "dot_general"})])
+@pytest.mark.parametrize(
+    "rule", [("half", {}), ("float32", {"layer": "head"}), ("float32", {"operation": "dot_general"})]
+)
 def test_other_rules_do_not_ask_for_the_other_function(rule):
     precision, patterns = rule
-    policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("wide", operation="add")])
+    policy = jls.PrecisionPolicy(
+        [jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("float32", operation="add")]
+    )
 
     def loss(w, x):
         with jax.named_scope("head"):
             x = x + 1
         x = x @ w
-        with jls.keep_float32() if precision == "narrow" else jax.named_scope("attention"):
+        with jls.keep_float32() if precision == "half" else jax.named_scope("attention"):
             return loss_of(either)(w, x)
 
     numbers = {each.dtype for each in autocast_report(loss, W, X, policy=policy) if each.operation == "sin"}
@@ -264,7 +268,7 @@ def test_what_is_differentiated_before_is_the_other_function(name):
     expected = derivative(reference)
     assert_alike(derivative(either)(W, X), expected(W, X))
     assert_alike(jls.autocast(derivative(either))(W, X), jls.autocast(expected)(W, X))
-    assert set(product_dtypes(jls.autocast(derivative(either)), W, X)) == {"float16"}
+    assert set(matmul_dtypes(jls.autocast(derivative(either)), W, X)) == {"float16"}
 
 
 def test_float32_is_the_other_function():
@@ -307,9 +311,9 @@ def test_a_result_that_the_function_returns_in_float32_is_not_rounded():
     np.testing.assert_array_equal(jls.autocast(jls.in_half(function))(W, X), expected)
 
 
-def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_narrow_product():
+def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_half_precision_matmul():
     half = jls.in_half(lambda w, x: (x @ w).astype(jnp.bfloat16), reference)
-    assert set(product_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
+    assert set(matmul_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
 
 
 def test_in_precision_finds_the_other_function():
@@ -383,8 +387,8 @@ def test_the_names_of_mapped_axes_are_known_inside(above):
         return jax.vmap(function, (None, 0), axis_name="rows")
 
     half = jls.in_half(centred(kernel), centred(reference))
-    narrow = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
-    assert_alike(narrow(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
+    half = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
+    assert_alike(half(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
     assert_alike(mapped(half)(W, X[:, None]), mapped(centred(reference))(W, X[:, None]))
 
 
@@ -404,8 +408,8 @@ def test_the_devices_of_a_shard_map_exchange_inside():
     assert_alike(found(W, X), fallback(W, X))
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_effects_take_place_once(narrow, capfd):
+@pytest.mark.parametrize("half", [True, False])
+def test_effects_take_place_once(half, capfd):
     def told(function):
         def told(w, x):
             jax.debug.print("{} is told", function.__name__, ordered=True)
@@ -414,10 +418,10 @@ def test_effects_take_place_once(narrow, capfd):
         return told
 
     half = jls.in_half(told(kernel), told(reference))
-    jax.jit(jls.autocast(half) if narrow else half)(W, X).block_until_ready()
+    jax.jit(jls.autocast(half) if half else half)(W, X).block_until_ready()
     jax.effects_barrier()
     assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
-    assert capfd.readouterr().out == f"{'kernel' if narrow else 'reference'} is told\n"
+    assert capfd.readouterr().out == f"{'kernel' if half else 'reference'} is told\n"
 
 
 # A function that is for 16 bits only, and no other.
@@ -458,7 +462,7 @@ def test_a_function_may_be_for_one_dtype_only():
         jls.autocast(half)(X, W)
 
 
-def test_a_program_that_is_kept_holds_none_of_the_arrays_that_an_error_met():
+def test_a_program_that_is_saved_holds_none_of_the_arrays_that_an_error_met():
     [eqn] = jax.make_jaxpr(jls.in_half(kernel))(W, X).eqns
     assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
 
@@ -502,11 +506,11 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
 # What reports say.
 
 
-def test_the_report_counts_the_products_of_the_function():
+def test_the_report_counts_the_matmuls_of_the_function():
     half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
     report = autocast_report(loss_of(half), X, W)
-    assert (report.facts.products, report.facts.narrow_products) == (2, 2)
-    assert all("test_in_half.py:" in each.source for each in report.products)
+    assert (report.summary.matmuls, report.summary.half_matmuls) == (2, 2)
+    assert all("test_in_half.py:" in each.source for each in report.matmuls)
     beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
     assert report.not_in_half == beside_a_wide_one.not_in_half == ()
 
@@ -516,8 +520,8 @@ REPORTED = {
     "inside keep_float32": (jls.keep_float32(loss_of(either)), None, "inside `keep_float32`"),
     "by a rule": (
         loss_of(either),
-        jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="in_half")]),
-        "a rule of the policy: PrecisionRule('wide', operation='in_half')",
+        jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="in_half")]),
+        "a rule of the policy: PrecisionRule('float32', operation='in_half')",
     ),
     "differentiated before": (
         lambda w, x: jnp.sum(jax.grad(loss_of(either), 1)(w, x) ** 2),
@@ -534,5 +538,5 @@ def test_the_report_says_where_the_other_function_is_computed_and_why(loss, poli
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
     assert f"`fallback` of `in_half` is computed: {entry}." in str(report)
-    wide = [each.reason for each in report.products if each.dtype == "float32"]
-    assert set(wide) == (set() if "differentiated" in reason else {"in `fallback` of `in_half`"})
+    float32 = [each.reason for each in report.matmuls if each.dtype == "float32"]
+    assert set(float32) == (set() if "differentiated" in reason else {"in `fallback` of `in_half`"})

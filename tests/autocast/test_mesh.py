@@ -10,7 +10,7 @@ import pytest
 from any_jax import needs_jax, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reading import distance, equations, product_dtypes, product_dtypes_in
+from reading import distance, equations, matmul_dtypes, matmul_dtypes_in
 
 import jax_lossscale as jls
 
@@ -47,15 +47,15 @@ def moved(function, name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_narrow(dtype):
-    narrow = jax.value_and_grad(jls.autocast(fully_sharded, dtype))
+def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_half_precision(dtype):
+    half = jax.value_and_grad(jls.autocast(fully_sharded, dtype))
     assert moved(jax.value_and_grad(fully_sharded), "all_gather") == {"float32"}
-    assert moved(narrow, "all_gather") == {jnp.dtype(dtype).name}
-    assert moved(narrow, "reduce_scatter") == {jnp.dtype(dtype).name}
-    assert moved(narrow, "psum") == {"float32"}
-    assert set(product_dtypes(narrow, W, X)) == {jnp.dtype(dtype).name}
+    assert moved(half, "all_gather") == {jnp.dtype(dtype).name}
+    assert moved(half, "reduce_scatter") == {jnp.dtype(dtype).name}
+    assert moved(half, "psum") == {"float32"}
+    assert set(matmul_dtypes(half, W, X)) == {jnp.dtype(dtype).name}
     rounding = 4e-3 if dtype == jnp.float16 else 3e-2
-    assert distance(jax.value_and_grad(fully_sharded)(W, X), jax.jit(narrow)(W, X)) < rounding
+    assert distance(jax.value_and_grad(fully_sharded)(W, X), jax.jit(half)(W, X)) < rounding
 
 
 def over_shards(function, axis_type=AxisType.Auto, check_vma=True):
@@ -102,9 +102,9 @@ def test_what_a_device_makes_of_constants_is_computed_by_none_while_tracing(func
     expected = jax.jit(sharded)(W, X)
     with set_mesh(mesh_of()):
         for dtype, found, error in ((jnp.float16, dtypes, 5e-3), (jnp.bfloat16, {"bfloat16"}, 5e-2)):
-            narrow = jls.autocast(sharded, dtype)
-            assert set(product_dtypes(narrow, W, X)) == found
-            assert distance(expected, jax.jit(narrow)(W, X)) < error
+            half = jls.autocast(sharded, dtype)
+            assert set(matmul_dtypes(half, W, X)) == found
+            assert distance(expected, jax.jit(half)(W, X)) < error
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -126,7 +126,7 @@ def test_a_training_step_is_lowered_for_devices_that_are_not_there(axis_type):
         w, x = array(P(), 16, 16), array(P("data"), 256, 16)
         state = jax.eval_shape(tx.init, w)
         traced = jax.jit(step, donate_argnums=(0, 1)).trace(w, state, x)
-        assert set(product_dtypes_in(traced.jaxpr)) == {"float16"}
+        assert set(matmul_dtypes_in(traced.jaxpr)) == {"float16"}
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mhlo.num_partitions = 64" in text
     assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 3  # the weights, and Adam's moments
@@ -140,7 +140,7 @@ def collectives(compiled):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_in_jit_with_shardings_weights_are_gathered_narrow(axis_type):
+def test_in_jit_with_shardings_weights_are_gathered_half_precision(axis_type):
     mesh = mesh_of(axis_type)
     with set_mesh(mesh):
         w, x = (jax.device_put(each, NamedSharding(mesh, P("data"))) for each in (W, X))
@@ -151,10 +151,10 @@ def test_in_jit_with_shardings_weights_are_gathered_narrow(axis_type):
         def gradient(function):
             return jax.jit(jax.grad(function)).lower(w, x).compile()
 
-        plain, narrow = gradient(loss), gradient(jls.autocast(loss))
+        plain, half = gradient(loss), gradient(jls.autocast(loss))
         assert ("all-gather", "f32") in collectives(plain)
-        assert {dtype for kind, dtype in collectives(narrow) if kind == "all-gather"} == {"f16"}
-        result = narrow(w, x)
+        assert {dtype for kind, dtype in collectives(half) if kind == "all-gather"} == {"f16"}
+        result = half(w, x)
         assert result.sharding == plain(w, x).sharding
         assert distance(plain(w, x), result) < 4e-3
 
@@ -163,12 +163,12 @@ def test_a_part_without_explicit_axes_is_cast_on_its_own_mesh():
     with set_mesh(mesh_of(AxisType.Explicit)):
         w, x = jax.device_put(W, P(None, "data")), jax.device_put(X, P("data"))
         loss = jax.sharding.auto_axes(loss_fn, axes=("data",), out_sharding=P())
-        narrow = jax.value_and_grad(jls.autocast(loss))
-        assert set(product_dtypes(narrow, w, x)) == {"float16"}
-        assert distance(jax.jit(jax.value_and_grad(loss))(w, x), jax.jit(narrow)(w, x)) < 4e-3
+        half = jax.value_and_grad(jls.autocast(loss))
+        assert set(matmul_dtypes(half, w, x)) == {"float16"}
+        assert distance(jax.jit(jax.value_and_grad(loss))(w, x), jax.jit(half)(w, x)) < 4e-3
 
 
-def test_gradients_of_data_parallel_training_are_reduced_narrow():
+def test_gradients_of_data_parallel_training_are_reduced_half_precision():
     """So are those of code that is cast by hand; a loss scale that follows the overflow covers both."""
     mesh = mesh_of()
     w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
@@ -199,14 +199,14 @@ def varying_outside(loss):
 def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_outside(axis_type, recipe, spec):
     """Eight summands of 40,000, of which no two can be added in float16."""
     mesh = mesh_of(axis_type)
-    narrow = jls.autocast(lambda w, x: 8 * jnp.mean(x @ w))
+    half = jls.autocast(lambda w, x: 8 * jnp.mean(x @ w))
 
     def shared(w, x):
-        return narrow(jax.sharding.reshard(w, P()) if axis_type is AxisType.Explicit else w, x)
+        return half(jax.sharding.reshard(w, P()) if axis_type is AxisType.Explicit else w, x)
 
     with set_mesh(mesh):
         w, x = jax.device_put(jnp.ones((16, 1)), spec), jax.device_put(jnp.full((32, 16), 40_000.0), P("data"))
-        for function, dtype, expected in ((shared, "f16", np.inf), (recipe(narrow), "f32", 320_000)):
+        for function, dtype, expected in ((shared, "f16", np.inf), (recipe(half), "f32", 320_000)):
             compiled = jax.jit(jax.grad(function)).lower(w, x).compile()
             assert {found for kind, found in collectives(compiled) if kind != "all-gather"} == {dtype}
             np.testing.assert_array_equal(compiled(w, x), np.full((16, 1), expected))
@@ -231,9 +231,9 @@ def test_a_function_in_half_is_computed_where_its_arguments_lie(axis_type):
         def loss(q, k, v):
             return jnp.sum(jnp.sin(attention(q, k, v)))
 
-        narrow = jls.autocast(loss)
-        assert set(product_dtypes(narrow, q, k, v)) == {"float16"}
-        compiled = jax.jit(jax.grad(narrow, argnums=(0, 1, 2))).lower(q, k, v).compile()
+        half = jls.autocast(loss)
+        assert set(matmul_dtypes(half, q, k, v)) == {"float16"}
+        compiled = jax.jit(jax.grad(half, argnums=(0, 1, 2))).lower(q, k, v).compile()
         assert not collectives(compiled)
         assert distance(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), compiled(q, k, v)) < 4e-3
 
@@ -252,8 +252,8 @@ def test_a_constraint_inside_stays():
     ]
     assert [eqn.params["sharding"].spec for eqn in found] == [P(None, "data")]
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
-    narrow = jax.jit(jax.grad(jls.autocast(constrained)))(W, x)
-    assert distance(jax.grad(constrained)(W, X), narrow) < 4e-3
+    half = jax.jit(jax.grad(jls.autocast(constrained)))(W, x)
+    assert distance(jax.grad(constrained)(W, X), half) < 4e-3
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -277,9 +277,9 @@ def test_a_skip_connection_in_shard_map_is_rewritten_from_outside(check_vma):
         return jax.lax.pmean(jnp.mean(x @ w), "data")
 
     sharded = jax.shard_map(loss_fn, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
-    narrow = jax.value_and_grad(jls.autocast(sharded))
-    assert set(product_dtypes(narrow, W, X)) == {"float16"}
-    assert distance(jax.value_and_grad(sharded)(W, X), jax.jit(narrow)(W, X)) < 4e-3
+    half = jax.value_and_grad(jls.autocast(sharded))
+    assert set(matmul_dtypes(half, W, X)) == {"float16"}
+    assert distance(jax.value_and_grad(sharded)(W, X), jax.jit(half)(W, X)) < 4e-3
 
 
 def matmul_with_row_sums(w, x):
@@ -300,9 +300,9 @@ def test_in_shard_map_a_custom_vjp_may_have_an_unused_result():
         return jax.lax.pmean(jnp.mean(first**2), "data")
 
     loss = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P())
-    narrow = jax.value_and_grad(jls.autocast(loss))
-    assert set(product_dtypes(narrow, W, X)) == {"float16"}
-    assert distance(jax.value_and_grad(loss)(W, X), jax.jit(narrow)(W, X)) < 4e-3
+    half = jax.value_and_grad(jls.autocast(loss))
+    assert set(matmul_dtypes(half, W, X)) == {"float16"}
+    assert distance(jax.value_and_grad(loss)(W, X), jax.jit(half)(W, X)) < 4e-3
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])

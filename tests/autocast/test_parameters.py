@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reading import product_dtypes
+from reading import matmul_dtypes
 
 import jax_lossscale as jls
 
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
-WIDE = jls.PrecisionPolicy([jls.PrecisionRule("wide", operation="dot_general", parameter="['kept']")])
+FLOAT32 = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter="['kept']")])
 MOVED = {  # a parameter of the shape of W, and what a product takes of it
     "as it is": (W, lambda w: w),
     "transposed": (W, jnp.transpose),
@@ -49,10 +49,10 @@ def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
         return jnp.sum(x @ params["other"])
 
     params = {"kept": parameter, "other": W}
-    assert product_dtypes(jls.autocast(loss, policy=WIDE), params, X) == ["float32", "float16"]
-    of_gradient = product_dtypes(jax.grad(jls.autocast(loss, policy=WIDE)), params, X)
+    assert matmul_dtypes(jls.autocast(loss, policy=FLOAT32), params, X) == ["float32", "float16"]
+    of_gradient = matmul_dtypes(jax.grad(jls.autocast(loss, policy=FLOAT32)), params, X)
     assert of_gradient.count("float32") > 1  # the product for its derivative, too
-    assert set(product_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
+    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
 
 
 def test_so_it_is_in_a_while_loop():
@@ -63,14 +63,14 @@ def test_so_it_is_in_a_while_loop():
         return jax.lax.while_loop(lambda state: state[0] < 3, step, (0, x))[1]
 
     params = {"kept": W, "other": W}
-    assert product_dtypes(jls.autocast(fun, policy=WIDE), params, X) == ["float32", "float16"]
+    assert matmul_dtypes(jls.autocast(fun, policy=FLOAT32), params, X) == ["float32", "float16"]
 
 
 def test_beside_a_rule_for_a_parameter_others_stand():
-    policy = jls.PrecisionPolicy([*WIDE.rules, jls.PrecisionRule("narrow", operation="dot_general")])
+    policy = jls.PrecisionPolicy([*FLOAT32.rules, jls.PrecisionRule("half", operation="dot_general")])
     params = {"kept": W, "other": W}
-    narrow = jls.autocast(lambda params, x: x @ params["kept"] @ params["other"], policy=policy)
-    assert product_dtypes(narrow, params, X) == ["float32", "float16"]
+    half = jls.autocast(lambda params, x: x @ params["kept"] @ params["other"], policy=policy)
+    assert matmul_dtypes(half, params, X) == ["float32", "float16"]
 
 
 @pytest.mark.ci
@@ -83,4 +83,4 @@ def test_so_it_is_inside_shard_map(name):
 
     over_rows = jax.shard_map(loss, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
     params = {"kept": parameter, "other": W}
-    assert product_dtypes(jls.autocast(over_rows, policy=WIDE), params, X) == ["float32", "float16"]
+    assert matmul_dtypes(jls.autocast(over_rows, policy=FLOAT32), params, X) == ["float32", "float16"]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from reading import distance, equations, product_dtypes
+from reading import distance, equations, matmul_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
 
-NARROW, WIDE = "float16", "float32"
+HALF, FLOAT32 = "float16", "float32"
 
 
 def multiplied(w, x):
@@ -23,7 +23,7 @@ def multiplied(w, x):
 
 
 @jls.keep_float32
-def kept(w, x):
+def saved(w, x):
     return x @ w
 
 
@@ -32,7 +32,7 @@ def with_a_rule(w, x):
     return x @ w
 
 
-with_a_rule.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, y: (kept[1].T @ y, y @ kept[0].T))
+with_a_rule.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, y: (saved[1].T @ y, y @ saved[0].T))
 compiled = jax.jit(multiplied)
 
 
@@ -45,7 +45,7 @@ def cached(w, x):
 
 
 def in_scan(w, x):
-    return jax.lax.scan(lambda x, _: (kept(w, x), None), x, length=2)[0] @ w
+    return jax.lax.scan(lambda x, _: (saved(w, x), None), x, length=2)[0] @ w
 
 
 def around_a_loop(w, x):
@@ -56,35 +56,35 @@ def around_a_loop(w, x):
 
 # Where the mark is, and the dtypes of the products of the forward pass.
 MARKED = {
-    "context": (lambda w, x: jls.keep_float32(multiplied)(w, x) @ w, [WIDE, NARROW]),
-    "below jit": (lambda w, x: jax.jit(kept)(w, x) @ w, [WIDE, NARROW]),
-    "around jit": (lambda w, x: jls.keep_float32(jax.jit(multiplied))(w, x) @ w, [WIDE, NARROW]),
-    "a cached function": (cached, [NARROW, WIDE, NARROW]),
-    "below vmap": (lambda w, x: jax.vmap(kept, (None, 0))(w, x) @ w, [WIDE, NARROW]),
-    "below grad": (lambda w, x: x @ jax.grad(lambda w: jnp.sum(jnp.sin(kept(w, x))))(w), [WIDE, WIDE, NARROW]),
-    "below remat": (lambda w, x: jax.checkpoint(kept)(w, x) @ w, [WIDE, NARROW]),
-    "around remat": (lambda w, x: jls.keep_float32(jax.checkpoint(multiplied))(w, x) @ w, [WIDE, NARROW]),
-    "below scan": (in_scan, [WIDE, NARROW]),
-    "around a loop": (around_a_loop, [WIDE, NARROW]),
-    "around custom_vjp": (lambda w, x: jls.keep_float32(with_a_rule)(w, x) @ w, [WIDE, NARROW]),
-    "two deep": (lambda w, x: jls.keep_float32(kept)(w, x) @ w, [WIDE, NARROW]),
+    "context": (lambda w, x: jls.keep_float32(multiplied)(w, x) @ w, [FLOAT32, HALF]),
+    "below jit": (lambda w, x: jax.jit(saved)(w, x) @ w, [FLOAT32, HALF]),
+    "around jit": (lambda w, x: jls.keep_float32(jax.jit(multiplied))(w, x) @ w, [FLOAT32, HALF]),
+    "a cached function": (cached, [HALF, FLOAT32, HALF]),
+    "below vmap": (lambda w, x: jax.vmap(saved, (None, 0))(w, x) @ w, [FLOAT32, HALF]),
+    "below grad": (lambda w, x: x @ jax.grad(lambda w: jnp.sum(jnp.sin(saved(w, x))))(w), [FLOAT32, FLOAT32, HALF]),
+    "below remat": (lambda w, x: jax.checkpoint(saved)(w, x) @ w, [FLOAT32, HALF]),
+    "around remat": (lambda w, x: jls.keep_float32(jax.checkpoint(multiplied))(w, x) @ w, [FLOAT32, HALF]),
+    "below scan": (in_scan, [FLOAT32, HALF]),
+    "around a loop": (around_a_loop, [FLOAT32, HALF]),
+    "around custom_vjp": (lambda w, x: jls.keep_float32(with_a_rule)(w, x) @ w, [FLOAT32, HALF]),
+    "two deep": (lambda w, x: jls.keep_float32(saved)(w, x) @ w, [FLOAT32, HALF]),
 }
 each_mark = pytest.mark.parametrize(("function", "expected"), MARKED.values(), ids=MARKED)
 
 
 @each_mark
 def test_what_is_marked_stays_float32(function, expected):
-    assert product_dtypes(jls.autocast(function), W, X) == expected
-    assert product_dtypes(jls.autocast(jax.jit(function)), W, X) == expected
-    assert product_dtypes(jax.jit(jls.autocast(function)), W, X) == expected
+    assert matmul_dtypes(jls.autocast(function), W, X) == expected
+    assert matmul_dtypes(jls.autocast(jax.jit(function)), W, X) == expected
+    assert matmul_dtypes(jax.jit(jls.autocast(function)), W, X) == expected
 
 
 @each_mark
 def test_so_do_its_derivatives(function, expected):
     loss = jls.autocast(lambda w, x: jnp.sum(function(w, x)))
-    found = product_dtypes(jax.grad(loss, (0, 1)), W, X)
-    assert set(found) == {NARROW, WIDE}
-    assert found.count(WIDE) >= 2 * expected.count(WIDE)
+    found = matmul_dtypes(jax.grad(loss, (0, 1)), W, X)
+    assert set(found) == {HALF, FLOAT32}
+    assert found.count(FLOAT32) >= 2 * expected.count(FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def test_a_scope_whose_name_contains_the_mark_is_not_the_mark(name):
         with jax.named_scope(name):
             return x @ w
 
-    assert product_dtypes(jls.autocast(function), W, X) == [NARROW]
+    assert matmul_dtypes(jls.autocast(function), W, X) == [HALF]
 
 
 def test_operands_that_nothing_rounded_before_are_not_rounded():
     def function(w, x):
-        return kept(w.T, jnp.sin(x)), w @ w
+        return saved(w.T, jnp.sin(x)), w @ w
 
     np.testing.assert_array_equal(jls.autocast(function)(W, X)[0], function(W, X)[0])
 
 
 @each_mark
 def test_without_autocast_the_mark_changes_nothing(function, expected):
-    assert set(product_dtypes(function, W, X)) == {WIDE}
+    assert set(matmul_dtypes(function, W, X)) == {FLOAT32}
 
 
 def network(w, x):
@@ -126,38 +126,38 @@ def head(w, x):
 
 FIRST_LINE = network.__code__.co_firstlineno + 3
 RULES = {
-    "a layer, and what is below": ([{"layer": "encoder"}], [WIDE, WIDE, NARROW]),
-    "a path": ([{"layer": "encoder/first"}], [WIDE, NARROW, NARROW]),
-    "a pattern": ([{"layer": "*/second"}], [NARROW, WIDE, NARROW]),
-    "an operation": ([{"operation": "dot_general"}], [WIDE] * 3),
-    "a line": ([{"source": f"test_policy.py:{FIRST_LINE}"}], [WIDE, NARROW, NARROW]),
-    "a file": ([{"source": "test_policy.py:*"}], [WIDE] * 3),
-    "a file, with its folder": ([{"source": "autocast/test_policy.py:*"}], [WIDE] * 3),
-    "a function": ([{"function": "head"}], [NARROW, NARROW, WIDE]),
-    "all at once": ([{"layer": "encoder", "operation": "dot*", "function": "network"}], [WIDE, WIDE, NARROW]),
-    "two rules": ([{"layer": "encoder/first"}, {"function": "head"}], [WIDE, NARROW, WIDE]),
-    "the first that matches": ([{"precision": "narrow", "layer": "*/first"}, {"layer": "*"}], [NARROW, WIDE, WIDE]),
+    "a layer, and what is below": ([{"layer": "encoder"}], [FLOAT32, FLOAT32, HALF]),
+    "a path": ([{"layer": "encoder/first"}], [FLOAT32, HALF, HALF]),
+    "a pattern": ([{"layer": "*/second"}], [HALF, FLOAT32, HALF]),
+    "an operation": ([{"operation": "dot_general"}], [FLOAT32] * 3),
+    "a line": ([{"source": f"test_policy.py:{FIRST_LINE}"}], [FLOAT32, HALF, HALF]),
+    "a file": ([{"source": "test_policy.py:*"}], [FLOAT32] * 3),
+    "a file, with its folder": ([{"source": "autocast/test_policy.py:*"}], [FLOAT32] * 3),
+    "a function": ([{"function": "head"}], [HALF, HALF, FLOAT32]),
+    "all at once": ([{"layer": "encoder", "operation": "dot*", "function": "network"}], [FLOAT32, FLOAT32, HALF]),
+    "two rules": ([{"layer": "encoder/first"}, {"function": "head"}], [FLOAT32, HALF, FLOAT32]),
+    "the first that matches": ([{"precision": "half", "layer": "*/first"}, {"layer": "*"}], [HALF, FLOAT32, FLOAT32]),
 }
 
 
 @pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
 def test_what_a_rule_speaks_of(rules, expected):
-    policy = jls.PrecisionPolicy([{"precision": "wide", **rule} for rule in rules])
-    narrow = functools.partial(jls.autocast, policy=policy)
-    assert product_dtypes(narrow(network), W, X) == expected
-    assert product_dtypes(narrow(jax.jit(network)), W, X) == expected
-    in_a_loop = narrow(lambda w, x: jax.lax.scan(lambda x, _: (network(w, x), None), x, length=2)[0])
-    assert product_dtypes(in_a_loop, W, X) == expected
-    found = product_dtypes(jax.grad(lambda w, x: jnp.sum(narrow(network)(w, x))), W, X)
-    assert found.count(WIDE) + found.count(NARROW) == len(found)
+    policy = jls.PrecisionPolicy([{"precision": "float32", **rule} for rule in rules])
+    half = functools.partial(jls.autocast, policy=policy)
+    assert matmul_dtypes(half(network), W, X) == expected
+    assert matmul_dtypes(half(jax.jit(network)), W, X) == expected
+    in_a_loop = half(lambda w, x: jax.lax.scan(lambda x, _: (network(w, x), None), x, length=2)[0])
+    assert matmul_dtypes(in_a_loop, W, X) == expected
+    found = matmul_dtypes(jax.grad(lambda w, x: jnp.sum(half(network)(w, x))), W, X)
+    assert found.count(FLOAT32) + found.count(HALF) == len(found)
 
 
 @pytest.mark.parametrize("rule", [{"layer": "encoder"}, {"function": "unreadable"}, {"operation": "dot*"}], ids=str)
 def test_a_rule_speaks_of_code_whose_source_cannot_be_read(rule):
     names = {"jax": jax}
     exec("def unreadable(w, x):\n    with jax.named_scope('encoder'):\n        return x @ w", names)
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", **rule)])
-    assert product_dtypes(jls.autocast(names["unreadable"], policy=policy), W, X) == [WIDE]
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **rule)])
+    assert matmul_dtypes(jls.autocast(names["unreadable"], policy=policy), W, X) == [FLOAT32]
 
 
 def in_blocks(w, x):
@@ -170,22 +170,22 @@ def in_blocks(w, x):
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
-        ("blocks[1]", [NARROW, WIDE, NARROW]),
-        ("blocks[*]", [WIDE, WIDE, WIDE]),
-        ("*[2]", [NARROW, NARROW, WIDE]),
-        ("blocks[?]", [WIDE, WIDE, WIDE]),
+        ("blocks[1]", [HALF, FLOAT32, HALF]),
+        ("blocks[*]", [FLOAT32, FLOAT32, FLOAT32]),
+        ("*[2]", [HALF, HALF, FLOAT32]),
+        ("blocks[?]", [FLOAT32, FLOAT32, FLOAT32]),
     ],
 )
 def test_brackets_in_a_pattern_match_literally(layer, expected):
-    assert product_dtypes(following("wide", layer=layer)(in_blocks), W, X) == expected
+    assert matmul_dtypes(following("float32", layer=layer)(in_blocks), W, X) == expected
 
 
 def test_brackets_are_literal_in_parameters_and_functions():
     def loss(params, x):
         return [x @ w for w in params["w"]]
 
-    narrow = following("wide", parameter="['w'][1]", function="*<locals>.loss")(loss)
-    assert product_dtypes(narrow, {"w": [W, W + 1]}, X) == [NARROW, WIDE]
+    half = following("float32", parameter="['w'][1]", function="*<locals>.loss")(loss)
+    assert matmul_dtypes(half, {"w": [W, W + 1]}, X) == [HALF, FLOAT32]
 
 
 MODEL = """
@@ -202,27 +202,27 @@ def project(w, x):
 def test_a_package_whose_name_starts_like_another_is_a_package_of_its_own(folder):
     model = {}
     exec(compile(MODEL, f"{folder}/model.py", "exec"), model)
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", function="project")])
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", function="project")])
     report = jls.diagnostics.autocast_report(
         lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
     )
-    assert {(product.layer, product.dtype) for product in report.products} == {("Block", WIDE)}
+    assert {(product.layer, product.dtype) for product in report.matmuls} == {("Block", FLOAT32)}
 
 
 def test_a_rule_by_source_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
     file = Path(__file__)
     report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(network(w, x)), W, X)
-    sources = [f"{file}:*", f"autocast/{file.name}:*", f"{file.name}:{FIRST_LINE}", report.products[0].source]
+    sources = [f"{file}:*", f"autocast/{file.name}:*", f"{file.name}:{FIRST_LINE}", report.matmuls[0].source]
     for folder in ("/", file.parent, file.parents[1], tmp_path):
         monkeypatch.chdir(folder)
         for source in sources:
-            assert WIDE in product_dtypes(following("wide", source=source)(network), W, X)
+            assert FLOAT32 in matmul_dtypes(following("float32", source=source)(network), W, X)
 
 
 @pytest.mark.parametrize("source", ["policy.py:*", "test_policy.py", f"ocast/test_policy.py:{FIRST_LINE}"])
 def test_a_rule_by_source_matches_whole_components_of_the_path(source):
     with pytest.warns(UserWarning, match="no operation matches"):
-        following("wide", source=source)(network)(W, X)
+        following("float32", source=source)(network)(W, X)
 
 
 @jax.custom_vjp
@@ -230,22 +230,24 @@ def with_a_layer_in_its_rule(w, x):
     return x @ w
 
 
-def backward_in_a_layer(kept, y):
+def backward_in_a_layer(saved, y):
     with jax.named_scope("backward"):
-        return kept[1].T @ y, y @ kept[0].T
+        return saved[1].T @ y, y @ saved[0].T
 
 
 with_a_layer_in_its_rule.defvjp(lambda w, x: (x @ w, (w, x)), backward_in_a_layer)
 
 
 def test_a_rule_for_a_backward_pass_of_its_own_does_not_warn():
-    loss = following("wide", layer="backward")(lambda w, x: jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x))))
-    assert product_dtypes(jax.grad(loss, (0, 1)), W, X) == [NARROW, WIDE, WIDE]
+    loss = following("float32", layer="backward")(lambda w, x: jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x))))
+    assert matmul_dtypes(jax.grad(loss, (0, 1)), W, X) == [HALF, FLOAT32, FLOAT32]
 
 
 def test_a_rule_that_speaks_of_nothing_warns():
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="decoder"), jls.PrecisionRule("wide", layer="*")])
-    with pytest.warns(UserWarning, match="no operation matches PrecisionRule\\('wide', layer='decoder'\\)"):
+    policy = jls.PrecisionPolicy(
+        [jls.PrecisionRule("float32", layer="decoder"), jls.PrecisionRule("float32", layer="*")]
+    )
+    with pytest.warns(UserWarning, match="no operation matches PrecisionRule\\('float32', layer='decoder'\\)"):
         jls.autocast(network, policy=policy)(W, X)
 
 
@@ -261,52 +263,52 @@ def following(precision, **patterns):
     return functools.partial(jls.autocast, policy=jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns)]))
 
 
-def test_narrow_overrules_a_mark():
+def test_half_precision_overrules_a_mark():
     def marked(w, x):
         with jls.keep_float32():
             return jnp.matmul(x, w, precision="highest")
 
-    assert product_dtypes(following("narrow", operation="dot_general")(marked), W, X) == [NARROW]
+    assert matmul_dtypes(following("half", operation="dot_general")(marked), W, X) == [HALF]
 
 
-def test_narrow_arithmetic():
-    function = following("narrow", operation="tanh")(network)
-    assert dtypes_of("tanh", function, W, X) == [(NARROW, NARROW)] * 2
+def test_half_precision_arithmetic():
+    function = following("half", operation="tanh")(network)
+    assert dtypes_of("tanh", function, W, X) == [(HALF, HALF)] * 2
     assert distance(network(W, X), function(W, X)) < 4e-3
 
 
-def test_narrow_arithmetic_takes_its_integers_as_they_are():
+def test_half_precision_arithmetic_takes_its_integers_as_they_are():
     def rows(w, x):
         return jnp.tanh(x @ w).at[jnp.array([3, 9])].get(mode="fill", fill_value=0.1) @ w
 
-    for narrow, dtype in ((jls.autocast, WIDE), (following("narrow", operation="gather"), NARROW)):
-        assert dtypes_of("gather", narrow(rows), W, X) == [(dtype, "int32", dtype)]
+    for half, dtype in ((jls.autocast, FLOAT32), (following("half", operation="gather"), HALF)):
+        assert dtypes_of("gather", half(rows), W, X) == [(dtype, "int32", dtype)]
 
 
-def test_what_cannot_be_narrow_stays_float32_whatever_a_rule_says():
+def test_what_cannot_be_half_precision_stays_float32_whatever_a_rule_says():
     def with_positions(w, x):
         return jnp.tanh(x + jnp.arange(len(w))[None].astype(jnp.float32) * w[:1]) @ w
 
-    narrow = following("narrow")(with_positions)
-    assert ("int32", "float32") in dtypes_of("convert_element_type", narrow, W, X)
-    assert dtypes_of("tanh", narrow, W, X) == [(NARROW, NARROW)]
+    half = following("half")(with_positions)
+    assert ("int32", "float32") in dtypes_of("convert_element_type", half, W, X)
+    assert dtypes_of("tanh", half, W, X) == [(HALF, HALF)]
 
 
-def test_narrow_multiplications_have_narrow_results():
+def test_half_precision_multiplications_have_half_precision_results():
     def outer(w, x):
         return jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w
 
-    assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
+    assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(HALF,) * 3] * 2
 
 
-def test_a_narrow_outer_product_may_be_written_as_a_matmul():
+def test_a_half_precision_outer_matmul_may_be_written_as_a_matmul():
     def outer(w, x):
         return (x[:, :1] @ w[:1]) @ w
 
-    assert dtypes_of("dot_general", following("narrow", operation="dot_general")(outer), W, X) == [(NARROW,) * 3] * 2
+    assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(HALF,) * 3] * 2
 
 
-@pytest.mark.parametrize("precision", ["narrow", "wide_result"])
+@pytest.mark.parametrize("precision", ["half", "float32_result"])
 @pytest.mark.parametrize("number", [1e6, 1e-9])
 def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_cannot_represent(precision, number):
     policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, operation="dot_general")])
@@ -318,67 +320,67 @@ def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_ca
     np.testing.assert_allclose(found[0], plain[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], plain[1], rtol=1e-6)
     for each in jls.diagnostics.autocast_report(loss, X, policy=policy):
-        if each.is_product:
+        if each.is_matmul:
             assert each.reason == f"float16 cannot hold its constant operand, so {policy.rules[0]!r} has no effect here"
-    assert product_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
+    assert matmul_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
 
 
 def test_a_rule_decides_about_a_constant_with_unknown_bounds():
     def function(w, x):
         return x @ jnp.linalg.cholesky(8 * jnp.eye(8))
 
-    assert product_dtypes(jls.autocast(function), W, X) == [WIDE]
-    assert product_dtypes(following("narrow", operation="dot_general")(function), W, X) == [NARROW]
+    assert matmul_dtypes(jls.autocast(function), W, X) == [FLOAT32]
+    assert matmul_dtypes(following("half", operation="dot_general")(function), W, X) == [HALF]
 
 
-def test_a_narrow_mask_does_not_become_infinite():
+def test_a_half_precision_mask_does_not_become_infinite():
     def function(w, x):
         return jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None])
 
-    np.testing.assert_allclose(following("narrow")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(following("half")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
 
 
-def test_what_is_computed_once_is_made_narrow_by_no_rule():
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow", operation="cumsum")])
+def test_what_is_computed_once_is_made_half_precision_by_no_rule():
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="cumsum")])
     with pytest.warns(UserWarning, match="no operation matches"):
         result = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.cumsum(x @ w, axis=1), policy=policy))(W, X)
     (dtype,) = {eqn.outvars[0].aval.dtype.name for eqn in equations(result) if eqn.primitive.name == "cumsum"}
-    assert dtype == WIDE
+    assert dtype == FLOAT32
 
 
-def test_what_cannot_be_narrow_stays_as_it_is():
+def test_what_cannot_be_half_precision_stays_as_it_is():
     """JAX makes no complex numbers of half precision."""
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("narrow")])
-    narrow = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
-    assert distance(narrow(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half")])
+    half = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
+    assert distance(half(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
 
 
-def test_everything_narrow():
+def test_everything_half_precision():
     def loss(w, x):
         return jnp.mean(network(w, x) ** 2)
 
-    function = jax.value_and_grad(following("narrow")(loss))
+    function = jax.value_and_grad(following("half")(loss))
     assert distance(jax.value_and_grad(loss)(W, X), function(W, X)) < 1e-2
-    assert set(dtypes_of("tanh", function, W, X)) == {(NARROW, NARROW)}
-    assert set(dtypes_of("integer_pow", function, W, X)) == {(NARROW, NARROW)}
+    assert set(dtypes_of("tanh", function, W, X)) == {(HALF, HALF)}
+    assert set(dtypes_of("integer_pow", function, W, X)) == {(HALF, HALF)}
 
 
-def test_between_devices_a_wide_move_moves_float32_and_its_gradient_is_summed_in_float32():
+def test_between_devices_a_float32_move_moves_float32_and_its_gradient_is_summed_in_float32():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
     def gathering(w, x):
         return jax.lax.pmean(jnp.sum(jnp.sin(x @ jax.lax.all_gather(w, "data", tiled=True))), "data")
 
-    for narrow, dtype in ((jls.autocast, NARROW), (following("wide", operation="all_gather"), WIDE)):
-        assert dtypes_of("all_gather", narrow(gathering), W, X) == [(dtype, dtype)]
-        assert dtypes_of("reduce_scatter", jax.grad(narrow(gathering)), W, X) == [(dtype, dtype)]
-        assert product_dtypes(narrow(gathering), W, X) == [NARROW]
+    for half, dtype in ((jls.autocast, HALF), (following("float32", operation="all_gather"), FLOAT32)):
+        assert dtypes_of("all_gather", half(gathering), W, X) == [(dtype, dtype)]
+        assert dtypes_of("reduce_scatter", jax.grad(half(gathering)), W, X) == [(dtype, dtype)]
+        assert matmul_dtypes(half(gathering), W, X) == [HALF]
 
 
 def test_a_rule_that_matches_moves_only_decides_nothing_and_warns():
     with pytest.warns(UserWarning, match="no operation matches"):
-        following("wide", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
+        following("float32", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
 
 
 # How the second parameter comes to its product.
@@ -388,13 +390,13 @@ def convolved(w, x):
 
 
 @pytest.mark.parametrize("function", [multiplied, convolved])
-def test_a_wide_result_is_float32_of_narrow_operands(function):
-    wide_result = following("wide_result", function=function.__name__)(function)
-    assert product_dtypes(wide_result, W, X) == [f"{NARROW} {NARROW} {WIDE}"]
-    assert jnp.all(jnp.isfinite(wide_result(1e3 * W, 1e3 * X)))
+def test_a_float32_result_is_float32_of_half_precision_operands(function):
+    float32_result = following("float32_result", function=function.__name__)(function)
+    assert matmul_dtypes(float32_result, W, X) == [f"{HALF} {HALF} {FLOAT32}"]
+    assert jnp.all(jnp.isfinite(float32_result(1e3 * W, 1e3 * X)))
     assert not jnp.all(jnp.isfinite(jls.autocast(function)(1e3 * W, 1e3 * X)))
     grads = jax.grad(lambda w, x: jnp.sum(jnp.sin(function(w, x))), (0, 1))(W, X)
-    assert distance(grads, jax.grad(lambda w, x: jnp.sum(jnp.sin(wide_result(w, x))), (0, 1))(W, X)) < 2e-3
+    assert distance(grads, jax.grad(lambda w, x: jnp.sum(jnp.sin(float32_result(w, x))), (0, 1))(W, X)) < 2e-3
 
 
 def test_without_recomputing_there_is_no_checkpoint():
@@ -404,10 +406,10 @@ def test_without_recomputing_there_is_no_checkpoint():
     def names(function):
         return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(function))(W, X))}
 
-    kept = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
+    saved = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
     assert names(jls.autocast(loss)) & {"checkpoint", "remat2"}
-    assert not names(kept) & {"checkpoint", "remat2"}
-    assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(kept)(W, X)) < 1e-3
+    assert not names(saved) & {"checkpoint", "remat2"}
+    assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(saved)(W, X)) < 1e-3
 
 
 def residual(w, x):
@@ -417,16 +419,16 @@ def residual(w, x):
 
 
 @pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
-def test_what_goes_from_block_to_block_may_be_narrow(w, x):
+def test_what_goes_from_block_to_block_may_be_half_precision(w, x):
     """The sums are arithmetic, and float32; where they are stored they are float16."""
-    narrow = jls.autocast(residual, policy=jls.PrecisionPolicy(narrow_skips=True))
-    for function, dtype in ((jls.autocast(residual), WIDE), (narrow, NARROW)):
-        kept = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
-        large = [leaf.dtype.name for leaf in jax.tree.leaves(kept) if leaf.shape == x.shape]
-        assert (WIDE in large) == (dtype == WIDE)
-    plain, rounded = (jax.value_and_grad(f, (0, 1))(w, x) for f in (residual, narrow))
+    half = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
+    for function, dtype in ((jls.autocast(residual), FLOAT32), (half, HALF)):
+        saved = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
+        large = [leaf.dtype.name for leaf in jax.tree.leaves(saved) if leaf.shape == x.shape]
+        assert (FLOAT32 in large) == (dtype == FLOAT32)
+    plain, rounded = (jax.value_and_grad(f, (0, 1))(w, x) for f in (residual, half))
     assert distance(plain, rounded) < 4e-3
-    assert set(product_dtypes(jax.grad(narrow), w, x)) == {NARROW}
+    assert set(matmul_dtypes(jax.grad(half), w, x)) == {HALF}
 
 
 @pytest.mark.parametrize(
@@ -440,13 +442,13 @@ def test_what_goes_from_block_to_block_may_be_narrow(w, x):
         ),
         ({"recompute": 0}, {"recompute": False}, "Nothing is computed again"),
         (
-            {"narrow_skips": np.True_},
-            {"recompute": True, "narrow_skips": True},
+            {"half_residual_stream": np.True_},
+            {"recompute": True, "half_residual_stream": True},
             "What goes from block to block is stored in half precision.",
         ),
     ],
 )
-def test_options_are_kept_and_shown(given, is_kept, words):
+def test_options_are_saved_and_shown(given, is_kept, words):
     policy = jls.PrecisionPolicy(**given)
     config = json.loads(json.dumps(policy.get_config()))
     assert config == {"rules": [], **is_kept}
@@ -456,7 +458,7 @@ def test_options_are_kept_and_shown(given, is_kept, words):
     assert words in str(policy)
 
 
-POLICY = jls.PrecisionPolicy([jls.PrecisionRule("wide", layer="head", reason="logits of 1e5")], recompute=False)
+POLICY = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")], recompute=False)
 
 
 def test_a_policy_is_a_value():
@@ -464,23 +466,23 @@ def test_a_policy_is_a_value():
     assert again == POLICY
     assert hash(again) == hash(POLICY)
     assert eval(repr(POLICY), vars(jls)) == POLICY
-    assert str(POLICY) == "wide: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
+    assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
     assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
 
 
-def test_errors_are_shown_and_kept_and_change_nothing():
+def test_errors_are_shown_and_saved_and_change_nothing():
     policy = jls.PrecisionPolicy(POLICY.rules, errors=[1, 0.01])
     assert policy == jls.PrecisionPolicy(POLICY.rules)
     assert policy.errors == (1.0, 0.01)
     assert jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config()))).errors == (1.0, 0.01)
-    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nwide: ")
+    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nfloat32: ")
 
 
 def test_an_operation_that_takes_no_parameter_has_an_empty_one():
-    assert jls.PrecisionRule("wide", parameter="").parameter == ""
+    assert jls.PrecisionRule("float32", parameter="").parameter == ""
 
 
-def test_the_loss_scale_is_shown_and_kept_and_changes_nothing():
+def test_the_loss_scale_is_shown_and_saved_and_changes_nothing():
     policy = jls.PrecisionPolicy(loss_scale=2**15)
     assert policy == jls.PrecisionPolicy()
     assert policy.get_config() == {"rules": [], "recompute": True, "loss_scale": 32768.0}

@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from reading import distance, equations, product_dtypes
+from reading import distance, equations, matmul_dtypes
 from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
@@ -17,12 +17,12 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 @each_program
-def test_every_product_is_narrow_forward_and_backward(program):
-    plain = product_dtypes(program, W, X)
+def test_every_matmul_is_half_precision_forward_and_backward(program):
+    plain = matmul_dtypes(program, W, X)
     assert set(plain) == {"float32"}
-    narrow = product_dtypes(jax.value_and_grad(jls.autocast(program), (0, 1)), W, X)
-    assert set(narrow) == {"float16"}
-    assert len(narrow) >= len(plain)
+    half = matmul_dtypes(jax.value_and_grad(jls.autocast(program), (0, 1)), W, X)
+    assert set(half) == {"float16"}
+    assert len(half) >= len(plain)
 
 
 @functools.cache
@@ -46,9 +46,9 @@ def test_the_result_is_that_of_float32_but_for_rounding(program):
 
 @each_program
 def test_autocast_of_the_gradient_works_too(program):
-    (_, (grad, _)), _, narrow = results(program)
-    assert distance(grad, narrow) < 4e-3
-    assert set(product_dtypes(jls.autocast(jax.grad(program)), W, X)) == {"float16"}
+    (_, (grad, _)), _, half = results(program)
+    assert distance(grad, half) < 4e-3
+    assert set(matmul_dtypes(jls.autocast(jax.grad(program)), W, X)) == {"float16"}
 
 
 @jax.custom_jvp
@@ -94,7 +94,7 @@ BETWEEN_PRODUCTS = {
 
 
 @pytest.mark.parametrize(("function", "expected"), BETWEEN_PRODUCTS.values(), ids=BETWEEN_PRODUCTS)
-def test_what_goes_from_product_to_product_is_narrow_where_its_type_is_free(function, expected):
+def test_what_goes_from_matmul_to_matmul_is_half_precision_where_its_type_is_free(function, expected):
     primitive, which, dtype = expected
     eqns = jax.make_jaxpr(jls.autocast(function))(W, X).eqns
     names = {"remat2": ("remat2", "checkpoint"), "jit": ("jit", "pjit")}.get(primitive, (primitive,))

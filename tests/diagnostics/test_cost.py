@@ -8,12 +8,15 @@ import workloads
 
 import jax_lossscale as jls
 from jax_lossscale._limits import limits_of
-from jax_lossscale.diagnostics import compare_gradients, range_report
-from jax_lossscale.diagnostics._compare import _compare_gradients
-from jax_lossscale.diagnostics._errors import _gradient_errors
-from jax_lossscale.diagnostics._precision import _find_precision
-from jax_lossscale.diagnostics._shadow import _shadow
-from jax_lossscale.diagnostics._tree._bits import reduced
+from jax_lossscale.diagnostics import (
+    _compare_gradients,
+    _gradient_errors,
+    _precision_probes,
+    _shadow,
+    compare_gradients,
+    range_report,
+)
+from jax_lossscale.diagnostics._bits import reduced
 
 pytestmark = pytest.mark.ci
 
@@ -97,7 +100,7 @@ def reductions(jaxpr):
     ("measured", "number"),
     [
         (lambda x: _shadow._measured(x.astype(jnp.float16), x, limits_of(jnp.dtype(jnp.float16)), True), 4),
-        (lambda x: _find_precision._statistics(x, x, jnp.float16, True), 2),
+        (lambda x: _precision_probes._statistics(x, x, jnp.float16, True), 2),
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from any_jax import enable_x64, set_mesh
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -386,6 +387,21 @@ def test_a_custom_rule_that_closes_over_what_is_differentiated_is_refused_as_by_
     for function in (jax.jit(fun), in_precision(jax.jit(fun)), in_precision(fun)):
         with pytest.raises(Exception, match="closed-over value"):
             jax.grad(function, 1)(jnp.float32(2), jnp.float32(3))
+
+
+def test_symbolic_zeros_that_a_custom_jvp_returns_have_the_dtype_of_its_result():
+    square = jax.custom_jvp(lambda x: x * x)
+
+    def rule(primals, _):
+        result = square(*primals)
+        return result, SymbolicZero(jax.typeof(result).to_tangent_aval())
+
+    square.defjvp(rule, symbolic_zeros=True)
+
+    def fun(x):
+        return (square(x.astype(jnp.float16)) * x).astype(jnp.float32)
+
+    assert jax.grad(in_precision(fun))(jnp.float32(300)) == 300 * 300
 
 
 def test_a_rule_for_vectorization_holds_outside_too():

@@ -53,10 +53,10 @@ def test_whole_models_are_taken(model):
     narrow = jls.autocast(loss)
     report = compare_gradients(narrow, params, X, loss_scales=[2.0**8])
     assert report.will_train
-    assert report.facts.narrow_products == report.facts.products > 0
+    assert report.summary.half_matmuls == report.summary.matmuls > 0
     assert any(path in leaf.path for leaf in report)
-    assert range_report(narrow, params, X, loss_scale=2.0**8).facts == report.facts
-    assert report.facts == autocast_report(loss, params, X).facts
+    assert range_report(narrow, params, X, loss_scale=2.0**8).summary == report.summary
+    assert report.summary == autocast_report(loss, params, X).summary
 
 
 def test_the_gradients_are_those_of_the_parameters_alone():

@@ -93,7 +93,7 @@ class Tables(HTMLParser):
 
 
 class WithNotes(Report):
-    def _summary(self):
+    def _header(self):
         return "One <b> is\nbad & worse."
 
     def _rows(self):

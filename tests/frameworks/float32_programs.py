@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from reading import product_dtypes
+from reading import matmul_dtypes
 
 import jax_lossscale as jls
 
@@ -19,7 +19,7 @@ def distance_of_all(tree, other):
 
 def assert_narrow(fun, *args):
     """Every product of a program, and there are some, is float16."""
-    found = product_dtypes(fun, *args)
+    found = matmul_dtypes(fun, *args)
     assert set(found) == {"float16"}, found
 
 

@@ -72,7 +72,7 @@ def trained(loss_fn, params, *batch, is_narrow=True, steps=20):
     assert state.skipped_steps == 0
     assert jls.metrics(state)["applied_steps"] == steps
     assert "applied" in jls.diagnostics.explain(state, params)
-    products = str(jls.diagnostics.autocast_report(loss_fn, params, *batch).facts)
+    products = str(jls.diagnostics.autocast_report(loss_fn, params, *batch).summary)
     assert not is_narrow or " 0 of " not in products.splitlines()[0]
 
 

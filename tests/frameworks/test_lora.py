@@ -83,8 +83,8 @@ def test_it_learns_in_float32_adapters_and_no_state_is_of_the_base(stored, half)
 def test_every_product_is_narrow_those_of_the_base_too(stored, half):
     base = jls.cast_floating(BASE, stored)
     report = jls.diagnostics.autocast_report(loss_fn, adapters_for(base), base, BATCH, dtype=half)
-    assert report.facts.dtype == half
-    assert report.facts.narrow_products == report.facts.products == 12
+    assert report.summary.dtype == half
+    assert report.summary.half_matmuls == report.summary.matmuls == 12
 
 
 def test_a_base_stored_in_float16_gives_the_gradients_of_the_float32_one_to_the_bit():

@@ -94,8 +94,8 @@ jls.DynamicLossScale.from_config({"other": 1})
 jls.FixedLossScale(0.5)
     `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. For no scaling at all, use
     `NoOpLossScale`.
-jls.PrecisionPolicy([{"precision": "wide", "layers": "a"}])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'wide', 'layers': 'a'}:
+jls.PrecisionPolicy([{"precision": "float32", "layers": "a"}])
+    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'float32', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(rules=[3])
     `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got 3.
@@ -104,18 +104,18 @@ jls.PrecisionPolicy(recompute=-1.0)
     number, got -1.0.
 jls.PrecisionPolicy(rules=3)
     `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 3. Put a single one into a list.
-jls.PrecisionPolicy({"precision": "wide"})
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'wide'}. Put a single one
+jls.PrecisionPolicy({"precision": "float32"})
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'float32'}. Put a single one
     into a list.
 jls.PrecisionPolicy(errors=0.5)
     `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
 jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
     `PrecisionPolicy(errors=...)` must be two numbers, got (0.5, 0.1, 0.1).
-jls.PrecisionPolicy(narrow_skips=1)
-    `PrecisionPolicy(narrow_skips=...)` must be True or False, got 1.
-jls.PrecisionRule("wide", layer="")
+jls.PrecisionPolicy(half_residual_stream=1)
+    `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
+jls.PrecisionRule("float32", layer="")
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, leave it out.
-jls.PrecisionRule("wide", layer=3)
+jls.PrecisionRule("float32", layer=3)
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.

@@ -36,14 +36,14 @@ def comparison(leaves, total, **changes):
         cause="none",
         will_train=True,
         loss_scale=16.0,
-        suffering=(),
+        inaccurate_leaves=(),
         dtype="float16",
         loss_scales=(1.0, 16.0, 256.0),
         leaves=tuple(leaves),
         total=total,
         value=1.0,
         reference_value=1.0,
-        as_they_are=(),
+        opaque_operations=(),
     )
     return dataclasses.replace(made, **changes)
 

@@ -1,0 +1,156 @@
+"""The matmuls of a traced function: the location and dtype of each, and the reason if it is not in half precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
+
+from jax_lossscale._autocast.in_half import is_fallback
+from jax_lossscale._autocast.plan import Float32Matmul, recorded
+from jax_lossscale._autocast.rule import REWRITTEN
+from jax_lossscale._program.inline import called_plainly
+from jax_lossscale._program.jaxpr import Traced, jaxprs_of
+from jax_lossscale._program.location import Location, location_of, location_within
+from jax_lossscale._program.primitives import FLOAT32_RESULT_MATMUL, is_matmul, terms_per_sum
+from jax_lossscale._program.subjaxprs import subjaxprs
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul of a program.
+
+    Attributes:
+      location: its location.
+      index: the number of equations of the program that precede it, including those in nested jaxprs.
+      operation: the name of the primitive.
+      dtype: the dtype of its operands. If they differ, the widest.
+      result: the dtype of its result.
+      flops: the floating-point operations of all its executions, as far as their number is known.
+      reason: the reason why it or its result is not in half precision; "" if they are.
+    """
+
+    location: Location
+    index: int
+    operation: str
+    dtype: jnp.dtype
+    result: jnp.dtype
+    flops: float
+    reason: str
+
+
+class TracedMatmuls(NamedTuple):
+    """A traced program and its matmuls.
+
+    Attributes:
+      traced: the program.
+      used: the part of the program that its results depend on. Compilers remove the rest.
+      matmuls: the matmuls of ``used``, in the order of the program.
+      is_autocast: whether the function, or a part of it, is under `autocast`.
+      float32_matmuls: the matmuls, and functions of `in_half`, that `autocast` does not compute in half precision.
+    """
+
+    traced: Traced
+    used: ClosedJaxpr
+    matmuls: tuple[Matmul, ...]
+    is_autocast: bool
+    float32_matmuls: tuple[Float32Matmul, ...]
+
+
+def trace_matmuls(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dtype: jnp.dtype
+) -> TracedMatmuls:
+    """Trace a function, and return the program and every matmul in it.
+
+    Args:
+      fun: the function. If it computes gradients, the matmuls of the backward pass are included.
+      args: its arguments.
+      kwargs: its keyword arguments.
+      dtype: the half-precision dtype. A matmul with another dtype has a reason.
+    """
+    traced, plans = recorded(lambda: Traced(fun, args, kwargs))
+    program = traced.jaxpr.jaxpr
+    used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    float32_matmuls = tuple(matmul for plan in plans for matmul in plan.float32_matmuls)
+    reasons: dict[tuple[Any, ...], dict[str, None]] = {}
+    for path, reason in float32_matmuls:
+        for key in _keys(path[-1], location_within(path[-1], path[:-1])):
+            reasons.setdefault(key, {})[reason] = None
+    matmuls = []
+    for index, nested in enumerate(nested_equations(used)):
+        eqn, location = nested.eqn, nested.location
+        if is_matmul(eqn):
+            operands = [atom.aval.dtype for atom in eqn.invars if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+            result = eqn.outvars[0].aval.dtype
+            widest = max(operands or [result], key=lambda dtype: dtype.itemsize)
+            of_plan = next((reasons[key] for key in _keys(eqn, location) if key in reasons), {})
+            reason = _reason(nested, of_plan) if {widest, result} != {dtype} else ""
+            flops = 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) * nested.times
+            matmuls.append(Matmul(location, index, operation_name(eqn), widest, result, flops, reason))
+    used_program = ClosedJaxpr(used, traced.jaxpr.consts)
+    return TracedMatmuls(traced, used_program, tuple(matmuls), bool(plans), float32_matmuls)
+
+
+class NestedEquation(NamedTuple):
+    """An equation of a program or of a jaxpr in it.
+
+    Attributes:
+      eqn: the equation.
+      location: its location.
+      within: the equations that contain it, the outermost first.
+      times: the number of its executions, as far as it is known.
+    """
+
+    eqn: Any
+    location: Location
+    within: tuple[Any, ...]
+    times: float
+
+
+def nested_equations(
+    jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Location | None = None, times: float = 1.0
+) -> Iterator[NestedEquation]:
+    """Yield the equations of a program and of all jaxprs in it, in order."""
+    for eqn in jaxpr.eqns:
+        location = location_of(eqn, at)
+        yield NestedEquation(eqn, location, within, times)
+        for inner in jaxprs_in(eqn):
+            yield from nested_equations(inner, (*within, eqn), location, times * subjaxprs(eqn).times)
+
+
+def jaxprs_in(eqn: Any) -> list[Jaxpr]:
+    """Return the jaxprs among the parameters of an equation."""
+    return [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+
+
+def operation_name(eqn: Any) -> str:
+    """Return the name of the primitive; for a matmul with a float32 result, of the original matmul."""
+    name: str = eqn.primitive.name
+    return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
+
+
+def _keys(eqn: Any, location: Location) -> list[tuple[Any, ...]]:
+    """Return keys under which the reasons of an equation are found, the most specific first.
+
+    An equation and its derivative have equal tracebacks. So do the equations of a jitted function in all calls, which
+    the layer and the line of the call distinguish. `autocast` loses that line if it inlines the call.
+    """
+    traceback = eqn.source_info.traceback
+    return [(traceback, location.layer, location.source), (traceback, location.layer), (traceback,)]
+
+
+def _reason(nested: NestedEquation, of_plan: Mapping[str, None]) -> str:
+    for eqn in nested.within:
+        if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
+            return f"inside `{eqn.primitive.name}`, which is computed as it was"
+    if is_fallback((*nested.within, nested.eqn)):
+        return "in `fallback` of `in_half`"
+    if of_plan:
+        return "; ".join(of_plan)
+    if not nested.location.is_backward:
+        return "outside of `autocast`, or made by differentiating"
+    return f"made by differentiating what is computed in {nested.eqn.outvars[0].aval.dtype.name}"

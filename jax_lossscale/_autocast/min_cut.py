@@ -1,0 +1,229 @@
+"""Minimum cut: the values of a segment that are saved for the backward pass, so that the fewest bytes are moved.
+
+Every value that the derivatives need must be available in the backward pass. It is either saved or recomputed from
+available values, and each alternative has a price: the number of bytes that it reads and writes. The cheapest
+combination is a minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
+from jax_lossscale._autocast.segments import Segment, Value
+from jax_lossscale._program.inline import Node, ValueId, value_ids
+from jax_lossscale._program.jaxpr import bind_here, is_float32, size_of
+from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
+
+_MAX_CAPACITY = 2**29  # Upper bound of the sum of all prices, because the solver uses 32-bit integers.
+
+
+class CutGraph:
+    """The flow network of a segment. Each value has a node "needed" and a node "available".
+
+    Cutting the edge from the source to "needed" means that the value is recomputed. Cutting the edge from "needed" to
+    "available" means that the value is saved.
+    """
+
+    def __init__(self) -> None:
+        self._edges: list[tuple[Any, Any, float]] = []
+
+    def add_value(
+        self, value: Value, price_saved: float, price_recomputed: float, operands: Iterable[Value] = ()
+    ) -> None:
+        """Add a value that can be saved, or recomputed if its operands are available."""
+        self._edges.append(("source", (value, "needed"), price_recomputed))
+        self._edges.append(((value, "needed"), (value, "available"), price_saved))
+        self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
+
+    def require(self, value: Value) -> None:
+        """Require that a value is available in the backward pass."""
+        self._edges.append(((value, "available"), "sink", math.inf))
+
+    def saved(self) -> set[Value]:
+        """Return the values that are saved at the lowest total price."""
+        nodes = _nearest_to_sink(self._edges) - {"sink"}
+        return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
+
+
+class MinCut(NamedTuple):
+    """The choice of the saved values of the segments of a graph.
+
+    Attributes:
+      types: the type of each value in the original jaxpr.
+      half: the values that are stored in half precision outside of segments.
+      dtype: the half precision.
+      price_saved: the price of a saved byte, relative to a byte that is read or written.
+      operands_needed: a function from an equation to the positions of the operands that its derivative needs.
+    """
+
+    types: Mapping[ValueId, Any]
+    half: Collection[ValueId]
+    dtype: jnp.dtype
+    price_saved: float
+    operands_needed: Callable[[Any], Collection[int]]
+
+    def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
+        """Return the saved values among those that a segment computes; None to leave the choice to JAX and XLA."""
+        computed = [value_id for node, _ in nodes for value_id in node.outputs]
+        dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
+        if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+            return None  # `jax.checkpoint` cannot save complex numbers.
+        operands = [self._operands(segment, node, node_plan) for node, node_plan in nodes]
+        is_matmul = [node_plan.kind is NodeKind.MATMUL for _, node_plan in nodes]
+        of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
+        inputs = {Value(value_id) for value_id in segment.inputs}
+        in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
+        # These functions mark what they save themselves: their result, or its rounding for a matmul.
+        of_result = {n for node, plan in nodes if plan.kind is NodeKind.BY_RESULT for n in node.outputs}
+        by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
+
+        def price_saved(value: Value) -> float:
+            # A saved value is read in the backward pass. It is also written in the forward pass, unless it is in memory
+            # anyway. The additional byte selects the cut with the fewest values among cuts of the same price.
+            price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
+            return self._bytes(value) * price_per_byte + 1
+
+        def price_recomputed(value: Value) -> float:
+            # A recomputed value that is in memory, such as a residual sum, is written again for its consumers. Other
+            # arithmetic is fused.
+            return math.inf if value in by_result else self._bytes(value) if value in in_memory else 0
+
+        graph = CutGraph()
+        for value in inputs:
+            graph.add_value(value, price_saved(value), math.inf)
+        for value in {value for values in operands for value in values if value.is_rounding}:
+            graph.add_value(value, price_saved(value), price_recomputed(value), [Value(value.id)])
+        for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
+            for value in map(Value, () if matmul else node.outputs):
+                if node.eqn.primitive.name in REDUCTIONS:
+                    # Recomputation reads the operands. Statistics, such as those of norms, are much smaller.
+                    price: float = sum(map(self._bytes, {*values}))
+                elif node.eqn.primitive.name in WRITTEN:
+                    price = 2 * self._bytes(value)
+                else:
+                    price = price_recomputed(value)
+                graph.add_value(value, price_saved(value), price, values)
+        for value in of_matmuls | by_result | self._needed_by_arithmetic(segment, nodes, operands):
+            graph.require(value)
+        return frozenset(graph.saved() - inputs - by_result)
+
+    def _bytes(self, value: Value) -> int:
+        """Return the number of bytes of a value. Types without a size, such as random keys, count as 4 bytes."""
+        aval = self.types[value.id]
+        is_half = value.is_rounding or value.id in self.half
+        return size_of(aval) * (self.dtype.itemsize if is_half else getattr(aval.dtype, "itemsize", 4))
+
+    def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
+        """Return the operands of a node, or their roundings where the node takes float32 values in half precision."""
+        are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
+        return [
+            Value(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
+            for atom, is_half in zip(node.inputs, are_half, strict=True)
+            if not isinstance(atom, Literal)
+        ]
+
+    def _needed_by_arithmetic(
+        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
+    ) -> set[Value]:
+        """Return the values that the derivatives of all nodes except `MATMUL` and `BY_RESULT` need."""
+        differentiated = self._differentiated(segment, nodes)
+        found: set[Value] = set()
+        for (node, node_plan), values in zip(nodes, operands, strict=True):
+            is_arithmetic = node_plan.kind not in (NodeKind.MATMUL, NodeKind.BY_RESULT)
+            if is_arithmetic and not differentiated.isdisjoint(node.outputs):
+                needed = value_ids([node.inputs[n] for n in self.operands_needed(node.eqn)])
+                found.update(value for value in values if value.id in needed)
+        return found
+
+    def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
+        """Return the values on a path from an input to an output along which derivatives are nonzero."""
+
+        def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
+            return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
+
+        passing = [node for node, _ in nodes if node.eqn.primitive.name != "stop_gradient"]
+        reached = floats(segment.inputs)
+        for node in passing:
+            if not reached.isdisjoint(value_ids(node.inputs)):
+                reached |= floats(node.outputs)
+        differentiated = reached & {*segment.outputs}
+        for node in reversed(passing):
+            if not differentiated.isdisjoint(node.outputs):
+                differentiated |= reached & floats(node.inputs)
+        return differentiated
+
+
+def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
+    """Return the nodes on the side of the sink of a minimum cut; of several minimum cuts, the nearest to the sink."""
+    # Imported here, because the import of scipy is slow.
+    from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
+
+    numbers: dict[Any, int] = {"source": 0, "sink": 1}
+    for start, end, _ in edges:
+        numbers.setdefault(start, len(numbers))
+        numbers.setdefault(end, len(numbers))
+    unit = max(1.0, sum(price for *_, price in edges if price < math.inf) / _MAX_CAPACITY)
+    capacities: dict[tuple[int, int], int] = {}
+    for start, end, price in edges:
+        if price:
+            capacity = 2 * _MAX_CAPACITY if price == math.inf else math.ceil(price / unit)
+            capacities[numbers[start], numbers[end]] = capacity
+    shape = len(numbers), len(numbers)
+    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # There are no edges if no value is computed.
+    graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
+    residual = graph - maximum_flow(graph, 0, 1).flow
+    nodes = list(numbers)
+    return {nodes[n] for n in breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)}
+
+
+class OperandsNeeded:
+    """Determine which operands of an equation its derivative needs.
+
+    If the derivative needs a result, this includes all operands from which the result is computed.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, frozenset[int]] = {}
+
+    def __call__(self, eqn: Any) -> frozenset[int]:
+        if eqn.primitive.name in PLACEMENTS:
+            return frozenset()
+        operands = tuple((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars)
+        key = eqn.primitive, operands, tuple(eqn.params.items())
+        try:
+            is_known = key in self._known
+        except TypeError:  # Some parameters are not hashable, such as arrays.
+            return _find_operands_needed(eqn)
+        if not is_known:
+            self._known[key] = _find_operands_needed(eqn)
+        return self._known[key]
+
+
+def _find_operands_needed(eqn: Any) -> frozenset[int]:
+    """Return the positions of the operands from which `jax.vjp` computes the residuals of an equation."""
+
+    def function(*inputs: Any) -> list[Any]:
+        operands = [getattr(atom, "val", value) for atom, value in zip(eqn.invars, inputs, strict=True)]
+        return bind_here(eqn, operands, eqn.params)
+
+    def residuals(*inputs: Any) -> list[Any]:
+        _, pull_back = jax.vjp(function, *inputs)
+        return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
+
+    try:
+        with eqn.ctx.manager:
+            jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
+    except Exception:  # It has no derivative by some operand, or a rule of a user's raises.
+        return frozenset(range(len(eqn.invars)))
+    _, is_needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return frozenset(n for n, needed in enumerate(is_needed) if needed)

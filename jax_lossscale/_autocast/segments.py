@@ -1,0 +1,146 @@
+"""Segments: groups of nodes that are evaluated together, and recomputed together in the backward pass.
+
+Segments are separated by matmuls. The *level* of a node is the number of matmuls and of nodes that are alone on the
+longest path to the node. All other nodes are deferred to the level at which their results are first needed. No node of
+a level depends on another node of the same level through a matmul. Therefore, each level is one segment, which ends
+with the matmuls that use its results, and the segments can be evaluated in the order of their levels.
+
+Every value that is passed from one segment to another is an array in memory, with one exception: large values that are
+cheap to compute from small values, such as attention masks, are recomputed in each segment that uses them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jax_lossscale._program.inline import Graph, ValueId, value_ids
+from jax_lossscale._program.jaxpr import has_effects, size_of
+from jax_lossscale._program.primitives import is_cheap
+
+
+class Segment(NamedTuple):
+    """Nodes that are evaluated together.
+
+    Attributes:
+      nodes: the positions of the nodes in the graph, in increasing order.
+      inputs: the values that are computed outside of the segment.
+      outputs: the values that are needed outside of the segment.
+      upcast: the values that are stored in half precision outside of the segment and are float32 within it.
+      rounds_cotangent: the positions of the nodes whose results have a cotangent that is rounded to half precision once
+        for all its uses.
+      saved: the values computed in the segment, and the roundings of such values, that are saved for the backward pass.
+        None if nothing in the segment is recomputed.
+    """
+
+    nodes: tuple[int, ...]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    upcast: frozenset[ValueId] = frozenset()
+    rounds_cotangent: frozenset[int] = frozenset()
+    saved: frozenset[Value] | None = None
+
+
+class Value(NamedTuple):
+    """A value of a segment, or the same value rounded to half precision for a matmul (its *rounding*)."""
+
+    id: ValueId
+    is_rounding: bool = False
+
+
+def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) -> list[Segment]:
+    """Return the segments of a graph, in an order in which they can be evaluated.
+
+    Args:
+      graph: the graph.
+      is_alone: for each node, whether it is the only node of its segment.
+      is_matmul: for each node, whether it is a matmul.
+    """
+    levels = _levels(graph, [alone or matmul for alone, matmul in zip(is_alone, is_matmul, strict=True)])
+    together: defaultdict[int, list[int]] = defaultdict(list)
+    alone: defaultdict[int, list[int]] = defaultdict(list)
+    for position, level in enumerate(levels):
+        (alone if is_alone[position] else together)[level].append(position)
+    makers = _makers_of_large_values(graph)
+    groups: list[list[int]] = []
+    for level in sorted({*levels}):
+        # Nodes that are alone may depend on the other nodes of their level, but not the other way round.
+        if level in together:
+            groups.append(_with_makers(graph, together[level], makers))
+        groups += [[position] for position in alone[level]]
+    return _with_borders(graph, groups)
+
+
+def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
+    """Return the positions of the cheap nodes whose result has more than twice the bytes of its sources, by result."""
+
+    def bytes_of(value_id: ValueId) -> int:
+        aval = graph.types[value_id]
+        return size_of(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
+
+    makers: dict[ValueId, int] = {}
+    sources_of: dict[ValueId, frozenset[ValueId]] = {}
+    for position, node in enumerate(graph.nodes):
+        if is_cheap(node.eqn):
+            (result,) = node.outputs
+            sources = frozenset[ValueId]().union(*(sources_of.get(n, {n}) for n in value_ids(node.inputs)))
+            if bytes_of(result) > 2 * sum(map(bytes_of, sources)):
+                makers[result], sources_of[result] = position, sources
+    return makers
+
+
+def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, int]) -> list[int]:
+    """Return the nodes of a segment, and the nodes that compute the large values that the segment uses."""
+    nodes, remaining = set(group), list(group)
+    while remaining:
+        operands = value_ids(graph.nodes[remaining.pop()].inputs)
+        remaining += (found := {makers[operand] for operand in operands if operand in makers} - nodes)
+        nodes |= found
+    return sorted(nodes)
+
+
+def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
+    """Return the level of each node; ``is_counted`` contains, for each node, whether it increases the level."""
+    levels: list[int] = []
+    of_value: dict[ValueId, int] = {}
+    after_effects = 0  # The order of effects is preserved.
+    for node, counts in zip(graph.nodes, is_counted, strict=True):
+        level = max((of_value.get(operand, 0) for operand in value_ids(node.inputs)), default=0)
+        if has_effects(node.eqn):
+            level = max(level, after_effects)
+            after_effects = level + 1
+        levels.append(level)
+        of_value.update(dict.fromkeys(node.outputs, level + counts))
+    needed_at: dict[ValueId, int] = {}
+    for position in reversed(range(len(levels))):
+        node = graph.nodes[position]
+        levels_above = [needed_at[result] for result in node.outputs if result in needed_at]
+        if not is_counted[position] and 0 < len(levels_above) == len(node.outputs):
+            levels[position] = max(levels[position], min(levels_above))
+        for operand in value_ids(node.inputs):
+            needed_at[operand] = min(needed_at.get(operand, levels[position]), levels[position])
+    return levels
+
+
+def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
+    """Return the segments of these groups of nodes, with their inputs and outputs."""
+    computed = [dict.fromkeys(value for n in group for value in graph.nodes[n].outputs) for group in groups]
+    inputs = [
+        dict.fromkeys(value for n in group for value in value_ids(graph.nodes[n].inputs) if value not in computed_here)
+        for group, computed_here in zip(groups, computed, strict=True)
+    ]
+    # A value that several segments compute is an output of the first one only.
+    first_computed_in: dict[ValueId, int] = {}
+    for number, computed_here in enumerate(computed):
+        for value in computed_here:
+            first_computed_in.setdefault(value, number)
+    needed_outside = {*value_ids(graph.outputs)}.union(*inputs)
+    return [
+        Segment(
+            nodes=tuple(group),
+            inputs=tuple(inputs[number]),
+            outputs=tuple(n for n in computed[number] if n in needed_outside and first_computed_in[n] == number),
+        )
+        for number, group in enumerate(groups)
+    ]

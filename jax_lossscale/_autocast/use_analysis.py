@@ -1,0 +1,200 @@
+"""Analysis of the uses of values: their uses determine the dtype in which they are stored.
+
+For example, a value that only matmuls in half precision use is stored in half precision, and a value whose cotangents
+are added in float32 is converted to float32 once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import Any
+
+from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan
+from jax_lossscale._autocast.segments import Segment
+from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
+from jax_lossscale._program.jaxpr import is_float32, size_of
+from jax_lossscale._program.location import Location
+from jax_lossscale._program.primitives import (
+    OPERANDWISE_DATA_MOVEMENT,
+    POOLS,
+    REDUCTIONS,
+    REPLICATING_DATA_MOVEMENT,
+    moved_operands,
+)
+from jax_lossscale._program.propagation import Propagation
+from jax_lossscale._program.subjaxprs import subjaxprs
+
+
+def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
+    """Return the float32 values that only matmuls in half precision use, directly or through data movement.
+
+    Such values are cast once, as early as possible. The result of a pool is included if any matmul uses it, because the
+    pool can only overflow where the matmul would overflow, too. A function of `in_half` counts as a matmul, but
+    arguments are cast where the function is called, so that their gradients are summed over devices in float32.
+    """
+    elsewhere = {*value_ids(graph.outputs)} | _arguments_cast_at_their_uses(graph, node_plans)
+    into_matmuls: set[ValueId] = set()
+    for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
+        # Every consumer of the results of this node has already been visited.
+        goes_on = _takes_half(node_plan) or (
+            _is_plain_data_movement(node, node_plan)
+            and all(result in into_matmuls and result not in elsewhere for result in node.outputs)
+        )
+        (into_matmuls if goes_on else elsewhere).update(_float32_operands(graph, node))
+    return (into_matmuls - elsewhere) | _pools_into_matmuls(graph, node_plans)
+
+
+def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
+    """Return the arguments that several nodes use, and all moved arguments that functions of `in_half` use.
+
+    The gradient of an argument that is used several times is a sum. If the argument is cast at each use, the sum is
+    computed in float32.
+    """
+    arguments = {*graph.inputs, *graph.constants}
+    moved = {*arguments}
+    uses: Counter[ValueId] = Counter()
+    into_half: set[ValueId] = set()
+    for node, node_plan in zip(graph.nodes, node_plans, strict=True):
+        if node_plan.kind in FOLLOWING and moved.issuperset(value_ids(node.inputs)):
+            moved.update(node.outputs)
+        operands = _float32_operands(graph, node)
+        uses.update(operands)
+        if node_plan.kind is NodeKind.IN_HALF:
+            into_half |= operands
+    return {argument for argument in arguments if uses[argument] > 1} | (into_half & moved)
+
+
+def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
+    """Return the results of pools that any matmul in half precision uses, directly or through moves and selections."""
+    into_any: set[ValueId] = set()
+    pools: set[ValueId] = set()
+    for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
+        is_used = node_plan.kind in FOLLOWING and not into_any.isdisjoint(node.outputs)
+        if is_used or _takes_half(node_plan):
+            into_any |= _float32_operands(graph, node)
+        if is_used and node.eqn.primitive.name in POOLS:
+            pools.update(node.outputs)
+    return pools
+
+
+def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
+    return {operand for operand in value_ids(node.inputs) if is_float32(graph.types[operand])}
+
+
+def _takes_half(node_plan: NodePlan) -> bool:
+    """Return whether a node always takes its operands in half precision."""
+    return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half
+
+
+def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
+    """Return whether a node moves each number to one position, or selects from two arrays.
+
+    The operand of such a node may be cast instead of its result.
+    """
+    others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS | POOLS
+    return node_plan.kind in FOLLOWING and node.eqn.primitive.name not in others
+
+
+def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
+    """Return the half-precision values of a segment whose cotangents are added in float32.
+
+    These are the values that are used several times, at least once in arithmetic, and the results of moving them. Each
+    of them is converted to float32 once, so its cotangents are added in float32.
+    """
+    into_arithmetic: set[ValueId] = set()
+    uses: Counter[ValueId] = Counter()
+    for node, node_plan in reversed(nodes):
+        uses.update(value_ids(node.inputs))
+        is_followed_there = node_plan.kind in FOLLOWING and not into_arithmetic.isdisjoint(node.outputs)
+        if is_followed_there or (node_plan.kind in (NodeKind.OTHER, NodeKind.MATMUL) and not node_plan.is_half):
+            into_arithmetic.update(value_ids(node.inputs))
+    added_up = {value for value in into_arithmetic if uses[value] > 1 and value in half}
+    for node, node_plan in nodes:
+        if node_plan.kind in FOLLOWING and not added_up.isdisjoint(value_ids(node.inputs)):
+            added_up |= half & {*node.outputs}
+    return added_up
+
+
+def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segment) -> set[ValueId]:
+    """Return the largest float32 values that the arithmetic of a segment computes for later segments."""
+    leaving = {*segment.outputs} - {*value_ids(graph.outputs)}
+    arithmetic = (NodeKind.OTHER, NodeKind.SELECTION, NodeKind.BY_RESULT)
+    sizes = {
+        result: size_of(graph.types[result])
+        for position in segment.nodes
+        if node_plans[position].kind in arithmetic and not node_plans[position].is_alone
+        for result in leaving.intersection(graph.nodes[position].outputs)
+        if is_float32(graph.types[result])
+    }
+    return {result for result, size in sizes.items() if size == max(sizes.values()) > 1}
+
+
+def carried_residual_stream(eqn: Any) -> set[int]:
+    """Return the positions of the operands of a scan that are its residual stream.
+
+    These are the largest float32 carries to which each iteration adds something, if the iteration also uses them for
+    something else. The cell of an LSTM is not included because it is multiplied, and a sum over the iterations is not
+    included because the iterations do not use it.
+    """
+    (body,), carried, *_ = subjaxprs(eqn)
+    sizes = {
+        result: size_of(eqn.invars[operand].aval) for result, operand in carried if is_float32(eqn.invars[operand].aval)
+    }
+    found = set()
+    for result, operand in carried:
+        if result in sizes and sizes[result] == max(sizes.values()) > 1:
+            additions = _Additions()
+            is_sum = additions.outputs(body.closed, [False if n == operand else None for n in body.operands])[result]
+            found |= {operand} if is_sum and additions.is_used else set()
+    return found
+
+
+class _Additions(Propagation[bool | None]):
+    """Determine which values are sums of an argument and other values.
+
+    A value is represented by None if it is unrelated to the argument, by False if it is the argument, possibly moved,
+    and by True if something was added to the argument.
+
+    Attributes:
+      is_used: whether any other operation uses the argument.
+    """
+
+    follows = Propagation.follows | {"shard_map"}
+    is_used = False
+
+    def value_of(self, constant: Any, aval: Any) -> None:
+        return None
+
+    def joined(self, values: Sequence[bool | None]) -> bool | None:
+        return None if None in values else any(values)
+
+    def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
+        if any(is_sum is not None for is_sum in operands):
+            if eqn.primitive.name == "add":
+                return [True]
+            moved = moved_operands(eqn)
+            if moved is not None:
+                known = [{operands[n] for n in of_result} - {None} for of_result in moved]
+                return [any(each) if each else None for each in known]
+            self.is_used = True
+        return [None] * len(eqn.outvars)
+
+
+def adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
+    """Return whether a node adds something smaller, such as a bias, to a value in half precision.
+
+    Args:
+      graph: the graph.
+      node: the node.
+      half: the values in half precision.
+      broadcasts: the results of broadcasts.
+    """
+    if node.eqn.primitive.name != "add" or half.isdisjoint(value_ids(node.inputs)):
+        return False
+    size = size_of(graph.types[node.outputs[0]])
+    return any(
+        operand in broadcasts or size_of(graph.types[operand]) < size
+        for operand in value_ids(node.inputs)
+        if operand not in half
+    )

@@ -1,0 +1,134 @@
+"""Every equation comes from a place in the code: a layer, a source line, the forward or the backward pass."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.source_info_util import summarize
+
+# What differentiation and vectorization write around the names of the layers.
+_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
+_RECOMPUTED = "rematted_computation"
+_NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
+_NO_CLASSES_OF_LAYERS = {"Messenger"}  # which handles effects, in numpyro
+# Each directory ends in a separator. Otherwise that of `jax` would be a prefix of that of `jaxopt`.
+_LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
+_OURS = os.path.join(Path(__file__).parent.parent, "")
+_JAX = os.path.join(Path(jax.__file__).parent, "")
+_TRACED = str(Path(__file__).with_name("jaxpr.py"))
+
+
+class Location(NamedTuple):
+    """Where an equation comes from.
+
+    Attributes:
+      stack: the names written by scopes and transformations, from the outermost on.
+      layer: those written by scopes; or else the classes whose ``__call__`` was running; "" if there is neither.
+      source: the innermost line of code that belongs to no installed library, as "file:line". Instead of the file of a
+        notebook, it names the cell.
+      column: the innermost expression outside of JAX, as "file:line:column": two operations on a line have two. It is
+        "" if this library added the equation.
+      functions: the names of the functions outside of JAX that were running, the innermost first.
+      is_backward: whether it belongs to the backward pass.
+      instructions: the bytecode positions from JAX up to that line of the user's. Two equations have the same ones only
+        if the line was run twice.
+      parameter: the path of the leaf of an argument that it takes; "" where that is not asked for.
+    """
+
+    stack: str
+    layer: str
+    source: str
+    column: str
+    functions: tuple[str, ...]
+    is_backward: bool
+    instructions: tuple[int, ...] = ()
+    parameter: str = ""
+
+
+def location_of(eqn: Any, within: Location | None = None) -> Location:
+    """Return the place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
+    outer = within or Location("", "", "", "", (), False)
+    stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
+    frames = _frames(eqn)
+    own = [frame for frame in frames if _is_of_user(frame.file_name)]
+    column = summarize(eqn.source_info)
+    column = "" if column.startswith(_OURS) else column
+    return Location(
+        stack=stack,
+        layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
+        # What is compiled apart, and perhaps called from elsewhere, does not know from where.
+        source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
+        column=column,
+        functions=(*(frame.function_name for frame in frames), *outer.functions),
+        is_backward="transpose(" in stack and _RECOMPUTED not in stack,
+        instructions=_instructions(eqn.source_info.traceback),
+    )
+
+
+def location_within(eqn: Any, within: Sequence[Any]) -> Location:
+    """Return the place of an equation that lies in the jaxprs of others, the outermost first."""
+    location = None
+    for outer in within:
+        location = location_of(outer, location)
+    return location_of(eqn, location)
+
+
+def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
+    """Whether one of the equations lies in a scope with exactly this name."""
+    return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
+
+
+def _layer(stack: str) -> str:
+    while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
+        stack = stripped
+    names: list[str] = []
+    for name in stack.split("/"):
+        names += [name] if name not in _NO_LAYERS and "->" not in name else []  # which is an `einsum`
+        # What `jax.checkpoint` makes anew has the names of its surroundings twice.
+        for number in range(1, len(names)):
+            if names[-number:] == names[-2 * number : -number]:
+                del names[-number:]
+    return "/".join(names)
+
+
+def _frames(eqn: Any) -> list[Any]:
+    """Return the frames outside of JAX and this library, the innermost first, up to where the function was traced."""
+    traceback = eqn.source_info.traceback
+    # Needed before jax 0.9.1: a traceback goes on to whoever called, whose classes are no layers.
+    frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
+    return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
+
+
+def _instructions(traceback: Any) -> tuple[int, ...]:
+    codes, positions = traceback.raw_frames() if traceback else ([], [])
+    number = next((n for n, code in enumerate(codes, 1) if _is_of_user(code.co_filename)), len(codes))
+    return tuple(positions[:number])
+
+
+def _readable(file_name: str) -> str:
+    """Return the path from here; of a cell of a notebook its number, since its path means nothing to anyone."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.compile.format_code_name(file_name) if shell else None
+    if cell:
+        return " ".join(cell)
+    path = Path(file_name)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _classes(frames: list[Any]) -> list[str]:
+    """Return the classes that are being called, the outermost first: nnx and equinox modules write no names."""
+    calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
+    return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
+
+
+def _is_of_user(file_name: str) -> bool:
+    """Whether a file belongs neither to an installed library nor to this one."""
+    return not file_name.startswith((*_LIBRARIES, "<frozen", _OURS))

@@ -1,1 +1,0 @@
-"""What `autocast` makes of a function."""

@@ -1,0 +1,242 @@
+"""How far float16's gradients are from float32's, leaf by leaf, as a function of the loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jax_lossscale._check import check_function, is_number
+from jax_lossscale.diagnostics._finding import Finder
+from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
+from jax_lossscale.diagnostics._in_precision import checked_precision
+from jax_lossscale.diagnostics._loss_call import check_call
+from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._range_report import ranges_at
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two, report_progress
+from jax_lossscale.diagnostics._traced_gradients import trace_gradients
+
+_MOST_ROWS = 12
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GradientComparison(Report[LeafGradientError]):
+    """Gradients in float16 compared with those in float32: whether it will train, and the numbers that show it.
+
+    Printed, or shown in a notebook, it says how many products are in half precision, where the first is that is not,
+    and whether the function will train. A table of the leaves follows, the worst first. Iterating over it gives a
+    `LeafGradientError` for each leaf.
+
+    Attributes:
+      verdict: in a sentence or two: whether it will train, and the scale to start from; or why not, and what helps.
+      cause: ``"none"``, ``"no half precision"``, ``"reference not finite"``, ``"no gradients"``,
+        ``"forward overflow"``, ``"backward overflow"``, ``"underflow"``, ``"branch underflow"``,
+        ``"forward rounding"``, or ``"run-time error"``.
+      will_train: whether there is a loss scale with which all gradients are right.
+      loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
+      inaccurate_leaves: the paths of the leaves whose gradients are wrong at the best of the scales.
+      dtype: the name of the half-precision dtype.
+      loss_scales: the scales that were compared, in ascending order.
+      leaves: a `LeafGradientError` for each leaf, the worst first.
+      total: the same for all leaves together.
+      value: the value of the function, which a loss scale does not change.
+      reference_value: that of the reference.
+      opaque_operations: the operations that `in_precision` cannot evaluate in float32. They are in half precision in
+        the reference, too.
+      summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
+      working_scales: those of the scales compared at which all gradients are right.
+      run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with the first
+        sentence of the error message.
+    """
+
+    verdict: str
+    cause: str
+    will_train: bool
+    loss_scale: float | None
+    inaccurate_leaves: tuple[str, ...]
+    dtype: str
+    loss_scales: tuple[float, ...]
+    leaves: tuple[LeafGradientError, ...]
+    total: LeafGradientError
+    value: float
+    reference_value: float
+    opaque_operations: tuple[str, ...]
+    summary: MatmulSummary = MatmulSummary()
+    working_scales: tuple[float, ...] = ()
+    run_time_errors: tuple[tuple[float, str], ...] = ()
+
+    _entries: ClassVar[str] = "leaves"
+
+    def _header(self) -> str:
+        lines = [str(self.summary), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        if self.will_train and len(self.working_scales) > 1:
+            ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
+            lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
+        if self.run_time_errors and self.cause != "run-time error":
+            (first, message), *_ = self.run_time_errors
+            lines.append(
+                f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {message} So "
+                "would a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set "
+                "the environment variable EQX_ON_ERROR=nan: then such a step is skipped."
+            )
+        if self.opaque_operations:
+            names = ", ".join(self.opaque_operations)
+            lines.append(f"Not followed, and in half precision in the reference, too: {names}.")
+        if any(leaf.is_rounding for leaf in self):
+            lines.append(
+                "*: in float32, too, rounding alone changes its gradient by more than 5%, so its errors say nothing."
+            )
+        lines.append(
+            "Relative error of the gradients, by loss scale, where it changes (lost: zero, where the reference is not):"
+        )
+        return "\n".join(lines)
+
+    def _rows(self) -> list[list[str]]:
+        shown_leaves = [leaf for leaf in self if not leaf.is_zero or all(leaf.nonfinite)]
+        zero = len(self) - len(shown_leaves)
+        leaves = [self.total, *shown_leaves[:_MOST_ROWS]]
+        shown = self._shown(leaves)
+
+        def row(name: str, shape: str, leaf: LeafGradientError) -> list[str]:
+            numbers = [f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}"]
+            errors = ("overflow" if leaf.nonfinite[n] else percent(leaf.relative_error[n]) for n in shown)
+            return [name, shape, *numbers, *errors]
+
+        rows = [["leaf", "shape", "largest", "smallest", *(power_of_two(self.loss_scales[n]) for n in shown)]]
+        rows.append(row("all leaves", "", self.total))
+        rows.append(["  lost", "", "", "", *(f"{self.total.lost[n]:.1%}" for n in shown)])
+        for leaf in leaves[1:]:
+            name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
+            rows.append(row(name, str(list(leaf.shape)), leaf))
+        rest = [f"... {len(shown_leaves) - _MOST_ROWS} more"] * (len(shown_leaves) > _MOST_ROWS)
+        rest += [f"{zero} that {'is' if zero == 1 else 'are'} zero in float32"] * (zero > 0)
+        return [*rows, *([name, *[""] * (3 + len(shown))] for name in rest)]
+
+    def _shown(self, leaves: Sequence[LeafGradientError]) -> list[int]:
+        """Choose the scales, by their positions, at which a digit changes: the ends of each run that is alike."""
+        numbers = range(len(self.loss_scales))
+        cells = [[(bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
+        ends = {0, *(n for m in numbers[1:] if cells[m - 1] != cells[m] for n in (m - 1, m)), numbers[-1]}
+        return sorted(ends)
+
+
+def compare_gradients(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    dtype: DTypeLike = jnp.float16,
+    loss_scales: Sequence[float] | None = None,
+    reference: Callable[..., Any] | None = None,
+    progress: bool | Callable[[Sequence[float]], Iterable[float]] = False,
+    **kwargs: Any,
+) -> GradientComparison:
+    """Compare a function's float16 gradients with float32's at several scales, to see whether it will train.
+
+    For each leaf and each loss scale ``s``, with ``g32`` the gradients of the reference,
+
+        relative_error = norm(unscale(grad(s * fun)) - g32) / norm(g32)
+
+    How this error changes with the scale shows the cause. If it falls, the gradients underflow, which loss scaling
+    cures. If it is flat and large, the forward pass rounds away what matters. If it is infinite at large scales, the
+    backward pass overflows. If it is small as a whole, but 1 for some leaves, a part of the model gets no gradients.
+    The answer is for one batch and one set of parameters: compare again after some training.
+
+    Two programs are compiled: the function, with the scale as an argument, and the reference. Each holds the gradients
+    of only one scale at a time. Every operation rounds to its own dtype, since the compiler may not fuse the casts
+    away.
+
+    Args:
+      fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
+      *args: its arguments: one batch, and float32 parameters, or a whole model. What has no gradients in one that is
+        differentiated (functions, keys, counters) stays as it is.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: likewise.
+      dtype: the half-precision dtype in which ``fun`` computes.
+      loss_scales: the scales to compare, positive numbers. By default powers of two from ``2**-8`` to ``2**24``, and
+        further where the gradients are very large or very small.
+      reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
+        `in_precision`.
+      progress: whether to print a line for each scale, on standard error; or a function that wraps the sequence of
+        scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
+      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
+        beforehand, with `functools.partial`.
+
+    Returns:
+      A `GradientComparison`.
+
+    Raises:
+      ValueError: if ``dtype`` is no real floating dtype; if ``loss_scales`` is empty or holds anything but positive
+        finite numbers; if there are no gradients; inside `jax.jit` and other transformations.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(weights, x):
+      ...     weights, x = jls.cast_floating((weights, x), jnp.float16)
+      ...     return 1e-6 * jnp.mean((x @ weights).astype(jnp.float32) ** 2)
+      >>> comparison = jls.diagnostics.compare_gradients(
+      ...     loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4))
+      ... )
+      >>> print(comparison.verdict)
+      It will train; start from 2^29.
+    """
+    if reference is not None:
+        check_function(reference, "compare_gradients(reference=...)")
+    if progress and not isinstance(progress, bool):
+        check_function(progress, "compare_gradients(progress=...)")
+    dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
+    scales = None if loss_scales is None else _checked_scales(loss_scales)
+    call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
+    gradients = trace_gradients(call, dtype, has_reference=reference is not None)
+    float32_program = None
+    if reference is not None:
+        float32_program = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
+    with_progress = progress if callable(progress) else _with_progress if progress else iter
+    errors = errors_by_scale(gradients, float32_program, scales, with_progress)
+    if errors is None:
+        raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
+    ranges = functools.cache(lambda scale: ranges_at(gradients, scale, progress is True))
+    finding = Finder(gradients, errors, ranges).found()
+    at = finding.at
+    leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
+    return GradientComparison(
+        verdict=finding.verdict,
+        cause=finding.cause,
+        will_train=finding.will_train,
+        loss_scale=finding.loss_scale,
+        inaccurate_leaves=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
+        dtype=dtype.name,
+        loss_scales=tuple(errors.scales),
+        working_scales=tuple(errors.scales[n] for n in errors.working()),
+        run_time_errors=tuple(errors.run_time_errors.items()),
+        leaves=tuple(leaves),
+        total=errors.total,
+        value=errors.value,
+        reference_value=errors.reference_value,
+        opaque_operations=errors.opaque_operations,
+        summary=gradients.matmuls,
+    )
+
+
+def _with_progress(scales: Sequence[float]) -> Iterator[float]:
+    for done, scale in enumerate(scales, 1):
+        yield scale
+        report_progress("compare_gradients", f"{done} of {len(scales)} loss scales; {power_of_two(scale)}")
+
+
+def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
+    numbers = np.asarray(loss_scales, object).ravel().tolist() if np.ndim(loss_scales) == 1 else []
+    scales = sorted({float(scale) for scale in numbers if is_number(scale)})
+    are_positive = all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales)
+    if not scales or not are_positive or not all(map(is_number, numbers)):
+        raise ValueError(
+            f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
+            "useful ones are chosen."
+        )
+    return scales

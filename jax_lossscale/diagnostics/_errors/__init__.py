@@ -1,1 +1,0 @@
-"""The errors of gradients, leaf by leaf, as a function of the loss scale."""

@@ -1,0 +1,287 @@
+"""Why float16's gradients differ from float32's: from the errors by scale to one cause, with its location, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_lossscale._limits import limits_of
+from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
+from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
+from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
+from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
+
+# A leaf is reported as underflowing if at least this fraction of its elements is zero.
+_MANY_LOST = 0.25
+# An error of one leaf above this is reported even if the function trains.
+_REPORTED_ERROR = 0.05
+
+
+class Finding(NamedTuple):
+    """The cause, by its name in `GradientComparison`, and the sentences of the verdict about it.
+
+    Attributes:
+      cause: the cause.
+      sentences: the sentences of the verdict; empty strings are ignored.
+      at: the position of the scale that shows it best.
+      leaves: the leaves that are wrong there; of a function that trains, those that are wrong without a loss scale.
+      will_train: whether a scale gives right gradients.
+      loss_scale: the scale to start from.
+    """
+
+    cause: str
+    sentences: Sequence[str]
+    at: int = 0
+    leaves: Sequence[LeafGradientError] = ()
+    will_train: bool = False
+    loss_scale: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict: all sentences."""
+        return " ".join(filter(None, self.sentences))
+
+
+Ranges: TypeAlias = Callable[[float], RangeReport]  # each call compiles, so it is called only if necessary
+
+
+class Finder:
+    """Finds the first of the causes that the errors show, the most fundamental first, with its verdict.
+
+    Args:
+      gradients: the traced gradients of the function.
+      errors: those of its gradients at each scale.
+      ranges: a function of a scale that gives the operations out of range.
+    """
+
+    def __init__(self, gradients: TracedGradients, errors: GradientErrors, ranges: Ranges) -> None:
+        self._gradients, self._errors, self._ranges = gradients, errors, ranges
+        self._dtype = gradients.dtype.name
+        self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
+
+    def found(self) -> Finding:
+        """Return the cause. Add sentences about divergence, gradients that are zero, and lost constants."""
+        finding, reference = self._cause(), self._errors.reference_value
+        if finding.cause == "no half precision":
+            return finding
+        sentences, is_in_vain = list(finding.sentences), finding.cause in ("reference not finite", "no gradients")
+        if "overflow" in finding.cause and self._has_diverged:
+            sentences.insert(
+                len(sentences) if finding.will_train else 0,
+                f"The loss is {reference:.2g} in float32, too. If training made it so large, it diverges in float32 as "
+                f"well: look at the learning rate and at the sign of the loss, not at {self._dtype}.",
+            )
+        if not is_in_vain:
+            sentences.append(of_zeros(self._errors.leaves))
+        lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
+        if lost_constants:
+            lost = f"{lost_constants[0]}, also in the float32 reference. Compute it in float32."
+            sentences.insert(0 if is_in_vain else len(sentences), lost)
+        return finding._replace(sentences=sentences)
+
+    def _cause(self) -> Finding:
+        gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
+        met = [dtype.name for dtype in gradients.half_dtypes]
+        is_half, why = dtype in met, counted.no_half_precision
+        if met and not is_half:
+            why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+        bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
+        not_finite = f"In float32 {f'the gradients of {_paths(bad)} are' if bad else 'the loss is'} not finite either."
+        is_finite = not bad and math.isfinite(errors.reference_value)
+        if not is_half and not counted.is_autocast:
+            return Finding("no half precision", [why, "" if is_finite else not_finite])
+        if not is_finite:
+            return self._reference_not_finite(bad, not_finite)
+        if len(errors.run_time_errors) == len(errors.scales):
+            raised = next(iter(errors.run_time_errors.values()))
+            sentence = (
+                f"At every loss scale compared the program raises an error, which it does not in float32: {raised} If "
+                "a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than "
+                f"the rounding of {dtype}."
+            )
+            return Finding("run-time error", [sentence])
+        if not math.isfinite(errors.value):
+            return self._forward_overflow(0, [])
+        if not errors.total.norm:
+            sentence = f"All gradients are zero in float32, too, so there is nothing that {dtype} could lose."
+            unused = (
+                "Look for a `jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the "
+                "loss does not use."
+            )
+            return Finding("no gradients", [sentence, "" if gradients.lost_constants else unused])
+        if not errors.finite():
+            return self._overflow_at_every_scale()
+        if errors.best() not in errors.working():
+            return self._does_not_train(errors.best())
+        if is_half and (counted.half_matmuls or not counted.matmuls):
+            return self._trains()
+        if not counted.is_autocast:  # a function that casts by hand is one that is meant to be in half precision
+            none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
+            suggestion = f"`jls.autocast(fun)` computes them in {dtype}."
+            return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", suggestion])
+        gained = "So the gradients are those of float32, and nothing is gained."
+        return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
+
+    def _reference_not_finite(self, bad: Sequence[LeafGradientError], sentence: str) -> Finding:
+        gradients, faults = self._gradients, self._gradients.argument_faults
+        is_explained = faults.nan or gradients.lost_constants
+        made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
+        index = (
+            "No arithmetic makes it. Look for an index that is out of range, for which `jnp.take` and its like give "
+            "NaN, and for a constant that is NaN."
+        )
+        sentences = [sentence, self._begins(made), "" if made or is_explained else index, *faults.infinite]
+        if faults.nan:
+            sentences = [*faults.nan, *faults.infinite, f"So i{sentence[1:]}"]
+        return Finding("reference not finite", sentences, leaves=bad)
+
+    def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
+        errors, report = self._errors, self._ranges(self._errors.scales[at])
+        locations = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
+        wrong = f"The loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32."
+        if not errors.is_loss_wrong:
+            wrong = f"The gradients are {off(errors.total.relative_error[at])} at the best loss scale."
+        division = f"The forward pass leaves the range of {self._dtype}, perhaps by dividing by a constant that is zero"
+        begins = self._begins(locations, not self._has_diverged) or f"{division} there."
+        cast = [
+            location.largest for location in report.forward_overflows() if location.operation == "convert_element_type"
+        ]
+        too_large = [
+            f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
+            for path, largest in self._gradients.argument_faults.largest.items()
+            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
+        ]
+        sentences = [f"{wrong} No loss scale changes that.", begins, *too_large]
+        return Finding("forward overflow", sentences, at, inaccurate)
+
+    def _overflow_at_every_scale(self) -> Finding:
+        report = self._ranges(self._errors.scales[0])
+        bad = [leaf for leaf in self._errors.leaves if leaf.nonfinite[0]]
+        if report.forward_overflows():  # though the loss is finite
+            return self._forward_overflow(0, bad)
+        derivatives = [operation for operation in report.bad if operation.derivative_of]
+        before = [operation for operation in report.forward_error_sources() if not operation.overflow]
+        locations = derivatives or before or [operation for operation in report.bad if operation.overflow]
+        sentence = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
+        return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
+
+    def _does_not_train(self, at: int) -> Finding:
+        """Tell apart what makes gradients wrong that are finite at some scales."""
+        errors, report = self._errors, self._ranges(self._errors.scales[at])
+        inaccurate, error = errors.inaccurate_leaves(at), errors.total.relative_error[at]
+        does_harm = any(operation.changes_result for operation in report.forward_overflows())
+        if does_harm and (errors.is_loss_wrong or error > LARGE_ERROR):
+            return self._forward_overflow(at, inaccurate)
+        underflowing = [leaf for leaf in inaccurate if leaf.lost[at] >= _MANY_LOST]
+        vanishes = underflowing and errors.is_loss_too_small
+        if not vanishes and (report.forward_error_sources() or not report.underflows()):
+            most = f", most of all those of {_paths(inaccurate)}" if inaccurate else ""
+            sentences = [
+                f"The gradients are {off(error)} at the best loss scale{most}. No loss scale helps, since the error is "
+                "made in the forward pass.",
+                self._begins(report.forward_error_sources()) or "`range_report` shows how far off each operation is.",
+            ]
+            return Finding("forward rounding", sentences, at, inaccurate)
+        leaves = underflowing or inaccurate or list(errors.leaves)
+        share = sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / max(sum(leaf.nonzero for leaf in leaves), 1)
+        lost = f"{percent(share)} of those of {_paths(leaves)} are zero"
+        if error <= LARGE_ERROR:
+            start = errors.start()
+            # Brings their largest gradient to the size of the largest of all.
+            ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
+            factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
+            sentences = [
+                f"At {power_of_two(start)} the gradients as a whole are right (error {percent(error)}), but {lost}. At "
+                "a scale where they are not, other gradients overflow.",
+                f"Give that branch a scale of its own, {factor} times the other: its float32 parameters and inputs go "
+                f"through `jls.unscale_gradient(..., {factor})`, and its result, cast to float32, through "
+                f"`jls.scale_gradient(..., {factor})`. Or compute it in float32.",
+            ]
+            return Finding("branch underflow", sentences, at, leaves, loss_scale=start)
+        if errors.finite()[-1] + 1 == len(errors.scales):
+            advice = "Compare larger scales: `loss_scales=...`."
+        elif jnp.finfo(errors.loss_dtype).bits < 32:
+            advice = f"The loss is {errors.loss_dtype.name}, which carries no larger scale. Return it in float32, and "
+            advice += "take its last mean there."
+        else:
+            advice = "At a larger scale other gradients overflow. Give the part with the small gradients a scale of "
+            advice += "its own, with `jls.scale_gradient` and `jls.unscale_gradient`, or compute it in float32."
+        even = f"The gradients underflow: even at {power_of_two(errors.scales[at])}, {lost}, and all gradients together"
+        return Finding("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
+
+    def _trains(self) -> Finding:
+        errors, counted, dtype = self._errors, self._gradients.matmuls, self._gradients.dtype
+        start, cause = errors.start(), "none"
+        bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
+        underflowing = [] if bare is None or start < 1 else errors.inaccurate_leaves(bare)
+        if start < 1:
+            cause = "backward overflow"
+        elif bare is not None and (errors.total.relative_error[bare] > LARGE_ERROR or underflowing):
+            cause = "underflow"
+        elif bare is not None and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
+            start = 1.0
+        at = errors.scales.index(start)
+        it = "It will train"
+        if counted.half_matmuls < counted.matmuls:
+            it += f", with {counted.half_matmuls} of {counted.matmuls} products in {self._dtype}"
+        sentences = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
+        if cause == "backward overflow":
+            made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
+            sentences = [
+                f"{it}; start from {power_of_two(start)}, which is below 1, since larger scales make the gradients "
+                f"overflow. {made} goes there. Or make the loss smaller, with means for sums."
+            ]
+        elif cause == "underflow" and bare is not None:
+            share = errors.total.lost[bare]
+            lost = f"{percent(share)} of the gradients would be zero"
+            if share < _REPORTED_ERROR:  # they are subnormal
+                lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
+            whose = f", most of all those of {_paths(underflowing)}" if underflowing else ""
+            sentences.append(f"Without a loss scale {lost}{whose}.")
+        if too_small := errors.is_loss_noted and self._too_small():
+            sentences.append(f"{too_small} Return it in float32.")
+        elif errors.is_loss_noted:
+            off_by = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
+            numbers = f"{errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({off_by:+.0%})"
+            sources = self._ranges(start).forward_error_sources()
+            has_suggestion = not (self._has_diverged and cause == "backward overflow")
+            sentences += [f"But the loss is {numbers}.", self._begins(sources, has_suggestion)]
+        worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _REPORTED_ERROR]
+        if worse:
+            most = max(leaf.relative_error[at] for leaf in worse)
+            sentences.append(f"The gradients of {_paths(worse)} stay {off(most)}.")
+        return Finding(cause, sentences, at, underflowing, will_train=True, loss_scale=start)
+
+    def _too_small(self) -> str:
+        errors = self._errors
+        too_small = f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
+        return too_small if errors.is_loss_too_small else ""
+
+    def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
+        """Describe where an error begins, if this is known, and add the suggestion if ``has_suggestion``."""
+        if not locations:
+            return ""
+        operation = locations[0]
+        of = operation.derivative_of
+        name = f"the derivative of `{of}`" if of else f"`{operation.operation}`"
+        it = name + at(operation.layer, operation.source, operation.instance)
+        if math.isnan(operation.largest):
+            what = f"{it} gives NaN"
+        elif operation.overflow:
+            what = f"{it} reaches {operation.largest:.2g}, and {end_of(self._dtype)}"
+        elif operation.zero > MANY_ZEROS:
+            what = f"the results of {it} become zero"
+        elif operation.amplification < ACCUMULATED:
+            what = f"the error grows to {percent(operation.error)} over the iterations at {it}"
+        else:
+            what = f"the error grows from {percent(operation.input_error)} to {percent(operation.error)} at {it}"
+        return f"{what[0].upper()}{what[1:]}. {operation.suggestion if has_suggestion else ''}".rstrip()
+
+
+def _paths(leaves: Sequence[LeafGradientError]) -> str:
+    return listed([leaf.path for leaf in leaves])

@@ -1,0 +1,185 @@
+"""The loss function and the arguments that are given to a report, checked and traced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_lossscale import _tree
+from jax_lossscale._autocast.matmuls import TracedMatmuls, trace_matmuls
+from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
+
+
+class LossCall(NamedTuple):
+    """A loss function and its arguments.
+
+    Attributes:
+      caller: the name of the report, for error messages.
+      fun: the function. It takes `Leaves` in place of the differentiated arguments. An argument can therefore be a
+        whole model with leaves that have no gradients, such as functions, keys and counters.
+      args: the arguments, with these `Leaves`.
+      kwargs: the keyword arguments.
+      argnums: the differentiated arguments, as in `jax.grad`.
+      positions: the non-negative positions of those of ``argnums`` that exist.
+      has_aux: whether the function also returns auxiliary data.
+      names: the name of each argument in the signature of the function, or for example "args[0]".
+    """
+
+    caller: str
+    fun: Callable[..., Any]
+    args: list[Any]
+    kwargs: Mapping[str, Any]
+    argnums: int | tuple[int, ...]
+    positions: list[int]
+    has_aux: bool
+    names: list[str]
+
+    def with_args(self, args: Sequence[Any]) -> LossCall:
+        """Return the call with other arguments of the same structure."""
+        chosen = list(args)
+        for position in self.positions:
+            chosen[position], _ = _selected(args[position])
+        return self._replace(args=chosen)
+
+    def value_and_grad(self) -> Traced:
+        """Trace the function and its gradients, without a scale."""
+        return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
+
+    def scaled(self) -> Traced:
+        """Trace the value and the scaled gradients. The first input of the program is the loss scale."""
+        return self._checked(Traced(self._scaled_gradients, self._scaled_args, self.kwargs))
+
+    def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
+        """Trace the value and the scaled gradients, and list the matmuls of the program."""
+        program = trace_matmuls(self._scaled_gradients, self._scaled_args, self.kwargs, dtype)
+        self._checked(program.traced)
+        return program
+
+    @property
+    def _scaled_args(self) -> list[Any]:
+        return [jnp.float32(1), *self.args]
+
+    def _scaled_gradients(self, scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
+        return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+
+    def _checked(self, traced: Traced) -> Traced:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
+            raise ValueError(f"`{self.caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
+        return traced
+
+    def named_leaves(self) -> list[list[tuple[str, Any]]]:
+        """Give the leaves of each argument, and then of each keyword, each with its name."""
+        return [
+            [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(argument)]
+            for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
+        ]
+
+
+def check_call(
+    caller: str,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+) -> LossCall:
+    """Check the arguments of a report, and return the call of the loss function that it describes."""
+    check_function(fun, f"{caller}(fun=...)")
+    argnums = as_argnums(argnums, f"{caller}(argnums=...)")
+    check_flag(has_aux, f"{caller}(has_aux=...)")
+    counted = (n + len(args) if n < 0 else n for n in ((argnums,) if isinstance(argnums, int) else argnums))
+    positions = [position for position in counted if 0 <= position < len(args)]
+    chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()
+    for position in positions:
+        chosen[position], rebuild[position] = _selected(args[position])
+
+    def of_leaves(*args: Any, **kwargs: Any) -> Any:
+        filled = [rebuild[n](arg) if isinstance(arg, Leaves) else arg for n, arg in enumerate(args)]
+        return fun(*filled, **kwargs)
+
+    try:
+        names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
+    except (TypeError, ValueError):  # it has no signature
+        names = []
+    names += [f"args[{number}]" for number in range(len(names), len(args))]
+    return LossCall(caller, of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Leaves:
+    """The leaves of an argument that have gradients, under the paths that they have in it."""
+
+    def __init__(self, paths: tuple[str, ...], leaves: Sequence[Any]) -> None:
+        self.paths = paths
+        self.leaves = leaves
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
+        return list(zip(self.paths, self.leaves, strict=True)), self.paths
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
+        return cls(paths, leaves)
+
+
+def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
+    leaves = [leaf for _, leaf in with_paths]
+    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
+    arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
+    positions = arrays or inexact  # Python's own numbers in a model, such as a dropout rate, are no parameters
+
+    def rebuilt(moved: Leaves) -> Any:
+        filled = list(leaves)
+        for position, leaf in zip(positions, moved.leaves, strict=True):
+            filled[position] = leaf
+        return jax.tree.unflatten(structure, filled)
+
+    paths = tuple(jax.tree_util.keystr(with_paths[position][0]) for position in positions)
+    return Leaves(paths, [leaves[position] for position in positions]), rebuilt
+
+
+class ArgumentFaults(NamedTuple):
+    """Faults in the leaves of the arguments.
+
+    Attributes:
+      nan: one sentence for each leaf that contains NaN.
+      infinite: one sentence for each leaf that contains infinities but no NaN. They may be intended, as in a mask.
+      largest: the largest finite magnitude of each leaf, by its name.
+    """
+
+    nan: list[str]
+    infinite: list[str]
+    largest: dict[str, float]
+
+
+def _has_values(leaf: Any) -> bool:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
+    return is_array and _tree.is_inexact(leaf) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _nonfinite(leaf: LeafReport) -> str:
+    """Write a sentence about the NaNs or infinities in a leaf."""
+    number = leaf.nan or leaf.nonfinite
+    what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
+    first = ", at" if number == 1 else ", the first at"
+    where = f"{first} {list(leaf.first_bad_index)}" if leaf.first_bad_index else ""
+    return f"`{leaf.path}` holds {number} {what}{where}."
+
+
+def argument_faults(call: LossCall) -> ArgumentFaults:
+    """Find NaN and infinities in the arguments, and the largest magnitude of each leaf."""
+    named = [pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])]
+    reports = reports_of_named(named)
+    return ArgumentFaults(
+        nan=[_nonfinite(leaf) for leaf in reports if leaf.nan],
+        infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
+        largest={leaf.path: leaf.largest_finite or 0.0 for leaf in reports},
+    )

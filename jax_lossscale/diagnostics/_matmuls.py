@@ -1,0 +1,167 @@
+"""The number of matmuls in half precision, and why the first other matmul is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jax_lossscale._program.jaxpr import is_half
+from jax_lossscale._program.location import Location
+from jax_lossscale._program.primitives import is_matmul
+from jax_lossscale._program.propagation import Propagation
+from jax_lossscale.diagnostics._operations import OperationPrecision
+from jax_lossscale.diagnostics._report import percent
+
+
+class MatmulSummary(NamedTuple):
+    """The number of matrix multiplications and convolutions (matmuls), and how many of them are in half precision.
+
+    Attributes:
+      dtype: the name of the half-precision dtype.
+      matmuls: the number of matmuls in value and gradients. A matmul in the body of a loop counts once.
+      half_matmuls: the number of matmuls whose operands have this dtype.
+      first_float32: the location of the first other matmul, and the reason for its dtype; "" if there is none.
+      half_share: the fraction of the floating-point operations of all matmuls that is done in this dtype; 1 if there
+        are no matmuls.
+      is_autocast: whether the function, or a part of it, is under `autocast`.
+    """
+
+    dtype: str = ""
+    matmuls: int = 0
+    half_matmuls: int = 0
+    first_float32: str = ""
+    half_share: float = 1.0
+    is_autocast: bool = False
+
+    def __str__(self) -> str:
+        if not self.matmuls:
+            return "Matrix products and convolutions: none."
+        counts = f"Matrix products and convolutions: {self.half_matmuls} of {self.matmuls} in {self.dtype}"
+        if not self.first_float32:
+            return f"{counts}."
+        work = f", {percent(self.half_share)} of their work" if self.half_matmuls else ""
+        return f"{counts}{work}. The first that is not: {self.first_float32}."
+
+    @property
+    def no_half_precision(self) -> str:
+        """The explanation to print if nothing is computed in the dtype."""
+        if self.is_autocast and not self.matmuls:
+            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
+        if self.is_autocast:
+            left = f"all {self.matmuls} matrix products and convolutions"
+            return f"`autocast` leaves {left} as they are: {self.first_float32}."
+        return (
+            f"`fun` computes nothing in {self.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
+            "`fun`, with `jls.cast_floating`."
+        )
+
+
+def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
+    """Summarize the matmuls among operations."""
+    matmuls = [operation for operation in entries if operation.is_matmul]
+    in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
+    others = sorted(
+        (matmul for matmul in matmuls if matmul.dtype != dtype),
+        key=lambda matmul: (matmul.is_backward, matmul.index),
+    )
+    flops = sum(matmul.flops for matmul in matmuls)
+    return MatmulSummary(
+        dtype=dtype,
+        matmuls=sum(matmul.count for matmul in matmuls),
+        half_matmuls=sum(matmul.count for matmul in in_half),
+        first_float32=f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else "",
+        half_share=sum(matmul.flops for matmul in in_half) / flops if flops else 1.0,
+        is_autocast=is_autocast,
+    )
+
+
+class Float32Origin(NamedTuple):
+    """The origin of the float32 operands of a matmul.
+
+    Attributes:
+      location: the location of the matmul.
+      reason: why its operands are float32; "" if this is not known.
+    """
+
+    location: Location
+    reason: str
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, [_named(self.location), self.reason]))
+
+
+def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
+    """Return the origins of the float32 operands of matmuls, those of the forward pass first.
+
+    Args:
+      program: the program.
+      dtype: the half-precision dtype.
+      names: the names of the inputs of the program.
+    """
+    propagation = _Origins(dtype)
+    propagation.outputs(program, [_given(2, f"`{name}`") for name in names])
+    found = [Float32Origin(location, origin.why) for location, origin in propagation.float32_operands]
+    return sorted(found, key=lambda origin: origin.location.is_backward)
+
+
+class _Origin(NamedTuple):
+    """Where a float32 value comes from; of several, the one with the lowest rank is told.
+
+    Attributes:
+      rank: 0, where half precision was promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
+        which were float32 at the beginning; 4, of what is not float32.
+      why: the same in words, of a product that takes the value.
+      given: the name of the argument, or "a constant".
+      column: where the cast stands.
+    """
+
+    rank: int
+    why: str = ""
+    given: str = ""
+    column: str = ""
+
+
+def _given(rank: int, name: str) -> _Origin:
+    return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
+
+
+class _Origins(Propagation[_Origin]):
+    """Propagation of the origins of float32 values; ``float32_operands``: the matmuls with such operands."""
+
+    follows = Propagation.follows | {"shard_map"}
+
+    def __init__(self, dtype: jnp.dtype) -> None:
+        self.dtype = dtype
+        self.float32_operands: list[tuple[Location, _Origin]] = []
+
+    def value_of(self, constant: Any, aval: Any) -> _Origin:
+        return _given(3, "a constant")
+
+    def joined(self, values: Sequence[_Origin]) -> _Origin:
+        return min(values, key=lambda origin: origin.rank, default=_Origin(4))
+
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_Origin]) -> Sequence[_Origin]:
+        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
+        takes_narrow = any(is_half(atom.aval) for atom in eqn.invars)
+        origin = self.joined(origins)
+        given = [each.given for each in origins if each.given]
+        if given and (takes_narrow or (location.column and location.column in [each.column for each in origins])):
+            met = f"{self.dtype.name} met float32 {given[0]} at {_named(location)}"
+            origin = _Origin(0, f"its input is float32 since {met}")
+        if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+            self.float32_operands.append((location, origin))
+        if takes_narrow and not origins:
+            origin = _Origin(1, f"its input becomes float32 at {_named(location)}", column=location.column)
+        return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]
+
+
+def _is_wide_float(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_half(aval)
+
+
+def _named(at: Location | OperationPrecision) -> str:
+    """Name a layer and a line; "" if neither is known."""
+    return f"`{at.layer}` ({at.source})" if at.layer else at.source

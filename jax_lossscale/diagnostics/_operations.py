@@ -1,0 +1,124 @@
+"""The operations of a program, read from its jaxpr: the dtype and location of each, casts, and opaque operations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from jax_lossscale._autocast.in_half import is_fallback
+from jax_lossscale._autocast.matmuls import TracedMatmuls, jaxprs_in, nested_equations, operation_name
+from jax_lossscale._autocast.plan import Float32Matmul
+from jax_lossscale._program.jaxpr import is_reference
+from jax_lossscale._program.location import location_within
+from jax_lossscale._program.primitives import DATA_MOVEMENT, IN_HALF, KNOWN, OPAQUE, name_in_reports
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER
+
+_NO_ARITHMETIC = DATA_MOVEMENT | {"convert_element_type"}
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationPrecision:
+    """The operations of one kind in one place, and the dtype that they are computed in.
+
+    Attributes:
+      operation: the name of the primitive, as JAX prints it.
+      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
+        there are none.
+      source: file and line, of the innermost function that belongs to no installed library.
+      is_backward: whether they belong to the backward pass.
+      dtype: the dtype of their operands; of operands of several dtypes, the widest.
+      result: the dtype of their results.
+      count: the number of these operations in the program.
+      flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
+      reason: why a matmul, or its result, is not in the dtype of `autocast`; "" if it is.
+      is_matmul: whether it is a matrix multiplication or a convolution. A `dot_general` whose contracted axes all have
+        size 1, such as an outer product, is not.
+      index: the number of operations of the program that precede the first of them.
+    """
+
+    operation: str
+    layer: str
+    source: str
+    is_backward: bool
+    dtype: str
+    result: str
+    count: int
+    flops: float
+    reason: str
+    is_matmul: bool
+    index: int
+
+
+def operations(program: TracedMatmuls) -> list[OperationPrecision]:
+    """List the operations on floats in a program. Those of one kind at one location are one entry."""
+    matmuls = {matmul.index: matmul for matmul in program.matmuls}
+    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # for each kind, the indices and the flops
+    for index, nested in enumerate(nested_equations(program.used.jaxpr)):
+        eqn, name = nested.eqn, operation_name(nested.eqn)
+        if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
+            continue
+        result, matmul = eqn.outvars[0].aval.dtype, matmuls.get(index)
+        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
+        kind = OperationPrecision(
+            operation=name,
+            layer=nested.location.layer,
+            source=nested.location.source,
+            is_backward=nested.location.is_backward,
+            dtype=max(dtypes, key=lambda dtype: dtype.itemsize).name,
+            result=result.name,
+            count=0,
+            flops=0.0,
+            reason=matmul.reason if matmul else "",
+            is_matmul=matmul is not None,
+            index=0,
+        )
+        found.setdefault(kind, []).append((index, matmul.flops if matmul else 0.0))
+    return [
+        dataclasses.replace(kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
+        for kind, each in found.items()
+    ]
+
+
+def casts(program: Jaxpr) -> int:
+    """Count the casts between floating dtypes in a program."""
+    return sum(
+        nested.eqn.primitive.name == "convert_element_type"
+        and _is_inexact([*nested.eqn.invars, *nested.eqn.outvars])
+        and nested.eqn.invars[0].aval.dtype != nested.eqn.outvars[0].aval.dtype
+        for nested in nested_equations(program)
+    )
+
+
+def opaque_operations(program: Jaxpr) -> list[str]:
+    """List the operations that are computed as written or are unknown, each with its name and line."""
+    found = [(nested.eqn.primitive, nested.location.source) for nested in nested_equations(program)]
+    unknown = [(each, at) for each, at in found if each.name in OPAQUE or each.name not in KNOWN | HIGHER_ORDER]
+    return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
+
+
+def not_in_half(program: Jaxpr, float32_matmuls: Sequence[Float32Matmul]) -> list[str]:
+    """List the lines at which the fallback of an `in_half` function is computed, with the reasons.
+
+    Args:
+      program: the program without `autocast`.
+      float32_matmuls: the matmuls and `in_half` functions that `autocast` does not compute in half precision.
+    """
+    sources_by_reason: dict[str, dict[str, None]] = {}
+    for path, reason in float32_matmuls:
+        if path[-1].primitive.name == IN_HALF:
+            sources_by_reason.setdefault(reason, {})[location_within(path[-1], path[:-1]).source] = None
+    for nested in nested_equations(program):
+        if is_fallback((*nested.within, nested.eqn)):
+            sources_by_reason.setdefault("differentiated before `autocast`", {})[nested.location.source] = None
+    return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
+
+
+def _is_inexact(atoms: Sequence[Any]) -> bool:
+    """Return whether all atoms are floating or complex arrays, and none is a mutable reference."""
+    return not any(map(is_reference, atoms)) and all(
+        jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
+    )

@@ -1,1 +1,0 @@
-"""Which products must stay float32, found by measurement."""

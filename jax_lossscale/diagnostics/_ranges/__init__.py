@@ -1,1 +1,0 @@
-"""Which operation leaves the range of a dtype, where, and what helps."""

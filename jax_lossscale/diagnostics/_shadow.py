@@ -1,0 +1,348 @@
+"""Programs evaluated equation by equation, while something is measured: as they are and in float32, side by side.
+
+How calls, loops and branches are gone into is said here, once; of what runs in a loop, the worst is kept. What a value
+is, and what is measured of an operation, is up to a subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jax_lossscale._limits import Limits, limits_of
+from jax_lossscale._program.jaxpr import bind, half_dtypes, in_context, is_half, is_reference
+from jax_lossscale._program.primitives import SUMS
+from jax_lossscale._program.propagation import FOLLOWED
+from jax_lossscale._program.subjaxprs import subjaxprs
+from jax_lossscale._program.walk import Walk
+from jax_lossscale.diagnostics._bits import reduced
+from jax_lossscale.diagnostics._in_precision import Evaluator
+from jax_lossscale.diagnostics._report import report_progress
+from jax_lossscale.diagnostics._sites import is_measured
+
+# What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
+_ROUNDING = 2.0**-20
+# Elements are outliers if they lie within this factor of the largest magnitude, if no other element lies within its
+# square, and if at least this share of the nonzero elements is smaller. The fill value of a mask is such an outlier.
+_OUTLIER_FACTOR = 4.0
+_SMALLEST_SHARE = 1 / 256
+
+
+# What is measured, in the order of the program: of each measurement a few numbers, of which larger ones are worse.
+Rows: TypeAlias = list[jax.Array]
+
+
+class MeasuringEvaluator(Walk[Any]):
+    """Evaluates jaxprs, with pytrees of arrays for values.
+
+    Attributes:
+      fields: how many numbers a row has.
+      rows: what has been measured in the program at hand.
+      rules: by primitive, how an equation is gone into: its outputs, and the rows measured there.
+    """
+
+    fields: int
+
+    def __init__(self) -> None:
+        self.rows: Rows = []
+
+    def value_of(self, constant: Any, aval: Any) -> Any:
+        return constant
+
+    def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """Give the outputs of an equation that is not gone into, and add what is measured of it to the rows."""
+        raise NotImplementedError
+
+    def measured_of(self, eqn: Any) -> list[Any]:
+        """Name the rows that an operation adds."""
+        raise NotImplementedError
+
+    def decided(self, value: Any) -> Any:
+        """Give the array by which a loop goes on, or a branch is taken."""
+        return value
+
+    def to_scan(self, values: list[Any]) -> list[Any]:
+        """Give the values as `jax.lax.scan` takes them apart, and puts them together, along the first axis."""
+        return values
+
+    def from_scan(self, values: list[Any], atoms: Sequence[Any]) -> list[Any]:
+        """Give the values back, of the types of these variables."""
+        return values
+
+    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
+        """Give the outputs, and what is measured."""
+        outside, self.rows = self.rows, []
+        outputs = self.outputs(program, inputs)
+        rows, self.rows = self.rows, outside
+        return outputs, rows
+
+    def names(self, program: ClosedJaxpr) -> list[Any]:
+        """Name the rows of a program."""
+        return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
+
+    def names_within(self, eqn: Any) -> list[Any]:
+        """Name the rows of an equation, gone into or not."""
+        if eqn.primitive.name not in self.rules:
+            return self.measured_of(eqn)
+        bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
+        return [name for body in bodies for name in self.names(body.closed)]
+
+    def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        if not self.goes_into(eqn):
+            return self.operation(eqn, operands)
+        outputs, rows = self.gone_into(eqn, operands)
+        self.rows += rows
+        return outputs
+
+    def goes_into(self, eqn: Any) -> bool:
+        """Tell whether the jaxprs in an equation are evaluated here."""
+        return eqn.primitive.name in self.rules
+
+    def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
+        """Give the outputs of such an equation, and what is measured inside."""
+        with in_context(eqn):
+            outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
+            return outputs, rows
+
+    def nothing(self, program: ClosedJaxpr) -> Rows:
+        """Give rows for a program that is not evaluated."""
+        return [jnp.zeros(self.fields)] * len(self.names(program))
+
+    def _call(self, eqn: Any, inputs: list[Any]) -> Any:
+        (body,) = subjaxprs(eqn).jaxprs
+        return self.evaluate(body.closed, inputs)
+
+    def _scan(self, eqn: Any, inputs: list[Any]) -> Any:
+        (body,), carried, sliced, _ = subjaxprs(eqn)
+        fixed = sliced.start - len(carried)
+        of_xs = body.closed.jaxpr.invars[sliced.start :]
+
+        def step(state: Any, elements: Any) -> Any:
+            carry, worst = state
+            of_step = [*inputs[:fixed], *carry, *self.from_scan(elements, of_xs)]
+            outputs, rows = self.evaluate(body.closed, of_step)
+            return (outputs[: len(carry)], _worst(worst, rows)), self.to_scan(outputs[len(carry) :])
+
+        start = inputs[fixed : sliced.start], self.nothing(body.closed)
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        (carry, worst), ys = lax.scan(step, start, self.to_scan(inputs[sliced.start :]), **options)
+        return [*carry, *self.from_scan(ys, eqn.outvars[len(carry) :])], worst
+
+    def _while(self, eqn: Any, inputs: list[Any]) -> Any:
+        (condition, body), carried, *_ = subjaxprs(eqn)
+        positions = [operand for _, operand in carried]
+
+        def of(carry: Sequence[Any], operands: Sequence[int]) -> list[Any]:
+            now = dict(zip(positions, carry, strict=True))
+            return [now.get(position, inputs[position]) for position in operands]
+
+        def goes_on(state: Any) -> Any:
+            (output,), _ = self.evaluate(condition.closed, of(state[0], condition.operands))
+            return self.decided(output)
+
+        def step(state: Any) -> Any:
+            outputs, rows = self.evaluate(body.closed, of(state[0], body.operands))
+            return outputs, _worst(state[1], rows)
+
+        start = [inputs[position] for position in positions]
+        return lax.while_loop(goes_on, step, (start, self.nothing(body.closed)))
+
+    def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
+        branches = [body.closed for body in subjaxprs(eqn).jaxprs]
+
+        def of(number: int) -> Callable[..., Any]:
+            def taken(operands: list[Any]) -> Any:
+                outputs, rows = self.evaluate(branches[number], operands)
+                of_others = map(self.nothing, branches)
+                return outputs, [rows if n == number else other for n, other in enumerate(of_others)]
+
+            return taken
+
+        index, *operands = inputs
+        outputs, of_branches = lax.switch(jnp.int32(self.decided(index)), [*map(of, range(len(branches)))], operands)
+        return outputs, [row for rows in of_branches for row in rows]
+
+    rules: ClassVar[dict[str, Callable[..., Any]]] = {
+        **dict.fromkeys(FOLLOWED, _call),
+        "scan": _scan,
+        "while": _while,
+        "cond": _cond,
+    }
+
+
+def _worst(worst: Rows, rows: Rows) -> Rows:
+    return list(map(jnp.maximum, worst, rows))
+
+
+class Statistics(NamedTuple):
+    """What is measured of a result, in the worst iteration; or of many, as an array of each.
+
+    Attributes:
+      largest: the largest magnitude that is no NaN, in float32.
+      overflow: the share of numbers that are finite in float32 and would be infinite in the dtype.
+      nan: the share of numbers that are NaN in float32, though no operand is.
+      zero: the share of the numbers that are not zero that would become zero.
+      subnormal: the share of these that would become subnormal.
+      error: the norm of the difference from float32, over the norm in float32; or the same without outliers (elements
+        that are far larger than all others), if that is more.
+      input_error: the largest error of an operand.
+      amplification: how many times ``input_error``, or half a unit in the last location if that is more, ``error`` is.
+      error_of_all: ``error`` with outliers.
+    """
+
+    largest: Any
+    overflow: Any
+    nan: Any
+    zero: Any
+    subnormal: Any
+    error: Any
+    input_error: Any
+    amplification: Any
+    error_of_all: Any
+
+
+class Pair(NamedTuple):
+    """A value as the program has it, the same in float32, and `Statistics` of it; ``None`` of what is no float."""
+
+    half: Any
+    float32: Any
+    statistics: Any
+
+
+class ShadowEvaluator(MeasuringEvaluator):
+    """Evaluates jaxprs in their own dtypes and, by an `Evaluator`, in float32; gives a row for each site, too.
+
+    Results are compared with the range of ``dtype``. Rows are ``float32[fields]``, in the order of the sites of a
+    `Dataflow`. Outside of `jax.jit`, each operation is compiled separately, and only once for all similar layers.
+    Values are freed when they are no longer needed. If there is a ``total`` of rows, each tenth of it is reported.
+    """
+
+    fields = len(Statistics._fields)
+
+    def __init__(self, dtype: jnp.dtype, total: int = 0) -> None:
+        super().__init__()
+        self.evaluator = Evaluator(jnp.dtype(jnp.float32))
+        self._done, self._total = 0, total
+        self._limits = limits_of(dtype)
+        self._unit = float(jnp.finfo(dtype).eps) / 2  # half a unit in the last place
+        self._is_compiled = False
+
+    def value_of(self, constant: Any, aval: Any) -> Pair:
+        """Give a value of which nothing is wrong yet."""
+        return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
+
+    def decided(self, value: Pair) -> Any:
+        return value.float32
+
+    def to_scan(self, values: list[Pair]) -> list[Pair]:
+        return [value._replace(statistics=None) for value in values]
+
+    def from_scan(self, values: list[Pair], atoms: Sequence[Any]) -> list[Pair]:
+        return [self._pair(value.half, value.float32, atom.aval) for value, atom in zip(values, atoms, strict=True)]
+
+    def measured_of(self, eqn: Any) -> list[Any]:
+        return [variable for variable in eqn.outvars if is_measured(eqn, variable)]
+
+    def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], Rows]:
+        if self._is_compiled or eqn.primitive.name in FOLLOWED:
+            return super().gone_into(eqn, inputs)
+        # A loop or a branch, compiled such that every operation rounds.
+        compiled = jax.jit(partial(super().gone_into, eqn), compiler_options={"xla_allow_excess_precision": False})
+        self._is_compiled = True
+        outputs, rows = compiled(inputs)
+        self._is_compiled = False
+        self._count(len(rows))
+        return outputs, rows
+
+    def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
+        half = bind(eqn, [value.half for value in inputs], eqn.params)
+        is_shared = not half_dtypes(eqn) and all(value.half is value.float32 for value in inputs)
+        has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
+        float32 = half
+        if has_references or (not is_shared and eqn.outvars):
+            float32 = self.evaluator.equation(eqn, [value.float32 for value in inputs])
+        outputs = [
+            Pair(one, other, None) if is_reference(variable) else self._pair(one, other, variable.aval)
+            for one, other, variable in zip(half, float32, eqn.outvars, strict=True)
+        ]
+        known = [value.statistics for value in inputs if value.statistics is not None]
+        of_operands = jnp.stack(known or [jnp.zeros(self.fields)])
+        rows = [
+            _row(value.statistics, of_operands, self._unit, eqn.primitive.name in SUMS)
+            for variable, value in zip(eqn.outvars, outputs, strict=True)
+            if is_measured(eqn, variable)
+        ]
+        if not self._is_compiled:
+            self._count(len(rows))
+        self.rows += rows
+        return outputs
+
+    def _count(self, rows: int) -> None:
+        """Tell each tenth of the total."""
+        before, self._done = self._done, self._done + rows
+        if self._total and 10 * before // self._total < 10 * self._done // self._total:
+            report_progress("range_report", f"{self._done} of {self._total} operations")
+
+    def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
+        if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
+            return Pair(half, float32, None)
+        return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool) -> jax.Array:
+    """Give the statistics of an array, ``float32[fields]``, as far as it tells them itself."""
+    half, float32 = (jnp.asarray(value).astype(jnp.float32) for value in (half, float32))
+    is_nan, is_finite = jnp.isnan(float32), jnp.isfinite(float32)
+    magnitude = jnp.where(is_nan, 0, jnp.abs(float32))
+    largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
+    is_inlier = magnitude < unit / _OUTLIER_FACTOR
+    (largest_inlier,) = reduced(largest=[jnp.where(is_inlier, magnitude, 0)])
+    is_equal = (half == float32) | (jnp.isnan(half) & is_nan)
+
+    def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
+        """Return the squares of the differences and of the finite elements, in units in which they do not overflow."""
+        unit = jnp.where(unit > 0, unit, 1)
+        difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
+        return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]
+
+    flags = (
+        is_finite & (magnitude >= limits.overflow) & is_half,
+        is_nan,
+        (magnitude > 0) & (magnitude <= limits.zero) & is_half,
+        (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half,
+        magnitude > 0,
+        is_inlier & (magnitude > 0),
+    )
+    *counts, off, norm, off_inliers, norm_inliers = reduced(
+        sums=[*flags, *squares(jnp.ones_like(is_nan), unit), *squares(is_inlier, largest_inlier)]
+    )
+    overflow, nan, zero, subnormal, nonzero, inliers = (count.astype(jnp.float32) for count in counts)
+    size, nonzero = max(float32.size, 1), jnp.maximum(nonzero, 1)
+    shares = [overflow / size, nan / size, zero / nonzero, subnormal / nonzero]
+    has_outliers = (largest_inlier < unit / _OUTLIER_FACTOR**2) & (inliers >= _SMALLEST_SHARE * nonzero)
+    error_of_all = _relative(off, norm)
+    error = jnp.where(has_outliers, jnp.maximum(error_of_all, _relative(off_inliers, norm_inliers)), error_of_all)
+    return jnp.stack([largest, *shares, error, jnp.zeros(()), jnp.zeros(()), error_of_all])
+
+
+def _relative(off: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return the root of a quotient of sums of squares, which is infinite if ``off`` is not finite."""
+    return jnp.where(off == 0, 0, jnp.where(jnp.isfinite(off), jnp.sqrt(off / norm), jnp.inf))
+
+
+@partial(jax.jit, static_argnums=3)
+def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool) -> jax.Array:
+    """Give the statistics of a result, ``float32[fields]``, from its own and those of the operands."""
+    result, operands = Statistics(*of_result), Statistics(*of_operands.T)
+    is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
+    error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
+    amplification = jnp.where(jnp.isinf(input_error), 0, error / jnp.maximum(input_error, unit))
+    nan = jnp.where(jnp.max(operands.nan) > 0, 0, result.nan)
+    return jnp.stack(result._replace(nan=nan, error=error, input_error=input_error, amplification=amplification))

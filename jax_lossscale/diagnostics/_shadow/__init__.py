@@ -1,1 +1,0 @@
-"""A program evaluated in float32 beside itself: how far off each result is, and with which operation that begins."""

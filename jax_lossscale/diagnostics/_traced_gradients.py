@@ -1,0 +1,93 @@
+"""The traced program of value and gradients of a loss function, with the facts that several reports use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jax_lossscale._autocast.matmuls import TracedMatmuls
+from jax_lossscale._program.jaxpr import Traced, half_dtypes
+from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
+from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
+from jax_lossscale.diagnostics._matmuls import Float32Origin, MatmulSummary, float32_origins, summary_of
+from jax_lossscale.diagnostics._operations import operations
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedGradients:
+    """The program of the value and the scaled gradients of a function.
+
+    Its properties are facts about the program. Each is computed when a report first uses it.
+
+    Attributes:
+      call: the function and its arguments.
+      dtype: the half-precision dtype.
+      traced_matmuls: the program, of which the loss scale is the first input, and its matmuls.
+      has_reference: whether the user passed a float32 version of the function.
+    """
+
+    call: LossCall
+    dtype: jnp.dtype
+    traced_matmuls: TracedMatmuls
+    has_reference: bool = False
+
+    @property
+    def program(self) -> Traced:
+        """The program of value and gradients. The loss scale is its first input."""
+        return self.traced_matmuls.traced
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether the function, or a part of it, is under `autocast`."""
+        return self.traced_matmuls.is_autocast
+
+    @functools.cached_property
+    def half_dtypes(self) -> list[jnp.dtype]:
+        """The half-precision dtypes in which the function computes."""
+        return half_dtypes(self.program.jaxpr.jaxpr)
+
+    @functools.cached_property
+    def input_names(self) -> list[str]:
+        """The names of the inputs of the program."""
+        names = ["the loss scale", *(name for leaves in self.call.named_leaves() for name, _ in leaves)]
+        return [names[position] for position in self.program.positions]
+
+    @functools.cached_property
+    def parameter_names(self) -> list[str]:
+        """The names of the differentiated inputs, in the order of the gradients."""
+        named = self.call.named_leaves()
+        return [name for position in self.call.positions for name, _ in named[position]]
+
+    @functools.cached_property
+    def matmuls(self) -> MatmulSummary:
+        """The number of matmuls, how many of them are in half precision, and why the first other one is not."""
+        summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
+        # Under `autocast`, the reasons of the plan are more precise.
+        has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
+        return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
+
+    @functools.cached_property
+    def float32_origins(self) -> list[Float32Origin]:
+        """The origins of the float32 operands of matmuls, those of the forward pass first."""
+        return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
+
+    @functools.cached_property
+    def argument_faults(self) -> ArgumentFaults:
+        """The NaNs and infinities in the arguments, and the largest magnitude of each leaf."""
+        return argument_faults(self.call)
+
+    @functools.cached_property
+    def lost_constants(self) -> Sequence[LostConstant]:
+        """The constants that became zero or infinite in half precision, and are so in the float32 reference, too.
+
+        A reference that the user passed has constants of its own.
+        """
+        return () if self.has_reference else lost_constants(self.program, self.is_autocast)
+
+
+def trace_gradients(call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> TracedGradients:
+    """Trace the function and its gradients, once for all facts."""
+    return TracedGradients(call, dtype, call.scaled_matmuls(dtype), has_reference)

@@ -1,0 +1,99 @@
+"""The blocks of a network are traced once where they are equal, and the compiled program tells them apart as before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import jax_lossscale as jls
+from jax_lossscale._autocast import rewrite
+
+pytestmark = pytest.mark.ci
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+WEIGHTS = [jax.random.normal(jax.random.key(n), (8, 8)) / 3 for n in range(4)]
+
+
+def block(w, x):
+    y = x @ w
+    return x + jax.nn.gelu((y - y.mean(axis=-1, keepdims=True)) * 0.5) @ w.T
+
+
+def unnamed(weights, x):
+    for w in weights:
+        x = block(w, x)
+    return jnp.mean(x**2)
+
+
+def named(weights, x):
+    for n, w in enumerate(weights):
+        with jax.named_scope(f"block_{n}"):
+            x = block(w, x)
+    return jnp.mean(x**2)
+
+
+def on_lines_of_their_own(weights, x):
+    x = jnp.tanh(x @ weights[0]) * 0.5
+    x = jnp.tanh(x @ weights[1]) * 0.5
+    x = jnp.tanh(x @ weights[2]) * 0.5
+    return jnp.mean(jnp.tanh(x @ weights[3]) ** 2)
+
+
+def unlike(weights, x):
+    """All are equal but for one number, one shape, one constant."""
+    for n, w in enumerate(weights):
+        x = jnp.tanh(x @ w[:, : 8 - (n == 2)]) * (0.5 + (n == 1))
+        x = jnp.pad(x, ((0, 0), (0, n == 2)))
+    return jnp.mean(x**2)
+
+
+def apart(plan, segment):
+    raise TypeError
+
+
+@pytest.fixture
+def compiled_anew():
+    """Find no program in the persistent cache, which takes programs for equal whose names and lines are not."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize("loss", [unnamed, named, on_lines_of_their_own, unlike])
+def test_the_compiled_program_is_that_of_segments_traced_apart(loss, monkeypatch):
+    found = []
+    for meaning in (rewrite._meaning, apart):
+        monkeypatch.setattr(rewrite, "_meaning", meaning)
+        step = jax.jit(jax.value_and_grad(jls.autocast(loss)))
+        found.append((step.lower(WEIGHTS, X).compile().as_text(), step(WEIGHTS, X)))
+    (together, results), (text, expected) = found
+    assert together == text  # with the names of layers and the lines
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_layers_keep_their_names_and_lines():
+    text = jax.jit(jax.grad(jls.autocast(named))).lower(WEIGHTS, X).compile().as_text()
+    assert all(f"block_{n}" in text for n in range(4))
+    locations = jls.diagnostics.autocast_report(on_lines_of_their_own, WEIGHTS, X)
+    first = on_lines_of_their_own.__code__.co_firstlineno
+    assert all(f"test_equal_segments.py:{first + n}" in str(locations) for n in range(1, 5))
+
+
+@pytest.mark.parametrize(("loss", "times"), [(unnamed, 1), (named, 4)])
+def test_equal_blocks_are_traced_once(loss, times, monkeypatch):
+    traced = []
+    step = rewrite.Rewriting._node
+
+    def counted(self, plan, segment, position, *operands):
+        if plan.graph.nodes[position].eqn.primitive.name == "tanh":  # there is one in gelu
+            traced.append(position)
+        return step(self, plan, segment, position, *operands)
+
+    monkeypatch.setattr(rewrite.Rewriting, "_node", counted)
+    jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X)
+    assert len(traced) == times

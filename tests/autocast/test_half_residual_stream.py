@@ -1,0 +1,195 @@
+"""`half_residual_stream` stores the residual stream in the carry of a scan in half precision, but no other carry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import random
+from reading import distance, equations, taken_by_segments
+
+import jax_lossscale as jls
+
+KEY = random.key(0)
+W = random.normal(KEY, (4, 16, 16)) / 8  # of four blocks
+X = random.normal(KEY, (32, 16))
+pytestmark = pytest.mark.ci
+
+HALF, FLOAT32 = "float16", "float32"
+POLICY = jls.PrecisionPolicy(half_residual_stream=True)
+
+
+def block(x, w):
+    return x + jnp.tanh(x @ w) @ w.T
+
+
+def blocks(x, w):
+    return block(block(x, w), w.T)
+
+
+def normed(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def before(x, w):
+    return x + normed(x) @ w
+
+
+def after(x, w):
+    return normed(x + x @ w)
+
+
+def moved(x, w):
+    x = x.reshape(4, 8, 16).swapaxes(0, 1)
+    x = x + jnp.sin(x @ w)
+    return x.swapaxes(0, 1).reshape(32, 16)
+
+
+def cell(carry, w):
+    """An LSTM's, but for its gates."""
+    h, c = carry
+    c = c * jax.nn.sigmoid(h @ w) + jnp.tanh(h @ w.T)
+    return jnp.tanh(c), c
+
+
+def beside_a_mean(carry, w):
+    x, mean = carry
+    x = block(x, w)
+    return x, mean + 0.1 * (x.mean(0) - mean)
+
+
+def beside_a_sum(carry, w):
+    x, total = carry
+    x = jnp.tanh(x @ w)
+    return x, total + x
+
+
+def two(carry, w):
+    x, y = carry
+    return x + jnp.tanh(y @ w), y + jnp.tanh(x @ w)
+
+
+def rolled(carry, w):
+    x, total = carry
+    return jnp.roll(x, 1, 0), total + jnp.tanh(x @ w)
+
+
+def another(carry, w):
+    x, y = jax.lax.optimization_barrier(carry)
+    return y + jnp.tanh(x @ w), jnp.tanh(y)
+
+
+def learned(inner, w):
+    """An inner loop learns a weight, as in meta-learning."""
+    return inner - 0.1 * jax.grad(lambda inner: jnp.mean((jnp.tanh(X @ inner) - X @ w) ** 2))(inner)
+
+
+def learned_by_optax(inner, w):
+    return optax.apply_updates(inner, learned(inner, w) - inner)
+
+
+def dropped(x, w):
+    return jax.lax.cond(w[0, 0] > 0, block, lambda x, w: x, x, w)
+
+
+def iterated(x, w):
+    return jax.lax.scan(lambda x, _: (block(x, w), None), x, None, length=2)[0]
+
+
+CASES = {
+    "a block": (block, X, [HALF]),
+    "two blocks": (blocks, X, [HALF]),
+    "jax.checkpoint": (jax.checkpoint(block), X, [HALF]),
+    "jax.checkpoint twice": (jax.checkpoint(jax.checkpoint(blocks)), X, [HALF]),
+    "jax.jit": (jax.jit(block), X, [HALF]),
+    "a block that may be left out": (dropped, X, [HALF]),
+    "a scan in a scan": (iterated, X, [HALF]),
+    "norm before": (before, X, [HALF]),
+    "moved": (moved, X, [HALF]),
+    "two streams": (two, (X, X), [HALF, HALF]),
+    "beside a running mean": (beside_a_mean, (X, X[0]), [HALF, FLOAT32]),
+    "norm after, which gives no sum": (after, X, [FLOAT32]),
+    "a cell": (cell, (X, X), [FLOAT32, FLOAT32]),
+    "a sum of what is not carried": (beside_a_sum, (X, X), [FLOAT32, FLOAT32]),
+    "what is moved only": (rolled, (X, X), [FLOAT32, FLOAT32]),
+    "a weight of an inner loop": (learned, W[0], [FLOAT32]),
+    "a weight to which updates are added": (learned_by_optax, W[0], [HALF]),
+    "another one's sum": (another, (X, X), [FLOAT32, FLOAT32]),
+    "half of it": (lambda x, w: jnp.concatenate([x[:16] + jnp.tanh(x[16:] @ w), x[16:]]), X, [HALF]),
+    "two numbers": (lambda x, w: x + jnp.tanh(x @ w[:2, :2]), X[0, :2], [HALF]),
+    "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [FLOAT32]),
+}
+
+
+def by_scan(body, start):
+    def loss(w):
+        end, _ = jax.lax.scan(lambda carry, w: (body(carry, w), None), start, w)
+        return sum(jnp.mean(leaf**2) for leaf in jax.tree.leaves(end)) + jnp.mean(normed(w[0]) @ w[1])
+
+    return loss
+
+
+def carried(function):
+    """Return the dtypes of what the outermost scan carries."""
+    scan = next(eqn for eqn in equations(jax.make_jaxpr(function)(W)) if eqn.primitive.name == "scan")
+    return [v.aval.dtype.name for v in scan.outvars[: scan.params["num_carry"]]]
+
+
+@pytest.mark.parametrize(("body", "start", "dtypes"), CASES.values(), ids=CASES)
+def test_what_is_carried(body, start, dtypes):
+    loss = by_scan(body, start)
+    assert carried(jls.autocast(loss)) == [FLOAT32] * len(dtypes)
+    half = jls.autocast(loss, policy=POLICY)
+    assert carried(half) == dtypes
+    for plain, rounded in zip(*(jax.tree.leaves(jax.value_and_grad(f)(W)) for f in (loss, half)), strict=True):
+        assert rounded.dtype == plain.dtype
+        assert distance(plain, rounded) < 1e-2
+
+
+def test_what_branches_give_to_a_half_precision_carry_is_half_precision():
+    """It would be written as float32 and rounded afterwards."""
+    eqns = equations(jax.make_jaxpr(jls.autocast(by_scan(dropped, X), policy=POLICY))(W))
+    given = [variable.aval.dtype.name for eqn in eqns if eqn.primitive.name == "cond" for variable in eqn.outvars]
+    assert given == [HALF]
+
+
+def test_what_is_saved_for_the_backward_pass_is_half_as_large():
+    loss = by_scan(jax.checkpoint(block), X)
+
+    def saved(function):
+        return {x.dtype.name for x in jax.tree.leaves(jax.vjp(function, W)[1]) if x.shape == (4, *X.shape)}
+
+    assert saved(jls.autocast(loss)) == {FLOAT32}
+    assert saved(jls.autocast(loss, policy=POLICY)) == {HALF}
+
+
+def types_taken(loss):
+    """The types of what stretches take that are computed again."""
+    return set().union(*taken_by_segments(jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)))
+
+
+def test_only_the_largest_of_what_goes_on_is_a_skip_connection():
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        total = jnp.sin(jnp.sum(y, axis=1, keepdims=True))
+        return jnp.sum(jnp.sin((y + total) @ w) * total + y)
+
+    taken = types_taken(loss)
+    assert "float32[32,1]" in taken
+    assert "float16[32,1]" not in taken
+
+
+def test_what_is_computed_once_is_no_skip_connection():
+    def loss(w, x):
+        y = jnp.cumsum(jnp.sin(x[:, :8]), axis=1)
+        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w)[:, :8] * y)
+
+    taken = types_taken(loss)
+    assert "float32[32,8]" in taken
+    assert "float16[32,8]" not in taken
+
+
+def test_the_derivative_may_be_taken_inside():
+    loss = by_scan(jax.checkpoint(block), X)
+    inside = jls.autocast(jax.grad(loss), policy=POLICY)(W)
+    np.testing.assert_allclose(inside, jax.grad(loss)(W), atol=4e-3 * np.abs(inside).max())

@@ -1,0 +1,54 @@
+"""Every matmul of a traced function is listed with its location, its dtype and the reason if it is not in half."""
+
+import jax
+import jax.numpy as jnp
+
+import jax_lossscale as jls
+from jax_lossscale._autocast.matmuls import trace_matmuls
+
+HALF = jnp.dtype(jnp.float16)
+W, X = jnp.ones((4, 4)), jnp.ones((8, 4))
+
+
+def loss(w, x):
+    with jax.named_scope("trunk"):
+        hidden = jnp.tanh(x @ w)
+    with jax.named_scope("head"), jls.keep_float32():
+        return jnp.sum(hidden @ w)
+
+
+def listed(fun):
+    program = trace_matmuls(fun, (W, X), {}, HALF)
+    found = [
+        (each.location.layer.split("/")[0], each.location.is_backward, each.dtype.name, each.reason)
+        for each in program.matmuls
+    ]
+    return program.is_autocast, found
+
+
+def test_forward_and_backward_matmuls_have_the_reason_of_the_plan():
+    reason = "inside `keep_float32`"
+    is_autocast, found = listed(jax.value_and_grad(jls.autocast(loss)))
+    assert is_autocast
+    assert sorted(found) == [
+        ("head", False, "float32", reason),
+        ("head", True, "float32", reason),
+        ("head", True, "float32", reason),
+        ("trunk", False, "float16", ""),
+        ("trunk", True, "float16", ""),
+    ]
+
+
+def test_without_autocast_there_is_no_plan():
+    is_autocast, found = listed(loss)
+    assert not is_autocast
+    assert {reason for *_, reason in found} == {"outside of `autocast`, or made by differentiating"}
+
+
+def test_the_flops_of_a_loop_count_every_iteration():
+    def looped(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: y @ w, x)
+
+    (matmul,) = trace_matmuls(jls.autocast(looped), (W, X), {}, HALF).matmuls
+    assert matmul.flops == 3 * 2 * 8 * 4 * 4
+    assert (matmul.dtype, matmul.result, matmul.reason) == (HALF, HALF, "")

@@ -1,0 +1,79 @@
+"""The minimum cut, against all cuts that there are; and what the derivatives of operations ask for."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+from jax_lossscale._autocast.min_cut import OperandsNeeded, _nearest_to_sink
+
+
+def all_cuts(edges):
+    """The price of each way to part the nodes, by what is on the side of the sink."""
+    nodes = sorted({node for start, end, _ in edges for node in (start, end)} - {"source", "sink"})
+    for chosen in itertools.product((False, True), repeat=len(nodes)):
+        beyond = {"sink", *(node for node, is_beyond in zip(nodes, chosen, strict=True) if is_beyond)}
+        yield sum(price for start, end, price in edges if start not in beyond and end in beyond), beyond
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_is_a_cheapest_cut_and_of_these_the_nearest_to_the_sink(seed):
+    """Prices are few, so that there are ties."""
+    numbers = np.random.default_rng(seed)
+    nodes = ["source", *"abcdef", "sink"]
+    edges = [
+        (start, end, float(numbers.choice([0, 1, 2, 2, 5, math.inf], p=[0.1, 0.25, 0.25, 0.2, 0.15, 0.05])))
+        for start, end in itertools.combinations(nodes, 2)
+        if (start, end) not in (("source", "sink"), ("source", "a"), ("f", "sink")) and numbers.random() < 0.6
+    ]
+    edges += [("source", "a", 3.0), ("f", "sink", 3.0)]
+    cheapest = min(price for price, _ in all_cuts(edges))
+    nearest = set.intersection(*(beyond for price, beyond in all_cuts(edges) if price == cheapest))
+    assert _nearest_to_sink(edges) == nearest | {"sink"}
+
+
+def test_large_prices_are_told_apart_from_none():
+    edges = [("source", "a", 2.0**40), ("a", "b", 1.0), ("b", "sink", math.inf)]
+    assert _nearest_to_sink(edges) == {"b", "sink"}
+
+
+def test_a_segment_whose_only_equation_has_no_operands_and_no_results():
+    """Equinox binds such a `custom_jvp_call` of an empty pytree in every `filter_custom_vjp`."""
+    without_leaves = jax.custom_jvp(lambda tree: tree)
+    without_leaves.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    matmul = jax.custom_vjp(lambda w: w @ w)
+    matmul.defvjp(lambda w: (w @ w, w), lambda w, g: (g @ w.T + w.T @ g,))
+
+    def loss(w):
+        without_leaves({})
+        return jnp.sum(matmul(w))
+
+    w = jnp.ones((3, 3))
+    np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(w), jax.grad(loss)(w))
+
+
+X, INDICES = jnp.ones((2, 3)), jnp.zeros((1, 1), int)
+# An operation, and which of its operands its derivative asks for.
+NEEDED = {
+    "exp": (jnp.exp, (X,), {0}),
+    "sum": (lambda x: jax.lax.reduce_sum(x, (0,)), (X,), set()),
+    "product": (jax.lax.mul, (X, X), {0, 1}),
+    "difference": (jax.lax.sub, (X, X), set()),
+    "quotient": (jax.lax.div, (X, X), {0, 1}),
+    "mask of a maximum": (jax.lax.max, (X, X), {0, 1}),
+    "choice": (jax.lax.select, (X > 0, X, X), {0}),
+    "sign": (jax.lax.sign, (X,), set()),
+    "a rule of its own": (jax.nn.relu, (X,), {0}),
+}
+
+
+@pytest.mark.parametrize(("function", "args", "expected"), NEEDED.values(), ids=NEEDED)
+def test_what_a_derivative_asks_for(function, args, expected):
+    eqn = jax.make_jaxpr(function)(*args).eqns[-1]
+    if eqn.primitive.name == "jit":
+        eqn = eqn.params["jaxpr"].eqns[-1]
+    assert OperandsNeeded()(eqn) == expected

@@ -1,0 +1,677 @@
+"""What is kept for the backward pass: results of products, and what the author's arguments hold anyway."""
+
+from collections import Counter
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal
+from reading import distance, equations, matmul_dtypes, taken_by_segments
+
+import jax_lossscale as jls
+
+W = jnp.ones((16, 16)) / 16
+X = jnp.ones((4, 16))
+
+
+def saved(fun, *args):
+    """The types of what `jax.vjp` keeps, beside the arguments themselves."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
+    found = {variable: variable.aval for variable in jaxpr.outvars if not isinstance(variable, Literal)}
+    return sorted(aval.str_short() for variable, aval in found.items() if variable not in jaxpr.invars)
+
+
+def bytes_kept(fun, *args):
+    """The bytes that `jax.vjp` keeps, beside the arguments themselves."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
+    found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
+    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in found)
+
+
+def norm(x):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def masked_softmax(scores):
+    mask = jnp.tril(jnp.ones(scores.shape, bool))
+    return jax.nn.softmax(jnp.where(mask, scores, -1e9))
+
+
+def gated(y):
+    return jax.nn.sigmoid(y) * jnp.sin(y)
+
+
+def through_a_broadcast(y):
+    return jnp.tanh(y[:, :1] + jnp.zeros_like(y))
+
+
+def normal_softmax(y):
+    return jax.nn.softmax(y)
+
+
+def dropped(y):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, y.shape), y / 0.5, 0.0)
+
+
+def scanned(y):
+    """A scan of many small operations, of which none is to be done again."""
+
+    def composed(before, after):
+        return before[0] * after[0], before[1] * after[0] + after[1]
+
+    return jax.lax.associative_scan(composed, (jnp.sin(y), jnp.cos(y)), axis=1)[1]
+
+
+def squared_outer_product(y):
+    """Sixteen times as large as what it is made of."""
+    return jnp.sum(jnp.sin(y[:, :, None] * y[:, None, :]), -1)
+
+
+def squared_by_a_matmul(y):
+    return jnp.sum(jnp.sin(y[:, :, None] @ y[:, None, :]), -1)
+
+
+def behind_a_stop(y):
+    return jnp.sin(y) * jax.lax.stop_gradient(jnp.exp(y))
+
+
+@jax.custom_jvp
+def with_a_rule(y):
+    return jnp.sin(y) * 2
+
+
+with_a_rule.defjvps(lambda tangent, result, y: 2 * jnp.cos(y) * tangent)
+
+# What is computed between two products, and what is kept beside their operands: the bytes, of results of 128.
+BETWEEN = {
+    jnp.tanh: 128,
+    jax.nn.gelu: 128,
+    jax.nn.relu: 128,
+    gated: 128,
+    normal_softmax: 0,  # the weights alone, which are the operand
+    masked_softmax: 0,
+    norm: 128 + 2 * 16,  # and both statistics, as float32, rather than to sum up again
+    through_a_broadcast: 128,
+    dropped: 64 + 128,  # a byte for each of the mask, rather than four of random bits
+    squared_outer_product: 128,
+    squared_by_a_matmul: 128,
+    behind_a_stop: 128,
+    with_a_rule: 128,
+}
+
+
+@pytest.mark.parametrize(("between", "most"), BETWEEN.items(), ids=lambda each: getattr(each, "__name__", str(each)))
+def test_what_is_saved_between_two_matmuls(between, most):
+    def loss(w, v, x):
+        return jnp.sum(between(x @ w) @ v)
+
+    # The weights and the input are kept as they go into the products; so is what goes into the second.
+    operands = 2 * 16 * 16 * 2 + 4 * 16 * 2 + 4 * 16 * 2
+    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= operands + most
+    without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
+    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= bytes_kept(without, W, W.T, X)
+
+
+@jax.custom_jvp
+def ramp(x):
+    return jnp.maximum(x, 0)
+
+
+@ramp.defjvp
+def straight_through(primals, tangents):
+    return ramp(*primals), *tangents
+
+
+# What ends a block whose result goes into a product and past it, and what is kept of each: as float32, where nothing
+# else says what the derivative asks for.
+ENDS = {jax.nn.relu: 2, jnp.abs: 2 + 4, ramp: 2}
+
+
+@pytest.mark.parametrize(("end", "size"), ENDS.items(), ids=lambda each: getattr(each, "__name__", str(each)))
+def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
+    def loss(weights, x):
+        for w in weights:
+            x = end(x + jnp.sin(x @ w))
+        return jnp.sum(x)
+
+    weights = [W] * 4
+    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16  # the weights, the product, what goes into it
+    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
+    expected = jax.grad(loss)(weights, X)
+    chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
+
+
+# What is kept of three blocks, beside weights: without, and with `half_residual_stream`.
+HALF, FLOAT32, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
+BLOCKS = {
+    "relu behind the sum": (
+        lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w) @ w.T),
+        {HALF: 7, FLOAT32: 1},
+        {HALF: 7},
+    ),
+    "relu before": (lambda w, x: x + jax.nn.relu(x) @ w, {HALF: 4, FLOAT32: 1}, {HALF: 4}),
+    "norms and relu": (
+        lambda w, x: jax.nn.relu(x + norm(jax.nn.relu(norm(x @ w)) @ w)),
+        {HALF: 9, FLOAT32: 1, STATISTICS: 12},
+        {HALF: 9, STATISTICS: 12},
+    ),
+    "norm before": (
+        lambda w, x: x + jnp.tanh(norm(x) @ w) @ w.T,
+        {HALF: 4, FLOAT32: 2, STATISTICS: 6},
+        {HALF: 7, STATISTICS: 6},
+    ),
+    "norm": (lambda w, x: norm(x @ w) @ w, {HALF: 7, STATISTICS: 6}, {HALF: 7, STATISTICS: 6}),
+    "softmax": (lambda w, x: jax.nn.softmax(x @ w) @ w + x, {HALF: 7, FLOAT32: 1}, {HALF: 7}),
+    "a product that is used twice": (
+        lambda w, x: (lambda y: jnp.sin(y) @ w + jnp.cos(y) @ w.T)(x @ w),
+        {HALF: 8},
+        {HALF: 8},
+    ),
+    "dropout": (lambda w, x: dropped(x @ w) @ w, {HALF: 7, "bool[4,16]": 3}, {HALF: 7, "bool[4,16]": 3}),
+}
+
+
+@pytest.mark.parametrize(("block", "plain", "with_half_residual_stream"), BLOCKS.values(), ids=BLOCKS)
+def test_what_is_saved_of_blocks(block, plain, with_half_residual_stream):
+    def loss(w, x):
+        return jnp.sum(jnp.sin(block(w, block(w, block(w, x)))))
+
+    for policy, expected in (
+        (None, plain),
+        (jls.PrecisionPolicy(half_residual_stream=True), with_half_residual_stream),
+    ):
+        found = Counter(saved(jls.autocast(loss, policy=policy), W, X))
+        assert {kind: number for kind, number in found.items() if kind != "float16[16,16]"} == expected
+
+
+def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
+    def block(w, x):
+        x = jax.nn.relu(x + jnp.sin(x @ w))
+        return x + x @ w
+
+    args = W, jax.random.normal(jax.random.key(1), X.shape)
+    tangents = jax.tree.map(jnp.ones_like, args)
+    for actual, expected in zip(*(jax.jvp(f, args, tangents) for f in (jls.autocast(block), block)), strict=True):
+        assert distance(actual, expected) < 1e-2
+
+
+def test_a_relu_before_a_matmul_in_float32_is_differentiated_as_it_is():
+    def block(w, x):
+        x = jax.nn.relu(x)
+        return jnp.sum((x + jls.keep_float32(jnp.matmul)(x, w)) @ w)
+
+    x = jnp.full(X.shape, 1e-9)  # zero in float16
+    assert distance(jax.grad(jls.autocast(block), 1)(W, x), jax.grad(block, 1)(W, x)) < 1e-3
+
+
+def test_a_relu_between_matmuls_is_taken_in_half_precision():
+    jaxpr = jax.make_jaxpr(jax.grad(jls.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w))))(W, X)
+    assert {str(eqn.outvars[0].aval.dtype) for eqn in equations(jaxpr) if eqn.primitive.name == "max"} == {"float16"}
+
+
+def test_a_relu_of_integers_is_no_operand():
+    def rows(sizes, w):
+        return jax.lax.ragged_dot(jnp.ones((4, 16)), w, jax.nn.relu(sizes))
+
+    sizes, w = jnp.array([3, -1, 1]), jax.random.normal(jax.random.key(0), (3, 16, 16))
+    assert distance(jls.autocast(rows)(sizes, w), rows(sizes, w)) < 1e-3
+
+
+def test_the_operations_of_a_scan_by_halves_are_not_done_again():
+    def loss(w, v, x):
+        return jnp.sum(scanned(x @ w) @ v)
+
+    def joins(fun):
+        return [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(fun))(W, W.T, X))].count("concatenate")
+
+    assert 0 < joins(jls.autocast(loss)) <= joins(loss)
+
+
+def test_less_is_saved_of_a_scan_by_halves():
+    def loss(w, v, x):
+        return jnp.sum(scanned(x @ w) @ v)
+
+    without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
+    assert bytes_kept(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_kept(without, W, W.T, X)
+
+
+def padded(y):
+    for _ in range(4):
+        y = jnp.sin(jnp.pad(y, ((0, 0), (2, 2))))
+    return y[:, :16]
+
+
+def test_what_is_padded_is_not_saved():
+    def loss(w, v, x):
+        return jnp.sum(padded(x @ w) @ v)
+
+    found = saved(jls.autocast(loss), W, W.T, X)
+    assert not [kind for kind in found if kind.endswith(("[4,20]", "[4,24]", "[4,28]", "[4,32]"))]
+
+
+# A large value, and the steps that make it of small ones.
+LARGE = {
+    "a mask": lambda x, lengths: (jnp.arange(16)[None] < lengths[:, None]).astype(x.dtype),
+    "a table of who goes where": lambda x, lengths: jnp.where(jax.nn.one_hot(lengths, 16) == 1, 2.0, 1.0),
+    "an outer product": lambda x, lengths: lengths.astype(x.dtype)[:, None] @ jnp.ones((1, 16)),
+}
+
+
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
+def test_what_is_large_and_made_of_small_values_is_made_where_it_is_taken(large):
+    def loss(w, x, lengths):
+        mask = large(x, lengths)
+        return jnp.sum(jnp.sin(((x @ w) * mask) @ w) * mask) + jnp.sum(mask)
+
+    arguments = W, X, jnp.arange(4)
+    autocast = jls.autocast(loss)
+    taken = taken_by_segments(jax.make_jaxpr(autocast)(*arguments))
+    assert len(taken) > 1
+    assert {"float32[4,16]", "bool[4,16]"}.isdisjoint(set().union(*taken))
+    chex.assert_trees_all_close(jax.grad(autocast)(*arguments), jax.grad(loss)(*arguments), rtol=1e-2)
+
+
+@pytest.mark.parametrize(("rows", "is_large"), [(2, False), (3, True)])
+def test_large_is_what_has_more_than_twice_the_bytes(rows, is_large):
+    def loss(w, x, row):
+        made = 2.0 * jnp.broadcast_to(row[None], x.shape)
+        return jnp.sum(jnp.sin(((x @ w) * made) @ w) * made)
+
+    jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, jnp.ones((rows, 16)), jnp.ones(16))
+    assert (f"float32[{rows},16]" in set().union(*taken_by_segments(jaxpr))) != is_large
+
+
+def test_what_is_large_and_made_by_an_exponential_is_made_once():
+    def loss(w, x, numbers):
+        large = jnp.exp(numbers[:, None] * jnp.arange(16.0)[None])
+        return jnp.sum(jnp.sin(((x @ w) * large) @ w) * large)
+
+    text = str(jax.make_jaxpr(jls.autocast(loss))(W, X, jnp.ones(4) / 16))
+    assert text.count("= exp ") == 1
+
+
+def test_a_dearer_byte_is_saved_less_often():
+    """Where something is kept only since it is dear to compute: the dial between time and memory."""
+
+    def loss(w, v, x):
+        return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
+
+    found = [
+        bytes_kept(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
+        for recompute in (False, 0.01, True, 100.0)
+    ]
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) > 2
+
+
+def test_what_is_computed_again_in_a_loop_needs_no_barrier():
+    def loss(w, x):
+        x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=2)[0]
+        return jnp.sum(jnp.sin(x @ w))
+
+    jaxpr = jax.make_jaxpr(jls.autocast(loss))(W, X)
+    found = {eqn.params["prevent_cse"] for eqn in jaxpr.eqns if eqn.primitive.name == "remat2"}
+    inside = {eqn.params["prevent_cse"] for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"} - found
+    assert (found, inside) == ({True}, {False})
+
+
+@pytest.mark.parametrize(("recompute", "number"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda step: lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 0, step, x),
+        lambda step: lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=2)[0],
+    ],
+    ids=["while", "scan"],
+)
+def test_what_a_policy_or_a_loop_does_not_have_computed_again_is_not(around, recompute, number):
+    def function(w, x):
+        return around(lambda x: jnp.tanh(x @ w) @ w)(x)
+
+    policy = jls.PrecisionPolicy(recompute=recompute)
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jls.autocast(function, policy=policy))(W, X))]
+    found = sum(name in ("remat2", "checkpoint") for name in names)
+    assert found == (number if "scan" in names else 0)  # a while loop has no backward pass
+
+
+def test_what_is_computed_again_as_a_whole_is_so_in_parts():
+    """While the backward pass of a checkpoint runs, as much is kept as without the checkpoint."""
+
+    def block(w, x):
+        return jnp.sin(jnp.exp(-jnp.square(x @ w))) @ w
+
+    def saved(function):
+        return sorted(leaf.dtype.name for leaf in jax.tree.leaves(jax.vjp(function, W, X)[1]) if leaf.shape == X.shape)
+
+    jaxpr = jax.make_jaxpr(jls.autocast(jax.checkpoint(block)))(W, X)
+    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint"))
+    inside = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(eqn.params["jaxpr"], ()))
+    assert saved(inside) == saved(jls.autocast(block))
+    assert len(saved(inside)) < len(saved(jls.autocast(block, policy=jls.PrecisionPolicy(recompute=False))))
+
+
+def test_what_a_custom_vjp_keeps_is_half_precision_where_it_is_stored_so():
+    """Such as queries, keys and values of attention, which are results of products."""
+
+    def plain(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    attention = jax.custom_vjp(plain)
+    attention.defvjp(lambda *args: (plain(*args), args), lambda args, y: jax.vjp(plain, *args)[1](y))
+
+    def loss(w, x):
+        return jnp.sum(attention(x @ w, x @ (w + 1), x @ w.T) @ w)
+
+    assert saved(loss, W, X).count("float32[4,16]") == 4  # the result of the rule, too
+    assert {each.partition("[")[0] for each in saved(jls.autocast(loss), W, X)} == {"float16"}
+    gradients = (jax.grad(function)(W, X) for function in (loss, jls.autocast(loss)))
+    assert distance(*gradients) < 2e-3
+
+
+def test_a_rule_for_a_matmul_keeps_no_more():
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="dot_general")])
+    assert saved(jls.autocast(loss, policy=policy), W, X) == saved(jls.autocast(loss), W, X)
+
+
+def turned(y):
+    return y.T[::-1]
+
+
+def joined(y):
+    return jnp.concatenate([y, jnp.sin(y)])
+
+
+@pytest.mark.parametrize("move", [turned, joined])
+def test_what_is_moved_and_needed_later_is_saved_once(move):
+    """Narrow, as it came out of the product; what is joined with arithmetic is joined again."""
+
+    def loss(w, v, x):
+        y = x @ w
+        moved = move(y)
+        first = jnp.sum(jnp.sin(moved) * moved) + jnp.sum(jnp.cos(y))
+        return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ v)) * moved)
+
+    # The weights, the input and both results, all narrow; and the operand of the second product.
+    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
+
+
+MOVED = {
+    "of a product, into arithmetic": (lambda w, x: jnp.sin((x @ w).T), "float16"),
+    "of arithmetic, into a product": (lambda w, x: jnp.sin(x).T @ x, "float16"),
+    "of arithmetic, into arithmetic": (lambda w, x: jnp.exp(jnp.sin(x).T), "float32"),
+    "of an argument, into both": (lambda w, x: (lambda y: y @ x + jnp.sum(jnp.sin(y)))(x.T), "float32"),
+}
+
+
+@pytest.mark.parametrize(("function", "dtype"), MOVED.values(), ids=MOVED)
+def test_what_only_moves_numbers_follows(function, dtype):
+    jaxpr = jax.make_jaxpr(jls.autocast(function))(W, X)
+    moved = {eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"}
+    assert moved == {dtype}
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4, 1, 16), "float16"), ((4, 3, 16), "float32")])
+def test_a_broadcast_is_half_precision_if_it_repeats_nothing(shape, dtype):
+    """Else the cotangents of what is repeated are added up."""
+
+    def function(w, x):
+        return jnp.sin(jax.lax.broadcast_in_dim(x @ w, shape, (0, 2)))
+
+    eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+    assert [eqn.invars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"] == [dtype]
+
+
+IN_BOTH = {
+    "one of two parts goes into a product": lambda w, y: (lambda a, b: (a @ w, b))(*jax.lax.split(y, (8, 8))),
+    "a move goes into a product, and into arithmetic": lambda w, y: (lambda moved: (moved @ w, moved))(y.T),
+}
+
+
+@pytest.mark.parametrize("split", IN_BOTH.values(), ids=IN_BOTH)
+def test_what_goes_into_arithmetic_is_not_rounded_for_a_matmul(split):
+    def function(w, x):
+        product, rest = split(w, jnp.sin(w + 0.1))
+        return jnp.exp(rest), product
+
+    assert (jls.autocast(function)(W, X)[0] == function(W, X)[0]).all()
+
+
+ADDED_UP = {
+    "of two uses": lambda y: (jnp.sin(y), jnp.cos(y)),
+    "of two moves": lambda y: (jnp.sin(y.T), jnp.cos(y[::-1])),
+}
+
+
+@pytest.mark.parametrize("uses", ADDED_UP.values(), ids=ADDED_UP)
+def test_cotangents_are_added_up_in_float32(uses):
+    def loss(w, x):
+        return sum(map(jnp.sum, uses(x @ w)))
+
+    sums = [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+        if eqn.primitive.name == "add_any"
+    ]
+    assert sums == ["float32"]
+
+
+def test_what_is_moved_into_two_matmuls_is_cast_once():
+    def function(w, x):
+        y = jnp.sin(w)
+        return y.T @ w, y[::-1] @ w
+
+    casts = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float16
+    ]
+    assert len(casts) == 3  # of `y`, and at each use of the argument
+
+
+def test_without_recomputation_float32_values_are_saved():
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
+
+    policy = jls.PrecisionPolicy(recompute=False)
+    assert "float32[4,16]" in saved(jls.autocast(loss, policy=policy), W, X)
+
+
+def test_a_mask_for_all_heads_is_not_saved_for_each():
+    def loss(q, k, mask):
+        scores = jnp.einsum("hqd,hkd->hqk", q, k)
+        return jnp.sum(jax.nn.softmax(jnp.where(mask[None], scores, -jnp.inf)) ** 2)
+
+    q, mask = jnp.ones((8, 4, 16)), jnp.tril(jnp.ones((4, 4), bool))
+    autocast = jls.autocast(loss)
+    assert "bool[8,4,4]" in saved(lambda q, k: loss(q, k, mask), q, q)
+    assert not [name for name in saved(lambda q, k: autocast(q, k, mask), q, q) if name.startswith("bool[8")]
+
+
+def test_random_numbers_are_drawn_once():
+    def loss(w, x):
+        keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+        return jnp.sum(jnp.where(keep, jnp.tanh(x @ w), 0.0) @ w)
+
+    text = str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+    assert text.count("random_bits[") == 1
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has one `jax.checkpoint` only")
+def test_with_the_other_checkpoint_of_jax_as_much_is_computed_once():
+    """Its program holds what it does not need, which XLA leaves out."""
+
+    def loss(w, v, x):
+        return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
+
+    def counted():
+        compiled = jax.jit(jax.grad(jls.autocast(loss))).lower(W, W.T, X).compile()
+        text = compiled.as_text()
+        return [text.count(f" {name}(") for name in ("exponential", "sine", "dot")], compiled(W, W.T, X)
+
+    plain, expected = counted()
+    jax.config.update("jax_remat3", True)
+    try:
+        other, found = counted()
+    finally:
+        jax.config.update("jax_remat3", False)
+        jax.clear_caches()
+    assert other == plain
+    assert jnp.allclose(expected, found, rtol=1e-3)
+
+
+KEEPING = jax.checkpoint_policies.dots_saveable
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda loss: jax.checkpoint(jls.autocast(loss), policy=KEEPING),
+        lambda loss: jls.autocast(jax.checkpoint(loss, policy=KEEPING)),
+    ],
+    ids=["outside", "inside"],
+)
+def test_a_checkpoint_of_the_user_keeps_what_it_says(around):
+    def loss(w, v, x):
+        return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
+
+    eqns = list(equations(jax.make_jaxpr(jax.grad(around(loss)))(W, W.T, X)))
+    names = [eqn.primitive.name for eqn in eqns]
+    assert (names.count("dot_general"), names.count("exp"), names.count("sin")) == (4, 2, 2)
+
+
+@jax.custom_jvp
+def largest_first(x):
+    return -jnp.sort(-x) * 2
+
+
+largest_first.defjvps(lambda tangent, result, x: 2 * tangent)
+
+
+@jax.custom_jvp
+def put(x):
+    return jax.device_put(jnp.sin(x), jax.devices()[0]) * 2
+
+
+put.defjvps(lambda tangent, result, x: 2 * tangent)
+ONCE = {
+    "a loop": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.sin(y), None), y, length=2)[0], "scan"),
+    "a loop of products": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), y, length=2)[0], "scan"),
+    "what sorts, with a rule": (lambda w, y: largest_first(y), "sort"),
+    "what moves between devices, with a rule": (lambda w, y: put(y), "device_put"),
+}
+
+
+@pytest.mark.parametrize(("function", "name"), ONCE.values(), ids=ONCE)
+def test_what_costs_is_computed_once(function, name):
+    def loss(w, x):
+        return jnp.sum(jnp.cos(function(w, jnp.tanh(x @ w)) * 2) @ w)
+
+    plain, half = (
+        [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count(name)
+        for each in (loss, jls.autocast(loss))
+    )
+    assert half == plain > 0
+
+
+def test_a_pool_that_goes_into_a_matmul_is_computed_once():
+    """What is written by itself is read again; to make it again, it would be written and read."""
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME") @ w)
+
+    eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
+    assert [eqn.primitive.name for eqn in eqns].count("reduce_window_max") == 1
+
+
+def test_what_is_only_compared_is_not_saved():
+    """No derivative goes through a comparison; sums are kept, which would be made of more than they are."""
+
+    def loss(w, v, x):
+        y = x @ w
+        total = jnp.sum(y, -1, keepdims=True)
+        rows = jnp.sum(jnp.where(jnp.sin(y) > 0, total, 2 * total), -1)
+        return jnp.sum(rows @ v)
+
+    between = ["bool[4,16]", "float16[4]"]
+    assert saved(jls.autocast(loss), W, W[:4], X) == sorted(
+        [*between, "float16[4,16]", "float16[16,16]", "float16[4,16]"]
+    )
+
+
+def test_a_table_of_positions_is_computed_once():
+    """No derivative goes through it, so none asks for what it is made of."""
+
+    def loss(w, x):
+        angles = jnp.outer(jnp.arange(5000.0), 1e4 ** -jnp.linspace(0.0, 1.0, len(w)))[::500]
+        return jnp.mean((jnp.sin(angles) @ w) ** 2) + jnp.mean((x @ w) ** 2)
+
+    eqns = equations(jax.make_jaxpr(jax.grad(jls.autocast(loss), (0, 1)))(W, X))
+    assert [eqn.primitive.name for eqn in eqns].count("sin") == 1
+
+
+def test_what_a_rule_makes_float32_moves_between_devices_once():
+    def loss(w, x):
+        return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="device_put")])
+    plain, float32 = (
+        [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(each, (0, 1)))(W, X))].count("device_put")
+        for each in (loss, jls.autocast(loss, policy=policy))
+    )
+    assert float32 == plain
+
+
+def test_effects_keep_their_order(capfd):
+    @jax.jit
+    @jls.autocast
+    def loss(w, x):
+        jax.debug.print("first", ordered=True)
+        y = x @ w @ w
+        jax.debug.print("second", ordered=True)
+        jax.debug.print("third {}", jnp.sum(y), ordered=True)
+        jax.debug.print("fourth", ordered=True)
+        return jnp.sum(x @ w)
+
+    jax.block_until_ready(loss(W, X))
+    jax.effects_barrier()
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["first", "second", "third", "fourth"]
+
+
+def spectral(w, x):
+    frequencies = jnp.fft.rfft(jax.nn.gelu(x @ w))
+    mixed = jnp.fft.irfft(frequencies @ jax.lax.complex(w[:9, :9], w[7:, 7:]))
+    return jnp.sum(jnp.sin(mixed) @ w)
+
+
+def phases(w, x):
+    z = jnp.exp(1j * (x @ w))
+    return jnp.sum(jnp.abs(z.sum(0) @ (w + 0j))) + jnp.sum(jnp.abs(z + 1) @ w)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("loss", [spectral, phases])
+def test_complex_numbers_may_lie_between_matmuls(loss):
+    half, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)
+    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), W, X)) >= {"float16"}
+    assert distance(half, expected) < 4e-3
+
+
+def test_a_function_without_a_derivative_may_stand_between_matmuls():
+    @jax.custom_jvp
+    def fixed(time):
+        return 2 * time
+
+    @fixed.defjvp
+    def refuse(primals, tangents):
+        raise RuntimeError("no derivative")
+
+    def loss(w, x, time):
+        return jnp.sum(jnp.sin(x @ w) * fixed(time) @ w)
+
+    inputs = W, X, jnp.full(X.shape, 2.0)
+    assert distance(jax.grad(jls.autocast(loss))(*inputs), jax.grad(loss)(*inputs)) < 4e-3

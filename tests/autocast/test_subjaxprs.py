@@ -1,0 +1,202 @@
+"""The table of what lies inside equations, and the one of kinds of primitives."""
+
+import functools
+import operator
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from reading import equations, matmul_dtypes
+from small_programs import PROGRAMS, W, X
+
+import jax_lossscale as jls
+from jax_lossscale._autocast import linear_algebra
+from jax_lossscale._program import location, primitives
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER, subjaxprs
+
+
+def solved(w, x):
+    return jnp.sum(jnp.linalg.solve(w @ w.T + jnp.eye(8), x[0]))
+
+
+def solved_by_steps(w, x):
+    return jnp.sum(jax.scipy.sparse.linalg.cg(w @ w.T + jnp.eye(8), x[0])[0])
+
+
+def types(atoms, positions, is_part):
+    """Those of some operands or results, without the first axis where each iteration has a part."""
+    avals = [(n, atoms[n].aval) for n in positions if n >= 0]
+    return [(aval.shape[1:] if is_part(n) else aval.shape, aval.dtype) for n, aval in avals]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, solved, solved_by_steps], ids=lambda program: program.__name__)
+def test_operands_are_arguments_and_results_are_results(program):
+    """They are of the same types."""
+    for eqn in equations(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(program(*args))))(W, X)):
+        bodies, carried, sliced, _ = found = subjaxprs(eqn)
+        assert bool(bodies) == (eqn.primitive.name in HIGHER_ORDER)
+        is_stacked = functools.partial(operator.le, len(carried)) if eqn.primitive.name == "scan" else lambda n: False
+        for closed, operands, results in bodies:
+            if eqn.primitive.name == "shard_map":  # whose types inside are those of one device
+                continue
+            given = [v for v, n in zip(closed.jaxpr.invars, operands, strict=True) if n >= 0]
+            made = [v for v, n in zip(closed.jaxpr.outvars, results, strict=True) if n >= 0]
+            assert types(eqn.invars, operands, sliced.__contains__) == types(given, range(len(given)), lambda n: False)
+            assert types(eqn.outvars, results, is_stacked) == types(made, range(len(made)), lambda n: False)
+        for result, operand in found.carried:
+            assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
+
+
+DATA_MOVEMENT = {  # of each result of a move of W and X, which operands it holds
+    "as it is, once more": (lambda w, x: jnp.array(w, copy=True), [[0]]),
+    "joined": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
+    "in two": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
+    "chosen by a mask": (lambda w, x: jax.lax.select(w > 0, x, w), [[1, 2]]),
+    "taken": (lambda w, x: jax.lax.dynamic_slice(x, (w[0, 0].astype(int), 0), (2, 8)), [[0]]),
+    "put": (lambda w, x: jax.lax.dynamic_update_slice(x, w[:2], (w[0, 0].astype(int), 0)), [[0, 1]]),
+    "each by itself": (lambda w, x: jax.lax.optimization_barrier((w, x)), [[0], [1]]),
+    "a cast": (lambda w, x: x.astype(jnp.float16), [[0]]),
+    "a sum": (jnp.add, None),
+}
+
+
+@pytest.mark.parametrize(("program", "moved"), DATA_MOVEMENT.values(), ids=DATA_MOVEMENT)
+def test_which_operands_a_move_moves(program, moved):
+    *_, eqn = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8))).eqns
+    found = primitives.moved_operands(eqn)
+    assert (found and list(map(list, found))) == moved
+
+
+@pytest.mark.parametrize(
+    ("stack", "layer"),
+    [
+        ("jvp(M)/Checkpoint_0/Dense_0", "M/Checkpoint_0/Dense_0"),
+        ("transpose(jvp(M))/jvp(M)/rematted_computation/Checkpoint_0/Dense_0", "M/Checkpoint_0/Dense_0"),
+        ("a/transpose(jvp(b))/c/jvp(b)/c/rematted_computation/d", "a/b/c/d"),
+        ("transpose(jvp(a))/b/c/jvp(a)/b/c", "a/b/c"),
+        ("a/b/a", "a/b/a"),
+        ("a/while/body/bi,ij->bj", "a"),
+        ("jvp()", ""),
+    ],
+)
+def test_the_layer_is_what_scopes_have_written_once(stack, layer):
+    assert location._layer(stack) == layer
+
+
+def test_what_is_inside_is_found_in_every_kind():
+    """The table itself, by what one sees in a program: which operand each argument is, which result each result."""
+
+    def loop(w, x):
+        return jax.lax.while_loop(lambda state: jnp.sum(state[0] @ w) < 0, lambda state: (state[0] + x, x), (x, x))
+
+    (eqn,) = jax.make_jaxpr(loop)(W, X).eqns
+    (condition, body), carried, sliced, times = subjaxprs(eqn)
+    assert [eqn.invars[n] for n in condition.operands[:1]] == [eqn.invars[0]]
+    assert (condition.results, body.results, carried) == ((-1,), (0, 1), ((0, 2), (1, 3)))
+    assert (body.operands, len(sliced), times) == ((1, 2, 3), 0, 1)
+
+
+# What is no operation of a program that one writes: parts of kernels, and what JAX makes while it traces or lowers.
+_NOT_MET = {
+    *("call", "core_map", "closed_call", "create_linear", "custom_lin", "cudnn_fusion", "delay", "eval_jaxpr"),
+    *("get_global", "jaxpr_call", "masked_load", "masked_swap", "mpmd_map", "multiple_of", "num_programs", "pin"),
+    *("program_id", "reciprocal", "remat_opt", "run_scoped", "run_state", "semaphore_read", "semaphore_signal"),
+    *("semaphore_wait", "stage", "unpin", "unreachable", "with_memory_space_constraint", "broadcast_to"),
+    *("box_get", "box_set", "call_hi_primitive", "call_hi_primitive_linearized", "log_extend", "log_read", "new_box"),
+    *("custom_jvp_call_jaxpr", "new_log", "precv", "psend"),
+    # Before jax 0.10:
+    *("bias_bwd", "bias_fwd", "custom_transpose_call", "eigh_jacobi", "full_to_shard", "mutable_array", "pgather"),
+    *("shard_to_full", "xla_pmap"),
+}
+
+
+def test_every_primitive_of_jax_is_in_a_table():
+    """But for those of experimental modules, of which `autocast_report` tells; and halves of collectives."""
+    found = {
+        value.name
+        for name, module in list(sys.modules.items())
+        if name.startswith(("jax.lax", "jax._src")) and "experimental" not in name and "pallas" not in name
+        for value in vars(module).values()
+        if isinstance(value, Primitive)
+    }
+    halves = {name for name in found if name.endswith(("_start", "_done"))}
+    bound_to_others = {
+        name for name in found if name.startswith(("bcoo", "bcsr", "coo", "csr", "dot_product", "scaled"))
+    }
+    unknown = found - primitives.KNOWN - HIGHER_ORDER - _NOT_MET - halves - bound_to_others
+    assert {name for name in unknown if not name.startswith(("probe", "spsolve", "todense"))} == set()
+
+
+def test_kinds_do_not_contradict_one_another():
+    kinds = [
+        primitives.MATMULS,
+        primitives.DATA_MOVEMENT,
+        primitives.ARITHMETIC,
+        primitives.SELECTIONS,
+        primitives.BITS,
+    ]
+    for number, kind in enumerate(kinds):
+        for other in kinds[number + 1 :]:
+            assert not kind & other
+
+
+_strange = Primitive("strange")
+_strange.def_impl(lambda x: x)
+_strange.def_abstract_eval(lambda aval: aval)
+
+
+def test_what_is_in_no_table_takes_and_gives_float32():
+    def function(w, x):
+        return _strange.bind(x @ w) @ w
+
+    eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
+    (eqn,) = (eqn for eqn in eqns if eqn.primitive is _strange)
+    assert [atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars)] == ["float32"] * 2
+    assert matmul_dtypes(jls.autocast(function), W, X) == ["float16"] * 2
+
+
+def test_what_is_in_no_table_is_told():
+    report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jax.lax.stop_gradient(_strange.bind(x)) @ w), W, X)
+    assert [each.split(" ")[0] for each in report.opaque_operations] == ["strange"]
+    assert not jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jnp.sin(x) @ w), W, X).opaque_operations
+
+
+# Linear algebra.
+
+
+def factored_in_a_while_loop(w):
+    def step(state):
+        number, matrix = state
+        factor = jnp.linalg.cholesky(matrix)
+        return number + 1, factor @ factor.T + 1e-3 * jnp.eye(64)
+
+    start = jnp.int32(0), w @ w.T + 1e-3 * jnp.eye(64)
+    return jax.lax.while_loop(lambda state: state[0] < 2, step, start)[1]
+
+
+def test_a_matmul_that_a_loop_factors_in_its_next_iteration_stays_float32():
+    w = jax.random.normal(jax.random.key(0), (64, 8))
+    assert matmul_dtypes(jls.autocast(factored_in_a_while_loop), w) == ["float32"] * 2
+    np.testing.assert_array_equal(jls.autocast(factored_in_a_while_loop)(w), factored_in_a_while_loop(w))
+
+
+def in_scans(depth, function):
+    for _ in range(depth):
+        function = (lambda inner: lambda x: jax.lax.scan(lambda x, _: (inner(x), None), x, length=2)[0])(function)
+    return function
+
+
+def test_nested_loops_around_a_factorization_are_read_in_linear_time(monkeypatch):
+    reads = []
+    inlined = linear_algebra.inlined
+    monkeypatch.setattr(linear_algebra, "inlined", lambda closed: reads.append(closed) or inlined(closed))
+
+    def number(depth):
+        reads.clear()
+        jax.make_jaxpr(jls.autocast(in_scans(depth, lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(8)))))(W)
+        return len(reads)
+
+    assert number(8) - number(6) == number(6) - number(4) > 0

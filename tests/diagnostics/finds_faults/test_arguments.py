@@ -1,0 +1,221 @@
+"""Every question about a function looks at its arguments first, and at its loss: not all faults are float16's."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from workloads import draw
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
+
+pytestmark = pytest.mark.ci
+
+PARAMS = {"kernel": draw(8, 4, scale=0.3)}
+X = draw(32, 8, seed=1)
+NAN, INF = jnp.nan, jnp.inf
+
+
+def loss_fn(params, batch, mask=None):
+    y = (batch @ params["kernel"]).sum(0)
+    return jnp.mean((y if mask is None else y + mask) ** 2)
+
+
+def warned(*args, **kwargs):
+    with pytest.warns(UserWarning, match="not finite in float32 either") as warnings:
+        find_precision(loss_fn, *args, **kwargs)
+    return str(warnings[0].message)
+
+
+ASKED = {
+    "compare_gradients": lambda *args, **kwargs: compare_gradients(jls.autocast(loss_fn), *args, **kwargs).verdict,
+    "range_report": lambda *args, **kwargs: repr(range_report(jls.autocast(loss_fn), *args, **kwargs)),
+    "autocast_report": lambda *args, **kwargs: repr(autocast_report(loss_fn, *args, **kwargs)),
+    "find_precision": warned,
+}
+FAULTS = {
+    "NaN in the batch": (
+        (PARAMS, X.at[5, 5].set(NAN).at[7, 1].set(INF).at[9, 1].set(NAN)),
+        {},
+        "`batch` holds 2 NaN, the first at [5, 5].",
+    ),
+    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` holds 1 NaN, at [2, 3]."),
+    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` holds 1 NaN"),
+    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` holds 4 NaN, the first at [0]."),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("args", "kwargs", "said"), FAULTS.values(), ids=FAULTS)
+def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, said):
+    text = ASKED[asked](*args, **kwargs)
+    assert said in text
+    assert "stay in range" not in text
+
+
+@pytest.mark.slow
+def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
+    infinite = (PARAMS, X.at[5, 5].set(INF))
+    assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
+    assert "`batch` holds 1 infinity" in ASKED["range_report"](*infinite)
+    assert "`batch` holds 1 infinity" in warned(*infinite)
+
+    def masked(params, batch, mask):
+        return -jnp.mean(jax.nn.log_softmax(batch @ params["kernel"] + mask)[:, 0])
+
+    args = PARAMS, X, jnp.array([[0.0, 0.0, -INF, -INF]])
+    assert compare_gradients(jls.autocast(masked), *args, loss_scales=[2.0**8]).cause == "none"
+    assert "mask" not in repr(range_report(jls.autocast(masked), *args))
+
+
+@pytest.mark.parametrize("size", [3e3, 1e5])
+def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
+    params = {"kernel": jnp.full((8, 4), size)}
+    verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
+    loss = float(loss_fn(params, X))
+    told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
+    assert told in verdict
+    assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
+    assert "look at the learning rate" in verdict
+    assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
+
+
+def test_a_loss_that_only_float16_makes_large_is_accused():
+    def fun(params, x):
+        y = 1000 * (x.astype(jnp.float16) @ params["kernel"].astype(jnp.float16))
+        return 1e-6 * jnp.mean(jnp.square(y).astype(jnp.float32))
+
+    verdict = compare_gradients(fun, PARAMS, X).verdict
+    assert "learning rate" not in verdict
+    assert ", and float16 ends at 65504." in verdict
+
+
+def test_an_argument_that_is_not_cast_is_not_accused():
+    def loss(params, batch):
+        far = jnp.mean((1e5 * batch["x"] @ params["kernel"]) ** 2)
+        return 1e-10 * far + 1e-6 * jnp.sum(batch["time"])
+
+    params, batch = {**PARAMS, "unused": jnp.full(3, 1e5)}, {"x": X, "time": jnp.full(4, 1.7e9)}
+    assert "and float16 ends at 65504." in compare_gradients(jls.autocast(loss), params, batch).verdict
+    for name in "time", "unused":
+        assert name not in compare_gradients(jls.autocast(loss), params, batch).verdict
+
+
+# No number that is none is printed as a share.
+
+
+def infinite_at_every_scale(params, x):
+    y = x.astype(jnp.float16) @ params["kernel"].astype(jnp.float16)
+    return jnp.sum(jnp.tanh(y * jnp.float16(6e4) * 8).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("fun", [infinite_at_every_scale, jls.autocast(lambda p, x: 1e20 * loss_fn(p, x))])
+def test_no_error_is_off_by_infinitely_many_percent(fun):
+    for scales in (None, [2.0**100]):
+        report = compare_gradients(fun, PARAMS, X, loss_scales=scales)
+        assert "inf%" not in repr(report)
+
+
+# The scales.
+
+
+def attention(params, x):
+    """Causal, and sound."""
+    half = jnp.float16
+    q, k = (x.astype(half) @ params[name].astype(half) for name in ("q", "k"))
+    scores = jnp.where(jnp.tril(jnp.ones((32, 32), bool)), (q @ k.T).astype(jnp.float32) / 4, -jnp.inf)
+    return 100 * jnp.mean((jax.nn.softmax(scores).astype(half) @ x.astype(half)).astype(jnp.float32) ** 2)
+
+
+ATTENTION = attention, {"q": draw(8, 8, seed=2), "k": draw(8, 8, seed=3)}, X
+
+
+@pytest.mark.slow
+def test_ranges_are_judged_at_the_scale_to_start_from():
+    comparison, report = compare_gradients(*ATTENTION), range_report(*ATTENTION)
+    assert comparison.will_train
+    assert report.loss_scale == comparison.loss_scale
+    assert report.bad == ()
+    assert range_report(*ATTENTION, loss_scale=2.0**15).bad != ()
+
+
+def test_the_range_of_scales_that_work_is_told():
+    report = compare_gradients(*ATTENTION)
+    low, high = report.working_scales[0], report.working_scales[-1]
+    assert low <= report.loss_scale < high
+    assert f"those from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f} work." in repr(report)
+    for scale in report.loss_scales:
+        loss_scale = jls.DynamicLossScale(current_loss_scale=jnp.float32(scale))
+        grads = jls.scaled_grad(attention, loss_scale)(*ATTENTION[1:])
+        assert bool(jls.all_finite(grads)) == (scale <= high)
+    assert compare_gradients(*ATTENTION, loss_scales=[2.0**100]).working_scales == ()
+
+
+# A loss that is off while its gradients are right.
+
+
+def summed_by_hand(weight, x):
+    errors = jnp.square(x.astype(jnp.float16) * weight.astype(jnp.float16))
+    sums, _ = jax.lax.scan(lambda sums, error: (sums + error, None), jnp.zeros(8, jnp.float16), errors)  # here
+    return jnp.sum(sums.astype(jnp.float32)) / errors.size
+
+
+@pytest.mark.slow
+def test_a_sum_by_hand_has_a_sentence_and_a_place():
+    args = jnp.float32(1.0), jnp.abs(draw(2000, 8, seed=4))
+    report = compare_gradients(summed_by_hand, *args)
+    off = report.value / report.reference_value - 1
+    assert 0.01 < abs(off) < 0.1
+    assert report.total.relative_error[report.loss_scales.index(report.loss_scale)] < 0.01
+    assert report.will_train
+    line = summed_by_hand.__code__.co_firstlineno + 2
+    for place in (f"test_arguments.py:{line}", "`add`", f"({off:+.0%})", "add up in float32"):
+        assert place in report.verdict
+    (worst,) = range_report(summed_by_hand, *args).bad
+    assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
+
+
+# What is refused, at once, naming argument, value and suggestion.
+
+REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
+REPORTS["range_report"] = range_report
+FLOATING = "must be a real floating dtype, got int32"
+NUMBERS = "must be positive finite numbers, got"
+REFUSED = [
+    ("autocast_report", {"policy": "float32"}, "policy=...)` must be"),
+    ("autocast_report", {"has_aux": 1}, "has_aux=...)` must be"),
+    ("autocast_report", {"argnums": "w"}, "argnums=...)` must be"),
+    ("compare_gradients", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
+    ("compare_gradients", {"loss_scales": []}, f"loss_scales=...)` {NUMBERS} []"),
+    ("compare_gradients", {"loss_scales": [INF]}, f"loss_scales=...)` {NUMBERS} [inf]"),
+    ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),  # none of float32's
+    *(
+        (
+            report,
+            {"argnums": 1, "fun": lambda w, x: jnp.sum(w["kernel"])},
+            "argnums=1)` selects no floating or complex argument",
+        )
+        for report in ("compare_gradients", "find_precision")
+    ),
+    ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
+    ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
+    ("find_precision", {"progress": 1}, "progress=...)` must be"),
+    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
+    ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
+    ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
+]
+
+
+@pytest.mark.parametrize(("report", "options", "words"), REFUSED)
+def test_what_is_refused(report, options, words):
+    fun, batch = options.get("fun", loss_fn), {} if "fun" in options else X
+    options = {name: value for name, value in options.items() if name != "fun"}
+    with pytest.raises(ValueError, match=re.escape(f"`{report}({words}")):
+        REPORTS[report](fun, PARAMS, batch, **options)
+
+
+@pytest.mark.parametrize("report", sorted({*REPORTS} - {"autocast_report"}))
+def test_inside_jit_it_is_refused(report):
+    with pytest.raises(ValueError, match=rf"`{report}.*outside of `jax\.jit`"):
+        jax.jit(lambda params: REPORTS[report](loss_fn, params, X) and params)(PARAMS)

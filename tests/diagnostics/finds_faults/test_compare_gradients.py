@@ -1,0 +1,315 @@
+"""Whether a model trains in float16, asked before the run: the cause is named, the numbers are those of NumPy."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import workloads
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import compare_gradients
+
+pytestmark = pytest.mark.ci
+
+# What each workload is known to get wrong: the cause, whether it trains, and words of the verdict.
+KNOWN = {
+    "healthy": ("none", True, "It will train; start from 2^15."),
+    "normalized": ("none", True, "It will train; start from 2^12."),
+    "mask_of_minus_infinity": ("none", True, "It will train; start from 2^"),
+    "tiny_loss": ("underflow", True, "It will train; start from 2^39. Without a loss scale 100% of the gradients"),
+    "tiny_loss_in_float16": (
+        "underflow",
+        False,
+        "The loss is 5.6e-10, too small for float16. The loss is float16, which",
+    ),
+    "two_branches": ("branch underflow", False, "`jls.scale_gradient(..., 2.0**"),
+    "square_too_large": ("forward overflow", False, "`integer_pow` in energy (tests/diagnostics/workloads.py:"),
+    "matmul_too_large": ("forward overflow", False, "`dot_general` in logits (tests/diagnostics/workloads.py:"),
+    "mask_of_minus_a_billion": ("forward overflow", False, "`convert_element_type` in attention"),
+    "mean_over_a_million": ("forward overflow", False, "`reduce_sum` in mean"),
+    "rounded_away": ("forward rounding", False, "No loss scale helps, since the error is made in the forward pass."),
+    "layer_norm": ("backward overflow", False, "The derivative of `rsqrt` in norm"),
+    "sum_for_a_mean": ("backward overflow", True, "It will train; start from 2^-10, which is below 1"),
+}
+
+
+@functools.cache
+def compared(name):
+    fun, *args = getattr(workloads, name)()
+    return compare_gradients(fun, *args)
+
+
+SLOW = ("layer_norm", "mask_of_minus_a_billion")
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
+def test_the_cause_is_named(name):
+    cause, will_train, words = KNOWN[name]
+    report = compared(name)
+    assert (report.cause, report.will_train) == (cause, will_train)
+    assert words in report.verdict
+    assert report.verdict in repr(report)
+
+
+def test_every_workload_is_here():
+    names = [name for name, thing in vars(workloads).items() if getattr(thing, "__code__", None)]
+    takes_nothing = [name for name in names if getattr(workloads, name).__code__.co_argcount == 0]
+    assert set(takes_nothing) - {"draw", "layers"} == set(KNOWN)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, will_train, _) in KNOWN.items() if will_train])
+def test_where_it_will_train_the_scale_gives_the_right_gradients(name):
+    fun, *args = getattr(workloads, name)()
+    report = compared(name)
+    loss_scale = jnp.float32(report.loss_scale)
+    grads = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))(loss_scale)
+    exact = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
+    for leaf, path in zip(jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(exact), strict=True):
+        reference = path[1]
+        if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":  # the bias that has no true gradient
+            assert jnp.linalg.norm(leaf / loss_scale - reference) < 0.01 * jnp.linalg.norm(reference)
+
+
+def test_a_scale_below_one_is_one_that_the_verdict_s_own_code_makes():
+    code = compared("sum_for_a_mean").verdict.split("`")[1]
+    loss_scale = eval(code, {"jls": jls})
+    assert loss_scale() == compared("sum_for_a_mean").loss_scale
+    assert loss_scale.min_loss_scale < loss_scale()
+
+
+def test_the_suggested_scale_of_its_own_fixes_the_branch_that_underflows():
+    report = compared("two_branches")
+    assert report.inaccurate_leaves == ("['side']['layer0']['kernel']", "['side']['layer0']['bias']")
+    factor = 2.0 ** float(report.verdict.split("`jls.scale_gradient(..., 2.0**")[1].split(")")[0])
+    cured = compare_gradients(*workloads.two_branches_cured(factor))
+    # The gradients are right then; float32 carries the factor, as the true ones of that branch are so small.
+    assert cured.cause == "none"
+    assert cured.will_train
+
+
+def test_a_leaf_without_a_true_gradient_does_not_count():
+    report = compared("normalized")
+    (bias,) = [leaf for leaf in report if leaf.path == "['layer0']['bias']"]
+    (kernel,) = [leaf for leaf in report if leaf.path == "['layer0']['kernel']"]
+    assert bias.relative_error[3] > 10
+    assert bias.is_rounding
+    assert not kernel.is_rounding
+    assert report[-1] is bias
+    assert "['layer0']['bias'] *" in repr(report)
+
+
+# The numbers.
+
+
+def polynomial(w, x):
+    """In float16: the gradient with respect to ``w`` is ``x``, rounded and scaled, and with respect to ``x``, ``w``."""
+    return jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
+
+
+def in_numpy(x, scale):
+    """The gradient of `polynomial`, in float16 and divided by the scale."""
+    with np.errstate(over="ignore", under="ignore"):
+        return (np.float16(scale) * np.asarray(x).astype(np.float16)).astype(np.float32) / np.float32(scale)
+
+
+VALUES = np.array([0.0, 1e-9, 3e-8, 1e-6, 1.0, 1000.0], np.float32)
+SCALES = [1.0, 2.0**4, 2.0**8]
+
+
+def test_errors_shares_and_magnitudes_are_those_of_numpy():
+    report = compare_gradients(polynomial, jnp.ones(6), jnp.asarray(VALUES), loss_scales=SCALES)
+    (leaf,) = report
+    assert report.loss_scales == tuple(SCALES)
+    gradients = [in_numpy(VALUES, scale) for scale in SCALES]
+    norm = np.linalg.norm(VALUES.astype(np.float64))
+    errors = [
+        np.linalg.norm((g - VALUES).astype(np.float64)) / norm if np.isfinite(g).all() else math.inf for g in gradients
+    ]
+    np.testing.assert_allclose(leaf.relative_error, errors, rtol=1e-5)
+    np.testing.assert_allclose(leaf.lost, [np.mean(g[VALUES != 0] == 0) for g in gradients])
+    np.testing.assert_allclose(leaf.nonfinite, [np.mean(~np.isfinite(g)) for g in gradients])
+    np.testing.assert_allclose(leaf.norm, norm, rtol=1e-6)
+    assert (leaf.largest, leaf.nonzero, leaf.shape) == (1000, 5, (6,))
+    assert leaf.smallest == np.float32(1e-9)
+    assert report.total.relative_error == pytest.approx(leaf.relative_error)
+    assert (report.total.lost, report.total.nonfinite) == (leaf.lost, leaf.nonfinite)
+    assert [math.isinf(error) for error in leaf.relative_error] == [False, False, True]
+
+
+def test_the_total_is_that_of_all_leaves_as_one():
+    args = jnp.asarray(VALUES[1:4]), jnp.asarray(VALUES[3:6])
+    both = compare_gradients(polynomial, *args, argnums=(0, 1), loss_scales=[1.0])
+    assert {leaf.path for leaf in both} == {"[0]", "[1]"}
+    exact = np.concatenate([args[1], args[0]]).astype(np.float64)
+    narrow = np.concatenate([in_numpy(args[1], 1.0), in_numpy(args[0], 1.0)])
+    assert both.total.relative_error[0] == pytest.approx(
+        np.linalg.norm(narrow - exact) / np.linalg.norm(exact), rel=1e-4
+    )
+    assert both.total.lost[0] == pytest.approx(np.mean(narrow == 0))
+    assert both.total.shape == (6,)
+
+
+def test_tiny_gradients_have_norms_all_the_same():
+    """Their squares are zero in float32."""
+    report = compare_gradients(lambda w, x: 1e-25 * polynomial(w, x), jnp.ones(2), jnp.ones(2), loss_scales=[2.0**90])
+    assert report[0].norm == pytest.approx(math.sqrt(2) * 1e-25)
+    assert report[0].relative_error[0] < 1e-3
+
+
+def test_a_reference_of_ones_own():
+    def reference(w, x):
+        return jnp.sum(2 * w * x)
+
+    report = compare_gradients(polynomial, jnp.ones(2), jnp.ones(2), reference=reference, loss_scales=[1.0])
+    assert report[0].relative_error == (0.5,)
+    assert report.reference_value == 4
+    assert report.value == 2
+
+
+def test_options_and_keyword_arguments_reach_the_function():
+    def fun(x, w, *, power, name):
+        assert name == "a"
+        assert isinstance(power, int)
+        return jnp.sum((w["w"].astype(jnp.float16) ** power).astype(jnp.float32)), {"x": x, "name": name}
+
+    report = compare_gradients(
+        fun, jnp.float32(1), {"w": jnp.ones(3), "n": 3.0}, argnums=1, has_aux=True, loss_scales=[1.0], power=3, name="a"
+    )
+    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python's own numbers stay
+    assert report.value == 3
+
+
+def test_progress_goes_through_the_scales():
+    seen = []
+
+    def progress(scales):
+        for scale in scales:
+            seen.append(scale)
+            yield scale
+
+    compare_gradients(polynomial, jnp.ones(2), jnp.ones(2), loss_scales=[4.0, 1.0], progress=progress)
+    assert seen == [1.0, 4.0]
+
+
+def test_the_function_is_compiled_once_for_all_scales(compilations):
+    few = compile_count(compilations, [1.0, 2.0])
+    many = compile_count(compilations, [2.0**k for k in range(8)])
+    assert many == few
+
+
+def compile_count(compilations, scales):
+    args = jnp.ones(3), jnp.ones(3)
+    compare_gradients(polynomial, *args, loss_scales=scales)  # what is compiled once for all
+    before = len(compilations)
+    compare_gradients(polynomial, *args, loss_scales=scales)
+    return len(compilations) - before
+
+
+def test_narrow_parameters():
+    report = compare_gradients(polynomial, jnp.ones(3, jnp.float16), jnp.ones(3), loss_scales=[1.0])
+    assert report.cause == "none"
+
+
+def test_bfloat16():
+    def fun(w, x):
+        return jnp.sum((w.astype(jnp.bfloat16) * x.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    report = compare_gradients(fun, jnp.ones(3), jnp.array([1.0, 1e-30, 3.0]), dtype=jnp.bfloat16)
+    assert (report.cause, report.dtype) == ("none", "bfloat16")
+    assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)  # its range is float32's
+
+
+@pytest.mark.slow
+def test_what_lies_on_a_mesh_is_compared_and_measured_there():
+    fun, params, x = workloads.healthy()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, copies = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    args = jax.device_put(params, copies), jax.device_put(x, rows)
+    report = compare_gradients(fun, *args, loss_scales=[2.0**15])
+    assert report.cause == "none"
+    assert report.total.relative_error[0] == pytest.approx(compared("healthy").total.relative_error[6], rel=0.1)
+    assert jls.diagnostics.range_report(fun, *args).bad == ()
+
+
+# What cannot be compared is said.
+
+
+def test_nothing_narrow():
+    report = compare_gradients(lambda w: jnp.sum(w**2), jnp.ones(3))
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
+    assert report.verdict.startswith("`fun` computes nothing in float16")
+
+
+def test_where_nothing_is_narrow_a_loss_that_is_not_finite_is_told():
+    report = compare_gradients(lambda w: jnp.log(-jnp.sum(w * w)), jnp.ones(3))
+    assert report.cause == "no half precision"
+    assert report.verdict.endswith("with `jls.cast_floating`. In float32 the loss is not finite either.")
+
+
+def test_another_dtype_than_was_asked_for():
+    report = compare_gradients(lambda w: jnp.sum((w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)), jnp.ones(3))
+    assert report.cause == "no half precision"
+    assert "`fun` computes in bfloat16, and nothing in float16" in report.verdict
+    assert "dtype='bfloat16'" in report.verdict
+
+
+def test_a_reference_that_is_not_finite_either():
+    report = compare_gradients(lambda w: jnp.sum(jnp.sqrt(w.astype(jnp.float16))).astype(jnp.float32), jnp.zeros(3))
+    assert (report.cause, report.inaccurate_leaves) == ("reference not finite", ("",))
+    assert "In float32 the gradients of the only leaf are not finite either" in report.verdict
+
+
+def test_gradients_that_are_zero_in_float32_too():
+    report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
+    assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
+    assert report.verdict.startswith("All gradients are zero in float32, too")
+
+
+def test_what_is_not_followed_is_listed():
+    def fun(w):
+        narrow = w.astype(jnp.float16)
+        factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
+        return jnp.sum((narrow * factor).astype(jnp.float32))
+
+    report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
+    assert report.opaque_operations == ("pure_callback",)
+    assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
+
+
+# Print and notebook.
+
+
+def test_the_report_prints_as_a_table_the_worst_leaf_first():
+    report = compared("two_branches")
+    matmuls, verdict, loss, explanation, headings, total, lost, first, *_ = repr(report).splitlines()
+    assert matmuls == "Matrix products and convolutions: 7 of 7 in float16."
+    assert verdict == report.verdict
+    assert loss.startswith("Loss: 5.5707")
+    assert explanation.startswith("Relative error")
+    assert headings.split()[:4] == ["leaf", "shape", "largest", "smallest"]
+    shown = headings.split()[4:]
+    assert {"2^-8", "2^12", "2^15", "2^21", "2^24"} <= {*shown} < {f"2^{k}" for k in range(-8, 25)}
+    assert len(shown) < len(report.loss_scales) == 10
+    assert total.startswith("all leaves")
+    assert total.count("overflow") == sum(int(scale[2:]) > 12 for scale in shown)
+    assert lost.split()[0] == "lost"
+    assert first.startswith("['side']['layer0']")
+    assert first.split()[5] == "100%"
+
+
+def test_many_leaves_are_cut_in_print_only():
+    report = compare_gradients(lambda ws: sum(polynomial(w, w) for w in ws), [jnp.ones(1)] * 15, loss_scales=[1.0])
+    assert len(report) == 15
+    assert repr(report).splitlines()[-1].startswith("... 3 more")
+
+
+def test_it_is_a_sequence():
+    report = compared("two_branches")
+    assert len(report) == len(list(report)) == 6
+    assert report[:2] == report.leaves[:2]

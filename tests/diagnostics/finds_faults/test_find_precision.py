@@ -1,0 +1,354 @@
+"""Which products must not be narrow, found for each planted fault, and for nothing in healthy networks."""
+
+import functools
+import importlib.util
+import json
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
+from workloads import draw
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import find_precision
+from jax_lossscale.diagnostics._precision_search import Search
+
+pytestmark = pytest.mark.ci
+
+EXACT = {"xla_allow_excess_precision": False}
+UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")  # which is told by a test of its own, too
+FEW_NARROW = pytest.mark.filterwarnings(
+    "ignore:.*matmuls stay in half precision"
+)  # which is said, and told by a test of its own
+ERROR = re.compile(r"([\d.]+)%")
+
+# Of each fault: how many products are wide, and how many have a wide result; what the first reason begins with. Errors
+# differ from processor to processor in the last digit that is shown.
+FOUND = {
+    "squares": (0, 1, "its result reaches 6.7e+05"),
+    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, much of it too small for float16"),
+    "large_logits": (1, 0, "an operand reaches 1.1e+05"),
+    "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
+    "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
+    "second_differences": (3, 0, "in half precision, the whole gradient is not finite"),
+    "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
+    "positions": (1, 0, "in half precision, the gradient of [1] is off by 15%"),
+    "outer_product_of_positions": (0, 0, ""),  # no sum, no product
+    "counts": (1, 0, "its result reaches 1e+05"),
+    "large_activations": (1, 0, "an operand reaches 1e+05"),
+    "large_vdot": (0, 1, "its result reaches 1e+06"),
+    "small_unit": (0, 0, ""),  # a matter of the loss scale
+    "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "a_loop": (3, 0, ""),
+    # That with the values shares its function, and that it takes no parameter, with that of the scores.
+    "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
+    "a_shard": (1, 0, "an operand reaches 1e+05"),
+}
+
+
+def products(jaxpr):
+    """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
+            found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
+        for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += products(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def contracts(eqn):
+    """Whether anything is summed up: an outer product is none."""
+    return eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][0] != ((), ())
+
+
+def error(loss, args, policy, dtype=jnp.float16):
+    """The worst error of value and gradients, in total and by leaf, at the loss scale of the policy."""
+    exact, exact_grads = jax.jit(jax.value_and_grad(loss))(*args)
+    step = jls.value_and_scaled_grad(jls.autocast(loss, dtype, policy=policy), policy.loss_scale)
+    value, grads = jax.jit(step, compiler_options=EXACT)(*args)
+    grads = jax.tree.map(lambda leaf: leaf / policy.loss_scale, grads)
+    pairs = [(exact, value), *zip(jax.tree.leaves(exact_grads), jax.tree.leaves(grads), strict=True)]
+    errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs if jnp.any(a != b)]
+    return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
+
+
+# A wide product, and a loss scale; the others take longer.
+QUICK = ("small_epsilon", "small_unit")
+
+
+@UNUSED
+@FEW_NARROW
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
+)
+def test_each_fault_is_found_and_cured(name, capsys):
+    loss, args = FAULTS[name]
+    num_wide, num_wide_result, reason = FOUND[name]
+    policy = find_precision(loss, *args, progress=True)
+    assert error(loss, args, policy) < 0.01
+    found = products(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
+    assert found.count(("dot_general", "float32")) == num_wide
+    assert found.count(("float32_result_matmul", "float16")) == num_wide_result
+    first = policy.rules[0].reason if policy.rules else ""
+    assert ERROR.sub("", reason) in ERROR.sub("", first)
+    if shown := ERROR.search(reason):
+        assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
+    assert bool(policy.rules) == bool(num_wide or num_wide_result)
+    if policy.rules:  # without it, it is wrong
+        assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
+    assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "a_perceptron" else pytest.mark.slow) for name in HEALTHY],
+)
+@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
+    loss, args = HEALTHY[name]
+    policy = find_precision(loss, *args, dtype=dtype)
+    assert policy.rules == ()
+    assert error(loss, args, policy, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
+    assert {dtype for _, dtype in products(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
+        jnp.dtype(dtype).name
+    }
+    assert capsys.readouterr().err == ""
+
+
+def energies(weights, x):
+    with jax.named_scope("network"):
+        y = mlp(weights, x)
+    with jax.named_scope("energy"):
+        return jnp.log(jnp.vdot(9000 * y, y))
+
+
+def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
+    policy = find_precision(energies, WEIGHTS, X)
+    assert str(policy) == (
+        f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
+        "half-precision operands, float32 result: layer 'energy', operation 'dot_general' "
+        "(its result reaches 4.5e+05)\n"
+        f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
+    )
+    kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
+    assert (kept, kept.loss_scale) == (policy, policy.loss_scale)
+    assert hash(kept) == hash(policy)
+
+
+def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
+    assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
+        "Found to be right at a loss scale of 2^-13.",
+        'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.',
+    ]
+    assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
+
+
+def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
+    policy = find_precision(energies, WEIGHTS, X)
+    weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
+    assert error(energies, (weights, x), policy) < 0.01
+    assert error(jax.jit(energies), (weights, x), policy) < 0.01
+
+
+MODEL = """
+import jax.numpy as jnp
+
+def loss_fn(weights, x):
+    y = x @ weights
+    energy = jnp.vdot(y, y)  # of all
+    return jnp.log(energy) + jnp.mean(jnp.tanh(x @ weights.T))
+"""
+EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").replace(
+    "y = x", "z = 2 * x\n    y = x"
+).replace("of all", "all")
+
+
+@pytest.mark.slow
+def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
+    def loaded(text, name):
+        (tmp_path / f"{name}.py").write_text(text)
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.loss_fn
+
+    args = (jnp.full((4, 4), 100.0) + jnp.eye(4), X[:, :4] + 10)
+    loss = loaded(MODEL, "model")
+    policy = find_precision(loss, *args)
+    (rule,) = policy.rules
+    assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
+    edited = loaded(EDITED, "edited")
+    assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
+    without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
+    with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
+        jls.autocast(without, policy=policy)(*args)
+
+
+@pytest.mark.slow
+@FEW_NARROW
+def test_products_that_no_name_tells_apart_share_a_rule():
+    policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
+    assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
+
+
+@pytest.mark.slow
+def test_several_batches():
+    policy = find_precision(energies, WEIGHTS, X / 1000)
+    assert policy.rules == ()
+    policy = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
+    assert [rule.precision for rule in policy.rules] == ["float32_result"]
+
+
+def test_aux_several_arguments_keywords_and_what_is_no_array():
+    def loss(weights, head, x, *, activation, shift):
+        y = activation(x @ weights + shift)
+        return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
+
+    policy = find_precision(
+        loss, WEIGHTS[0], jnp.eye(16), X, argnums=(0, 1), has_aux=True, activation=jnp.cos, shift=1.0
+    )
+    assert "reaches" in policy.rules[0].reason
+
+
+def test_without_products_there_is_nothing_to_find():
+    assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
+
+
+def test_a_wish_of_the_author_stays():
+    def loss(weights, x):
+        with jls.keep_float32():
+            y = x @ weights[0]
+        return jnp.mean(jnp.tanh(y) @ weights[1])
+
+    assert find_precision(loss, WEIGHTS, X).rules == ()
+
+
+def with_a_kernel(weights, x, large=1.0):
+    y = jax.jit(jls.in_half(jnp.matmul))(x, weights[0])
+    with jax.named_scope("energy"):
+        energy = jls.in_half(jnp.matmul)(large * x * x, large * weights[0] ** 2)
+    return jnp.mean(jnp.tanh(y) @ weights[1]) + jnp.mean(jnp.log(energy))
+
+
+@pytest.mark.slow
+def test_a_function_in_half_stays_where_it_is_right():
+    policy = find_precision(with_a_kernel, WEIGHTS, X)
+    assert policy.rules == ()
+    assert error(with_a_kernel, (WEIGHTS, X), policy) < 0.01
+
+
+def test_a_function_in_half_is_told_where_it_is_wrong():
+    loss = functools.partial(with_a_kernel, large=300.0)
+    policy = find_precision(loss, WEIGHTS, X)
+    assert [(rule.operation, rule.layer) for rule in policy.rules] == [("in_half", "energy")]
+    assert "reaches" in policy.rules[0].reason
+    assert error(loss, (WEIGHTS, X), policy) < 0.01
+
+
+@pytest.mark.slow
+@FEW_NARROW
+def test_gradients_that_cannot_be_differentiated_again():
+    """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
+
+    def loss(weights, x):
+        def solved(w):
+            return jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x @ w))[1]
+
+        y, slope = jax.jvp(solved, (weights,), (jnp.ones_like(weights),))
+        y = jax.lax.stop_gradient(y + slope) * jnp.mean(weights)
+        z = 1e3 + y
+        return jnp.mean(jnp.einsum("bi,bi->b", z, z) / 8 - jnp.mean(z, axis=-1) ** 2)
+
+    policy = find_precision(loss, jnp.eye(8) / 3 + 0.1, X)
+    assert error(loss, (jnp.eye(8) / 3 + 0.1, X), policy) < 0.01
+
+
+def with_a_bias(share):
+    """Of whose gradient next to nothing is left when its terms are added up, 23 % off in float16."""
+
+    def loss(params, x):
+        y = jnp.tanh(x @ params["kernel"]) @ params["out"]
+        left, right = jnp.split(y, 2)
+        return jnp.mean((y - 1) ** 2) + share * jnp.vdot(params["bias"], jnp.mean(left, 0) - jnp.mean(right, 0))
+
+    x = jnp.concatenate([draw(32, 8, seed=3), draw(32, 8, seed=3) + 1e-3 * draw(32, 8, seed=4)])
+    kernels = {"kernel": draw(8, 16, seed=1, scale=0.3), "out": draw(16, 4, seed=5, scale=0.3)}
+    return loss, {**kernels, "bias": jnp.zeros(4)}, x
+
+
+@FEW_NARROW
+def test_errors_are_told_as_they_are():
+    """Those of a leaf that may be further off, too."""
+    policy = find_precision(*with_a_bias(10.0))
+    compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
+    (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
+    told = float(ERROR.search(policy.rules[0].reason)[1]) / 100
+    assert "in half precision, the gradient of ['bias'] is off by" in policy.rules[0].reason
+    assert told == pytest.approx(min(bias.relative_error), rel=0.1)
+    assert policy.errors[0] == pytest.approx(told, rel=0.1)
+
+
+def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
+    assert find_precision(*with_a_bias(1.0)).rules == ()
+
+
+@pytest.mark.slow
+def test_of_such_a_leaf_what_is_lost_counts():
+    """The gradient of the quiet branch, a trillionth of all, is zero at the scale of the loud one."""
+    loss, args = FAULTS["two_branches"]
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        policy = find_precision(loss, *args)
+    assert all("quiet" in rule.parameter or "quiet" in str(rule) for rule in policy.rules)
+    assert policy.errors[0] == 1.0
+    assert error(loss, args, policy) < 0.01
+
+
+def test_where_most_gradients_are_zero_in_float32_it_is_said():
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
+
+    params = {"body": draw(8, 16, seed=1), "head": jnp.zeros((16, 1))}
+    with pytest.warns(UserWarning, match=r"1 of 2 leaves, 88.9% of all gradients, are zero in float32, too"):
+        assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
+
+
+def test_parts_of_a_split_are_narrow_each_by_itself():
+    def parts(w, x):
+        summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
+        return summed, multiplied @ w
+
+    exact, found = (function(jnp.eye(4), X)[0] for function in (parts, jls.autocast(parts)))
+    np.testing.assert_array_equal(found, exact)
+
+
+def test_nothing_to_compare_with_is_said():
+    with pytest.warns(UserWarning, match="not finite in float32 either"):
+        policy = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
+    assert policy == jls.PrecisionPolicy()
+
+
+@FEW_NARROW
+def test_what_no_policy_cures_is_said(monkeypatch):
+    """If the function itself does worse than every trial, more and more is wide, until all is."""
+    errors = []
+
+    def wrong(search, policy):
+        errors.append(policy)
+        search.spent += 1
+        return 20.0, 0.2, "the value"
+
+    monkeypatch.setattr(Search, "verified", wrong)
+    with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
+        policy = find_precision(energies, WEIGHTS, X)
+    wide = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
+    assert {dtype for _, dtype in wide} == {"float32"}
+    assert len(errors[0].rules) == 1
+    assert len(errors) >= 2

@@ -1,0 +1,224 @@
+"""Programs as other people write them go through every diagnostic, and nothing that is sound in them is accused."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs_of_others import PROGRAMS
+from workloads import draw
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import (
+    autocast_report,
+    compare_gradients,
+    find_precision,
+    in_precision,
+    nonfinite_report,
+    range_report,
+)
+
+pytestmark = pytest.mark.ci
+
+SCALE = 2.0**8
+NARROW = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # and sound there
+ASKED = {
+    "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
+    "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
+    "autocast_report": lambda fun, *args: repr(autocast_report(fun, *args)),
+    "find_precision": lambda fun, *args: str(find_precision(fun, *args)),
+    "in_precision": lambda fun, *args: str(in_precision(jls.autocast(fun))(*args)),
+    "nonfinite_report": lambda fun, *args: repr(nonfinite_report(jax.tree.leaves(args))),
+}
+
+
+# Each question of these takes seconds; the others are asked every time.
+SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
+
+
+@pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for asked in ASKED],
+)
+def test_every_question_has_an_answer(name, asked):
+    answer = ASKED[asked](*PROGRAMS[name]())
+    assert "cast_floating" not in answer  # they are under `autocast` already
+    if name in NARROW:
+        sound = {
+            "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
+            "range_report": "stay in range",
+            "find_precision": "No exceptions from the rule of `autocast`.",
+        }
+        assert sound.get(asked, "") in answer
+
+
+@pytest.mark.slow
+def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
+    fun, *args = PROGRAMS["gaussian_process"]()
+    reason = "a factorization is made of its result"
+    for text in (
+        compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
+        repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
+        str(autocast_report(fun, *args).summary),
+    ):
+        assert reason in text
+        assert "where it is cast" not in text
+
+
+def test_a_function_without_products_is_not_told_to_cast_by_hand():
+    verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
+    assert verdict == (
+        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. So the gradients are "
+        "those of float32, and nothing is gained."
+    )
+
+
+def test_the_share_of_work_stands_beside_the_number_of_products():
+    def fun(weights, x):
+        with jls.keep_float32():
+            y = x @ weights["large"]
+        return jnp.mean((y @ weights["small"]) ** 2)
+
+    args = {"large": draw(16, 16, seed=1), "small": draw(16, 2, seed=2)}, draw(8, 16, seed=3)
+    summary = compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).summary
+    report = autocast_report(fun, *args)
+    assert (summary.half_matmuls, summary.matmuls) == (3, 5)
+    assert summary.half_share == report.half_share
+    assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(summary)
+
+
+def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
+    def fun(weights, x):
+        return jnp.mean(jnp.matmul(x, weights, precision="highest") ** 2)
+
+    @jax.custom_vjp
+    def square(x):
+        return jnp.sum(x * x)
+
+    def backward(x, cotangent):
+        return (cotangent * jnp.matmul(x, jnp.eye(4), precision="highest"),)
+
+    square.defvjp(lambda x: (square(x), x), backward)
+    args = draw(8, 4, seed=1), draw(4, 8, seed=2)
+    for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
+        wide = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
+        assert wide
+        assert all(product.reason.startswith("marked") for product in wide)
+
+
+def test_a_cast_that_autocast_makes_has_the_place_of_its_product_and_a_cure_that_fits():
+    def fun(weights, x):
+        return jnp.mean((x @ (1e6 * weights)) ** 2) * 1e-12  # here
+
+    verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2)).verdict
+    assert f"test_programs_of_others.py:{fun.__code__.co_firstlineno + 1}) reaches " in verdict
+    assert "Keep that product in float32, with `jls.keep_float32`" in verdict
+    assert "Do not cast it" not in verdict
+
+
+def test_where_numbers_lie_is_never_at_fault():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def fun(weights, x):
+        y = (x.astype(jnp.float16) @ weights.astype(jnp.float16)) * jnp.float16(1e4)
+        return jnp.mean(jax.lax.with_sharding_constraint(y, rows).astype(jnp.float32))
+
+    report = range_report(fun, draw(8, 4, seed=1) * 100, draw(4, 8, seed=2), loss_scale=1.0)
+    assert report.bad
+    assert "sharding_constraint" not in {operation.operation for operation in report}
+
+
+# What `find_precision` makes of layers in a loop.
+
+
+def layers(weights, x):
+    """The last of eight is out of range, and shares its line with the others."""
+    for kernel in weights:
+        x = jnp.log1p(jnp.square(x @ kernel))
+    return jnp.mean(x)
+
+
+DEEP = [draw(8, 8, seed=n, scale=0.4) for n in range(7)] + [3e5 * jnp.ones((8, 8))]
+
+
+@pytest.mark.slow
+def test_one_bad_layer_of_eight_is_named_by_its_parameter():
+    args = DEEP, draw(16, 8, seed=20)
+    policy = find_precision(layers, *args)
+    assert {rule.parameter for rule in policy.rules} == {"[7]"}
+    report = autocast_report(layers, *args, policy=policy)
+    assert sum(each.count for each in report.matmuls) == 23
+    assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
+    assert str(policy).startswith("Error against float32: wrong altogether -> ")
+    kept = jls.PrecisionPolicy.from_config(policy.get_config())
+    assert (kept, kept.errors) == (policy, policy.errors)
+
+
+def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
+    namespace = {"jnp": jnp}
+    exec(
+        "def layers(ws, x):\n    for w in ws:\n        x = jnp.log1p(jnp.square(x @ w))\n    return jnp.mean(x)",
+        namespace,
+    )
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", parameter="[7]")])
+    report = autocast_report(namespace["layers"], DEEP, draw(16, 8, seed=20), policy=policy)
+    (wide,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
+    assert wide.count == 1
+
+
+@pytest.mark.parametrize("inside", ["jit", "scan", "checkpoint"])
+def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
+    def layer(x, kernel):
+        return jnp.tanh(x @ kernel), None
+
+    def fun(params, x):
+        if inside == "scan":
+            y, _ = jax.lax.scan(layer, x, params["stack"])
+        else:
+            call = {"jit": jax.jit, "checkpoint": jax.checkpoint}[inside]
+            y = call(lambda x: layer(x, params["stack"][0])[0])(x)
+        return jnp.mean((y @ params["head"]) ** 2)
+
+    args = {"stack": draw(2, 8, 8, seed=1), "head": draw(8, 4, seed=2)}, draw(4, 8, seed=3)
+    for name, number in (("['stack']", 1), ("*head*", 1), ("*", 2)):
+        policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter=name)])
+        report = autocast_report(fun, *args, policy=policy)
+        assert sum(e.count for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number
+        assert any(e.dtype == "float16" for e in report.matmuls) == (name != "*")
+
+
+@pytest.mark.slow
+def test_kinks_of_a_healthy_classifier_are_not_float16_s():
+    key = jax.random.key(0)
+    sizes = [16, *[32] * 7, 10]
+    weights = [draw(a, b, seed=n, scale=(2 / a) ** 0.5) for n, (a, b) in enumerate(itertools.pairwise(sizes))]
+    x, labels = jax.random.normal(key, (64, 16)), jax.random.randint(key, (64,), 0, 10)
+
+    def loss(weights, x):
+        for kernel in weights[:-1]:
+            x = jax.nn.relu(x @ kernel)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ weights[-1]), labels[:, None], axis=1))
+
+    assert find_precision(loss, weights, x).rules == ()
+
+
+def test_of_a_policy_that_leaves_little_narrow_it_warns():
+    def fun(weights, x):
+        for kernel in weights:
+            x = jnp.log1p(jnp.square(x @ (3e5 * kernel)))
+        return jnp.mean(x)
+
+    with pytest.warns(UserWarning, match=r"only 0 of 3 matmuls stay in half precision"):
+        policy = find_precision(fun, [draw(8, 8, seed=n) + 1 for n in range(3)], draw(4, 8, seed=9))
+    assert policy.rules
+
+
+def test_of_two_rules_the_one_that_is_contained_goes():
+    from jax_lossscale.diagnostics._precision_rules import _contains
+
+    rule = jls.PrecisionRule
+    assert _contains(rule("float32", layer="a"), rule("float32", layer="a", operation="dot_general", reason="why"))
+    assert not _contains(rule("float32", layer="a"), rule("float32_result", layer="a", operation="dot_general"))
+    assert not _contains(rule("float32", layer="a"), rule("float32", layer="a", reason="why"))

@@ -1,0 +1,318 @@
+"""Operations that leave the range of a dtype: found, named, placed, measured, and cured as the report says."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import workloads
+from jax import lax
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import range_report
+
+SOURCE = "tests/diagnostics/workloads.py:"
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
+
+
+@functools.cache
+def reported(name, loss_scale=1.0):
+    fun, *args = getattr(workloads, name)()
+    return range_report(fun, *args, loss_scale=loss_scale)
+
+
+# What each workload is known to get wrong: the operation, whose derivative, the layer, and words of the suggestion.
+KNOWN = {
+    "square_too_large": ("integer_pow", "", "energy", False, "Compute it in float32."),
+    "matmul_too_large": ("dot_general", "", "logits", False, "Make the operands smaller"),
+    "layer_norm": ("div", "rsqrt", "norm", False, "The derivative of `rsqrt`"),
+    "mask_of_minus_a_billion": ("convert_element_type", "", "attention", False, "If it is a mask"),
+    "mean_over_a_million": ("reduce_sum", "", "mean", False, "Take sums in float32"),
+    "sum_for_a_mean": ("convert_element_type", "", "", True, "A smaller loss scale"),
+    "two_branches": (
+        "convert_element_type",
+        "",
+        "params['side']['layer0']['bias']",
+        True,
+        "give this branch a scale of its own",
+    ),
+    "tiny_loss": ("convert_element_type", "", "", True, "A larger loss scale"),
+}
+
+
+SLOW = ("mask_of_minus_a_billion", "matmul_too_large", "square_too_large", "sum_for_a_mean", "layer_norm")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
+def test_the_worst_operation_is_the_one_that_is_known(name):
+    operation, derivative_of, layer, is_backward, suggestion = KNOWN[name]
+    worst = reported(name)[0]
+    assert (worst.operation, worst.derivative_of, worst.layer or worst.instance) == (operation, derivative_of, layer)
+    assert worst.is_backward is is_backward
+    assert suggestion in worst.suggestion
+    assert worst.source.startswith(SOURCE)
+
+
+@pytest.mark.parametrize(("name", "loss_scale"), [("healthy", 2.0**12), ("tiny_loss", 2.0**39)])
+def test_what_stays_in_range_is_said_to(name, loss_scale):
+    report = reported(name, loss_scale)
+    assert report.bad == ()
+    matmuls, summary = repr(report).splitlines()
+    assert matmuls == "Matrix products and convolutions: 5 of 5 in float16."
+    assert summary.startswith(f"All {len(report)} float16 operations stay in range at a loss scale of 2^")
+
+
+def test_the_line_is_that_of_the_operation():
+    line = int(reported("square_too_large")[0].source.removeprefix(SOURCE))
+    with open(workloads.__file__) as file:
+        assert "squares = (1000 *" in file.read().splitlines()[line - 1]
+
+
+def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
+    shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+    from traitlets.config import Config
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # where it keeps things
+    shell = shell_class.instance(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
+    try:
+        shell.run_cell(
+            "import jax.numpy as jnp\n"
+            "from jax_lossscale.diagnostics import range_report\n"
+            "def square(w):\n"
+            "    return (w.astype(jnp.float16) ** 2).astype(jnp.float32)\n",
+            store_history=True,
+        ).raise_error()
+        shell.run_cell("worst = range_report(square, jnp.float32(300.0))[0]", store_history=True).raise_error()
+        assert shell.user_ns["worst"].source == "Cell In[1]:4"
+    finally:
+        shell_class.clear_instance()
+
+
+def test_only_operations_of_the_small_branch_underflow():
+    underflowing = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
+    assert [operation.shape for operation in underflowing] == [(4, 8)]  # the kernel of the side branch, transposed
+
+
+@pytest.mark.slow
+def test_what_overflows_first_comes_first():
+    operations = [operation.operation for operation in reported("mask_of_minus_a_billion").bad]
+    assert operations == ["convert_element_type", "add", "sub"]
+
+
+# Measured.
+
+
+def measured(fun, *args, **options):
+    """The statistics of the forward pass, in the order of the program."""
+    report = range_report(fun, *args, **{"loss_scale": 1.0, **options})
+    return {operation.operation: operation for operation in report if not operation.is_backward}
+
+
+NUMBERS = np.array([0.0, 1e-9, 2.0**-25, 3e-8, 1e-6, 1.0, 300.0, 70000.0, -65519.0, -65520.0], np.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_shares_are_those_of_a_cast_in_numpy(dtype):
+    with np.errstate(over="ignore"):
+        cast = NUMBERS.astype(dtype).astype(np.float32)
+    nonzero = NUMBERS != 0
+    normal = float(jnp.finfo(dtype).smallest_normal)
+
+    def fun(x):
+        return jnp.sum(x.astype(dtype).astype(jnp.float32))
+
+    of = measured(fun, jnp.asarray(NUMBERS), dtype=dtype)["convert_element_type"]
+    assert of.overflow == pytest.approx(np.mean(np.isinf(cast)))
+    assert of.zero == pytest.approx(np.mean(cast[nonzero] == 0))
+    assert of.subnormal == pytest.approx(np.mean((cast[nonzero] != 0) & (np.abs(cast[nonzero]) < normal)))
+    assert of.largest == 70000
+    assert (of.shape, of.dtype) == ((10,), jnp.dtype(dtype).name)
+
+
+def test_how_far_above_and_below():
+    def fun(x, power):
+        return jnp.sum((x.astype(jnp.float16) * jnp.float16(power)).astype(jnp.float32))
+
+    above = measured(functools.partial(fun, power=2.0**10), jnp.float32(2.0**9))["mul"]
+    below = measured(functools.partial(fun, power=2.0**-10), jnp.float32(2.0**-9))["mul"]
+    inside = measured(functools.partial(fun, power=2.0**-5), jnp.float32(2.0**-9))["mul"]
+    assert (above.log2_overflow, above.log2_underflow, above.largest) == (4, 0, 2.0**19)  # 2**15 is the largest power
+    assert (below.log2_overflow, below.log2_underflow) == (0, 5)  # 2**-14 is the smallest that is normal
+    assert (inside.log2_overflow, inside.log2_underflow, inside.suggestion) == (0, 0, "")
+
+
+def test_only_the_backward_pass_moves_with_the_loss_scale():
+    one, many = reported("healthy"), reported("healthy", 2.0**12)
+    key = lambda of: (of.is_backward, of.operation, of.source, of.layer, of.shape, of.largest)  # noqa: E731
+    for a, b in zip(sorted(one, key=key), sorted(many, key=key), strict=True):
+        assert b.largest == pytest.approx(a.largest * (2.0**12 if a.is_backward else 1))
+
+
+def test_one_overflow_does_not_hide_the_next():
+    def fun(x):
+        x = x.astype(jnp.float16)
+        return jnp.sum(jnp.exp(-(x * x) * x).astype(jnp.float32))
+
+    report = range_report(fun, jnp.full(3, 300.0), loss_scale=1.0)
+    assert [(o.operation, o.largest) for o in report.forward_overflows()] == [("mul", 90000), ("mul", 27e6)]
+
+
+def test_what_is_not_finite_in_float32_either_is_told():
+    of = measured(lambda x: jnp.sum(jnp.log(x.astype(jnp.float16))).astype(jnp.float32), jnp.array([-1.0, 0.0, 1.0]))
+    assert of["log"].overflow == pytest.approx(1 / 3)  # -inf is what it is in float32, too
+    assert math.isnan(of["log"].largest)
+
+
+def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
+    def fun(x):
+        return jnp.linalg.norm((0 * x.astype(jnp.float16)).astype(jnp.float32))
+
+    worst = range_report(fun, jnp.ones(3), loss_scale=1.0)[0]
+    assert worst.is_backward
+    assert "no loss scale helps" in worst.suggestion
+
+
+# Through control flow.
+
+
+def grows(x, steps):
+    """Squares each time: 16, 256, 65536."""
+    return jax.lax.scan(lambda carry, _: (carry * carry, None), x, None, length=steps)[0]
+
+
+def in_a_while_loop(x):
+    return lax.while_loop(lambda state: state[0] < 3, lambda state: (state[0] + 1, state[1] * state[1]), (0, x))[1]
+
+
+CONTROL_FLOW = {
+    "scan": lambda x: grows(x, 3),
+    "reverse scan with inputs": lambda x: lax.scan(
+        lambda c, y: (c * y, c), x, jnp.full(9, 4, jnp.float16), reverse=True
+    )[0],
+    "fori_loop": lambda x: lax.fori_loop(0, 3, lambda _, x: x * x, x),
+    "while_loop": lambda x: lax.stop_gradient(in_a_while_loop(lax.stop_gradient(x))) * 1 + 0 * x,
+    "cond": lambda x: lax.cond(x > 0, lambda x: x * jnp.float16(30000), lambda x: x * 1, x),
+    "switch": lambda x: lax.switch(1, [jnp.sin, lambda x: x * jnp.float16(30000), jnp.cos], x),
+    "jit": jax.jit(lambda x: x * jnp.float16(30000)),
+    "checkpoint": jax.checkpoint(lambda x: x * jnp.float16(30000)),
+    "scan of a checkpoint": lambda x: lax.scan(jax.checkpoint(lambda c, _: (c * c, None)), x, None, length=3)[0],
+    "vmap": lambda x: jax.vmap(lambda y: y * jnp.float16(30000))(x[None])[0],
+    "custom_jvp": lambda x: jax.nn.relu(x * jnp.float16(30000)),
+    "scan of a cond": lambda x: lax.scan(
+        lambda c, n: (lax.cond(n == 1, lambda c: c * jnp.float16(30000), lambda c: c, c), None), x, jnp.arange(3)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("flow", CONTROL_FLOW)
+def test_it_looks_into(flow):
+    def fun(x):
+        with jax.named_scope("inside"):
+            y = CONTROL_FLOW[flow](x.astype(jnp.float16))
+        return y.astype(jnp.float32)
+
+    report = range_report(fun, jnp.float32(4.0), loss_scale=1.0)
+    over = report.forward_overflows()
+    assert over[0].operation == "mul"
+    assert {operation.layer for operation in over} == {"inside"}
+    sources = {operation.source.split(":")[0] for operation in over}
+    assert sources == {"tests/diagnostics/finds_faults/test_range_report.py"}
+    squared = ("scan", "fori_loop", "while_loop", "scan of a checkpoint")
+    expected = 2.0**20 if "inputs" in flow else 2.0**16 if flow in squared else 120000
+    assert over[0].largest == expected
+
+
+def in_a_scan(x, factors):
+    return lax.scan(lambda carry, factor: (carry, carry * factor), x, factors)[1][0]
+
+
+def in_a_while(x, factors):
+    def body(state):
+        n, carry, _ = state
+        return n + 1, carry, carry * factors[n]
+
+    return lax.stop_gradient(lax.while_loop(lambda state: state[0] < 3, body, (0, lax.stop_gradient(x), x * 0))[2])
+
+
+@pytest.mark.parametrize("loop", [in_a_scan, in_a_while])
+def test_the_worst_may_be_any_iteration(loop):
+    factors = jnp.array([1, 30000, 2], jnp.float16)
+    report = range_report(lambda x: loop(x.astype(jnp.float16), factors).astype(jnp.float32), jnp.float32(4.0))
+    assert report.forward_overflows()[0].largest == 120000
+
+
+def test_a_recomputed_forward_pass_is_no_backward_pass():
+    def fun(x):
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x.astype(jnp.float16))))(x).astype(jnp.float32)
+
+    report = range_report(fun, jnp.float32(1.0), loss_scale=2.0**10)
+    assert {o.is_backward for o in report if o.operation in ("sin", "cos")} == {False}
+    assert {o.is_backward for o in report if o.largest > 2} == {True}
+
+
+def test_what_it_computes_is_what_in_precision_does():
+    """The measured program gives the same numbers."""
+    fun, *args = workloads.healthy()
+    grads = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
+    largest = {o.shape: o.largest for o in reported("healthy") if o.is_backward and o.operation == "dot_general"}
+    for kernel in (grads["layer0"]["kernel"], grads["layer1"]["kernel"]):
+        assert largest[kernel.shape[::-1]] == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=1e-6)
+
+
+# Arguments, and what cannot be done.
+
+
+@pytest.mark.parametrize(
+    "loss_scale", [jls.FixedLossScale(8.0), jls.DynamicLossScale(8.0), 8, jnp.float32(8), np.float32(8)]
+)
+def test_a_loss_scale_of_any_kind(loss_scale):
+    report = range_report(lambda x: jnp.sin(x.astype(jnp.float16)).astype(jnp.float32), 1.0, loss_scale=loss_scale)
+    assert report.loss_scale == 8
+    assert {operation.largest for operation in report if operation.is_backward} >= {8.0}
+
+
+def test_options_and_keyword_arguments_reach_the_function():
+    def fun(x, w, *, power, scale):
+        assert scale == "a"
+        return jnp.sum((w.astype(jnp.float16) ** power).astype(jnp.float32)), x
+
+    report = range_report(fun, jnp.float32(1), jnp.full(3, 300.0), argnums=1, has_aux=True, power=2, scale="a")
+    assert report[0].operation == "integer_pow"
+
+
+def test_nothing_narrow():
+    report = range_report(lambda w: jnp.sum(w**2), jnp.ones(3))
+    assert len(report) == 0
+    assert repr(report).splitlines()[1].startswith("`fun` computes nothing in float16.")
+
+
+def test_what_is_not_followed_is_listed():
+    def fun(w):
+        factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
+        return jnp.sum((w.astype(jnp.float16) * factor).astype(jnp.float32))
+
+    report = range_report(fun, jnp.full(2, 60000.0))
+    assert report.opaque_operations == ("pure_callback",)
+    assert repr(report).endswith("Not followed: pure_callback.")
+
+
+# Print and notebook.
+
+
+def test_the_report_prints_as_a_table_with_cures_below():
+    matmuls, summary, headings, first, second, *notes = repr(reported("layer_norm")).splitlines()
+    assert matmuls == "Matrix products and convolutions: none."
+    assert (
+        summary == "2 of 25 float16 operations overflow at a loss scale of 2^0, and more than half becomes zero in 0."
+    )
+    assert (
+        headings.split()
+        == "operation layer line pass shape largest off by overflow zero subnormal input error error suggestion".split()
+    )
+    assert first.startswith("div (derivative of rsqrt)  norm   tests/diagnostics/workloads.py:")
+    assert first.split()[-6:] == ["3.2e+07", "2^9", "3.1%", "0.035%", "inf", "[1]"]
+    assert second.startswith("mul (derivative of rsqrt)")
+    assert len(notes) == 1
+    assert notes[0].startswith("[1] The derivative of `rsqrt` is computed in the forward pass, so no loss scale helps.")

@@ -1,0 +1,290 @@
+"""`autocast_report`: what it says of programs whose products can be counted by hand."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import autocast_report
+
+pytestmark = pytest.mark.ci
+
+W = jnp.eye(8)
+X = jnp.ones((4, 8))
+
+
+def network(w, x):
+    with jax.named_scope("encoder"):
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.matmul(x, w, precision="highest") ** 2)
+
+
+HEAD = network.__code__.co_firstlineno + 4
+
+
+def plain(w, x):
+    return jnp.mean(jnp.tanh(x @ w) @ w)
+
+
+def test_a_program_without_layers_gets_none_of_this_library():
+    assert {operation.layer for operation in autocast_report(plain, W, X).operations} == {""}
+
+
+def test_first_it_says_how_many_products_are_narrow_and_where_the_first_is_that_is_not():
+    counts = "Matrix products and convolutions: {} of 5 in {}"
+    assert str(autocast_report(plain, W, X)).splitlines()[0] == counts.format(5, "float16") + "."
+    assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).summary) == counts.format(5, "bfloat16") + "."
+    summary = str(autocast_report(network, W, X).summary)
+    assert summary.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
+    assert f"test_autocast_report.py:{HEAD}); marked with the precision" in summary
+
+
+def test_printed_it_is_a_table_of_the_products():
+    text = str(autocast_report(network, W, X))
+    rows = [line.split() for line in text.splitlines()[4:]]
+    assert [(row[0], row[1], row[3], row[4], row[5]) for row in rows] == [
+        ("dot_general", "head", "backward", "float32", "2"),
+        ("dot_general", "head", "forward", "float32", "1"),
+        ("dot_general", "encoder", "forward", "float16", "1"),
+        ("dot_general", "encoder", "backward", "float16", "1"),
+    ]
+
+
+def test_reasons_stand_on_the_left_also_where_there_are_none():
+    report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
+    heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
+    assert heading.endswith("flops  why")
+    assert '<th style="text-align: left">why</th>' in report._repr_html_()
+
+
+def test_long_tables_are_cut():
+    def many(w, x):
+        for n in range(20):
+            with jax.named_scope(f"layer{n}"):
+                x = x @ w
+        return jnp.sum(x)
+
+    report = autocast_report(many, W, X)
+    assert len(report.matmuls) == 40
+    assert "... and 24 more: `report.matmuls`." in str(report)
+
+
+def test_work_is_counted_in_floating_point_operations():
+    def loss(w, x):
+        image, kernel = x.reshape(1, 4, 8), jnp.broadcast_to(w[:3, :, None], (3, 8, 5))
+        y = jax.lax.conv_general_dilated(image, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.sum(y) + jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=10)[0])
+
+    forward = {each.operation: each for each in autocast_report(loss, W, X).matmuls if not each.is_backward}
+    assert forward["conv_general_dilated"].flops == 2 * (2 * 5) * (3 * 8)
+    assert forward["dot_general"].flops == 10 * 2 * (4 * 8) * 8
+    assert forward["dot_general"].count == 1
+
+
+def test_the_share_of_the_narrow_work():
+    def loss(w, x):
+        y = jnp.sum(x @ w)
+        with jls.keep_float32():
+            return y + jnp.sum(jnp.concatenate([x, x, x]) @ w)
+
+    assert autocast_report(loss, W, X).half_share == 0.25
+
+
+def test_arithmetic_is_in_it_too():
+    def tanh(policy):
+        return next(each for each in autocast_report(plain, W, X, policy=policy) if each.operation == "tanh")
+
+    assert (tanh(None).dtype, tanh(None).reason, tanh(None).flops) == ("float32", "", 0)
+    assert tanh(jls.PrecisionPolicy([jls.PrecisionRule("half", operation="tanh")])).dtype == "float16"
+
+
+def test_bytes_kept_are_what_vjp_keeps_beside_arguments():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.exp(x @ w)))
+
+    report = autocast_report(loss, W, X)
+    # Before: exp(y), tanh's result and 1 minus it, in float32; after: y, and x cast, in float16.
+    assert report.bytes_before == 3 * 4 * 32
+    assert report.bytes_after == 2 * 2 * 32
+    kept = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
+    assert kept.bytes_after > report.bytes_after
+    nothing = autocast_report(lambda w, x: jnp.sum(x @ w) + jnp.sum(x), W, X, dtype=jnp.float32)
+    assert (nothing.bytes_before, nothing.bytes_after) == (0, 0)
+
+
+def test_a_kernel_for_16_bits_keeps_bytes_under_autocast_only():
+    def kernel(x, w):
+        assert x.dtype != jnp.float32
+        return x @ w
+
+    report = autocast_report(lambda w, x: jnp.sum(jls.in_half(kernel)(x, w) ** 2), W, X)
+    assert report.bytes_before is None
+    assert report.bytes_after > 0
+    assert re.search(r"backward pass: \d+ bytes\. Casts", str(report))
+
+
+def test_casts_are_counted():
+    assert autocast_report(plain, W, X, dtype=jnp.float32).casts == 0
+    # x and w, down; the result, up for the sum; its cotangent down; both gradients, of which one is asked for, up.
+    assert autocast_report(lambda w, x: jnp.sum(x @ w), W, X).casts == 5
+
+
+def by_rule(w, x):
+    @jax.custom_vjp
+    def function(w, x):
+        return x @ w
+
+    def backward(kept, cotangent):
+        w, x = kept
+        with jls.keep_float32():
+            of_w = x.T @ cotangent
+        return of_w, cotangent @ w.T
+
+    function.defvjp(lambda w, x: (function(w, x), (w, x)), backward)
+    return jnp.sum(jnp.sin(function(w, x)))
+
+
+def test_the_products_of_a_rule_of_its_own_are_counted():
+    report = autocast_report(by_rule, W, X, argnums=(0, 1))
+    assert [(each.dtype, each.is_backward, each.reason) for each in report.matmuls] == [
+        ("float32", True, "inside `keep_float32`"),
+        ("float16", False, ""),
+        ("float16", True, ""),
+    ]
+
+
+def kernel(x_ref, w_ref, out_ref):
+    out_ref[...] = x_ref[...] @ w_ref[...]
+
+
+@jax.custom_jvp
+def by_pallas(w, x):
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct((4, 8), jnp.float32), interpret=True)(x, w)
+
+
+by_pallas.defjvp(lambda primals, tangents: (by_pallas(*primals), tangents[1]))
+
+
+def in_a_callback(w, x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.sin, shape, jax.lax.stop_gradient(x @ w))
+
+
+def placed(w, x):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.jit(jnp.matmul, in_shardings=(here, here))(x, w)
+
+
+# Each by what the reason begins with, and what is told to be not followed.
+NOT_FOLLOWED = {
+    "pallas": (by_pallas, "inside `pallas_call`, which is computed as it was", "pallas_call"),
+    "callback": (in_a_callback, None, "pure_callback"),
+    "jit with shardings is": (placed, None, None),
+    "a solver": (
+        lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])[0],
+        "inside `custom_linear_solve`",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "reason", "opaque"), NOT_FOLLOWED.values(), ids=NOT_FOLLOWED)
+def test_what_is_not_followed_is_told(function, reason, opaque):
+    report = autocast_report(lambda w, x: jnp.sum(function(w, x)) + jnp.sum(x), W, X, argnums=1)
+    wide = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
+    assert bool(wide) == (reason is not None)
+    assert all(each.reason.startswith(reason) for each in wide if "differentiating" not in each.reason)
+    assert [each.partition(" ")[0] for each in report.opaque_operations] == ([opaque] if opaque else [])
+    assert ("Not followed" in str(report)) == (opaque is not None)
+
+
+def test_a_policy_is_followed_and_named():
+    rules = [jls.PrecisionRule("float32", layer="encoder"), jls.PrecisionRule("float32_result", layer="head")]
+    report = autocast_report(network, W, X, policy=jls.PrecisionPolicy(rules))
+    forward = {each.layer: each for each in report.matmuls if not each.is_backward}
+    assert forward["encoder"].reason == f"a rule of the policy: {rules[0]!r}"
+    assert (forward["encoder"].dtype, forward["encoder"].result) == ("float32", "float32")
+    assert forward["head"].reason == f"a rule of the policy: {rules[1]!r}"
+    assert (forward["head"].dtype, forward["head"].result) == ("float16", "float32")
+    assert "float16, result float32" in str(report)
+
+
+def test_arguments_of_value_and_grad():
+    def loss(params, x, *, scale):
+        return scale * plain(params["w"], x), {"aux": x}
+
+    report = autocast_report(functools.partial(loss, scale=2.0), {"w": W}, X, has_aux=True)
+    assert str(report.summary).endswith("5 of 5 in float16.")
+    assert autocast_report(loss, {"w": W}, X, has_aux=True, scale=jnp.float32(2)).summary == report.summary
+    both = autocast_report(plain, W, X, argnums=(0, 1))
+    assert str(both.summary).endswith("6 of 6 in float16.")
+
+
+def test_a_function_cast_by_hand():
+    def by_hand(w, x):
+        y = x.astype(jnp.float16) @ w.astype(jnp.float16)
+        return jnp.sum(y.astype(jnp.float32))
+
+    assert str(autocast_report(by_hand, W, X).summary) == "Matrix products and convolutions: 2 of 2 in float16."
+    other = autocast_report(by_hand, W, X, dtype=jnp.bfloat16)
+    assert "0 of 2 in bfloat16" in str(other.summary)
+    assert str(other.summary).endswith("float16 in the source.")
+
+
+def test_a_function_without_products():
+    report = autocast_report(lambda x: jnp.sum(jnp.sin(x)), X)
+    assert str(report.summary) == "Matrix products and convolutions: none."
+    assert report.matmuls == ()
+    assert "dot_general" not in str(report)
+
+
+dense = jax.jit(jnp.matmul)
+
+
+def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
+    def loss_fn(w, x):
+        with jls.keep_float32():
+            x = dense(x, w)
+        with jax.named_scope("head"):
+            return jnp.sum(dense(x, w))
+
+    rule = jls.PrecisionRule("float32", layer="head")
+    report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
+    assert {(product.layer, product.reason) for product in report.matmuls} == {
+        ("keep_float32", "inside `keep_float32`"),
+        ("head", f"a rule of the policy: {rule!r}"),
+    }
+
+
+def first(w, x):
+    return dense(x, w)
+
+
+def second(w, x):
+    return dense(x, w)
+
+
+def test_a_jitted_function_on_two_lines_has_the_reason_of_each():
+    rules = [jls.PrecisionRule("float32", function=name, reason=f"why {name}") for name in ("first", "second")]
+    report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
+    lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
+    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.matmuls} == {
+        (line, f"a rule of the policy: {rule!r}") for line, rule in zip(lines, rules, strict=True)
+    }
+
+
+def test_a_jitted_function_in_the_layer_of_a_class_keeps_its_reason():
+    class Block:
+        def __call__(self, w, x):
+            return dense(x, w)
+
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="Block")])
+    report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
+    reasons = {product.dtype: product.reason for product in report.matmuls}
+    assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

@@ -1,0 +1,130 @@
+"""What is computed in half precision at all is counted; of the first product that is not, the cause is named."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workloads
+from lines import line
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import compare_gradients, range_report
+
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
+PARAMS = {"ln_1": {"scale": jnp.ones((1, 8))}, "c_attn": {"kernel": workloads.draw(8, 4, scale=0.3)}}
+X = workloads.draw(6, 8, seed=1)
+
+
+def met(params, x):
+    x = x.astype(jnp.float16)
+    with jax.named_scope("ln_1"):
+        x = x * params["ln_1"]["scale"]  # norm
+    with jax.named_scope("c_attn"):
+        x = x @ params["c_attn"]["kernel"]  # product
+    return jnp.mean(x**2)
+
+
+def cast(params, x):
+    x = jnp.tanh(x.astype(jnp.float16))
+    x = x.astype(jnp.float32)  # cast
+    return jnp.mean((x @ params["c_attn"]["kernel"]) ** 2)  # product
+
+
+def met_in_a_product(params, x):
+    return jnp.mean((x.astype(jnp.float16) @ params["c_attn"]["kernel"]) ** 2)  # product
+
+
+def never_cast(params, x):
+    y = jnp.mean((x @ params["c_attn"]["kernel"]) ** 2)  # product
+    return y + jnp.mean(jnp.tanh(x.astype(jnp.float16))).astype(jnp.float32)
+
+
+def in_a_loop(params, x):
+    def step(carry, row):
+        return carry, row.astype(jnp.float16)[None] * params["ln_1"]["scale"] @ params["c_attn"]["kernel"]  # product
+
+    return jnp.mean(jax.lax.scan(step, 0.0, x)[1] ** 2)
+
+
+def in_a_jitted_branch(params, x):
+    branch = jax.jit(lambda x: x @ params["c_attn"]["kernel"])  # product
+    return jnp.mean(jax.lax.cond(x[0, 0] > 0, branch, branch, x.astype(jnp.float16).astype(jnp.float32)) ** 2)  # cast
+
+
+@pytest.mark.parametrize(
+    ("fun", "sentence"),
+    [
+        (
+            met,
+            "`c_attn` ({product}); its input is float32 since float16 met float32 `params['ln_1']['scale']` at `ln_1` "
+            "({norm})",
+        ),
+        (cast, "{product}; its input becomes float32 at {cast}"),
+        (
+            met_in_a_product,
+            "{product}; its input is float32 since float16 met float32 `params['c_attn']['kernel']` at {product}",
+        ),
+        (never_cast, "{product}; its input is float32 from the beginning (`x`)"),
+        (
+            in_a_loop,
+            "{product}; its input is float32 since float16 met float32 `params['ln_1']['scale']` at {product}",
+        ),
+        (in_a_jitted_branch, "{product}; its input becomes float32 at {cast}"),
+    ],
+)
+def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
+    report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
+    assert report.summary.first_float32 == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
+    counts = f"Matrix products and convolutions: 0 of {report.summary.matmuls} in float16. The first that is not: "
+    assert repr(report).startswith(f"{counts}{report.summary.first_float32}.")
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
+    assert "It will train" not in report.verdict
+    assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
+
+
+def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
+    def fun(params, x):
+        y = x.astype(jnp.float16) @ params["c_attn"]["kernel"].astype(jnp.float16)
+        return jnp.mean((y.astype(jnp.float32) @ jnp.ones((4, 4))) ** 2)
+
+    report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
+    assert (report.summary.matmuls, report.summary.half_matmuls) == (4, 2)
+    assert report.verdict.startswith("It will train, with 2 of 4 products in float16, without a loss scale.")
+
+
+def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
+    report = compare_gradients(*workloads.healthy(), loss_scales=[1.0])
+    assert repr(report).splitlines()[0] == "Matrix products and convolutions: 5 of 5 in float16."
+    assert report.verdict == "It will train, without a loss scale."
+
+
+def test_arguments_without_names():
+    report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
+    assert "float32 `args" in report.summary.first_float32
+
+
+def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():
+    """Without a sum an einsum is a multiplication, which `autocast` leaves in float32; one of its derivatives sums."""
+
+    def decay(rates, weights, x):
+        rates = jnp.exp(rates)
+        return jnp.mean(jnp.exp(-jnp.einsum("li,is->lis", jax.nn.softplus(x @ weights), rates)) ** 2)
+
+    line = decay.__code__.co_firstlineno + 2
+    report = compare_gradients(jls.autocast(decay), jnp.ones((8, 4)), jnp.ones((8, 8)) / 8, X, loss_scales=[1.0])
+    assert str(report.summary) == (
+        "Matrix products and convolutions: 1 of 2 in float16, 67% of their work. The first that is not: "
+        f"tests/diagnostics/true_statements/test_facts.py:{line}; made by differentiating what is computed in float32."
+    )
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_a_product_outside_of_what_autocast_computes_is_told_to_be_there(precision):
+    def partly(weights, x):
+        logits = jnp.matmul(x, weights, precision=precision)  # outside
+        return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
+
+    summary = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).summary)
+    why = "outside of `autocast`, or made by differentiating"
+    assert summary.endswith(f"The first that is not: {line(partly, 'outside')}; {why}.")

@@ -1,0 +1,274 @@
+"""Which of several layers of one class, or passes through one line, an operation belongs to."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workloads
+
+import jax_lossscale as jls
+from jax_lossscale import autocast
+from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
+
+pytestmark = pytest.mark.ci
+
+half = jnp.float16
+X = workloads.draw(6, 4)
+SCALES = (1.0, 1.0, 3000.0, 1.0)  # of the kernels: the squares of the third overflow
+
+
+def mean_square(y):
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+def squared(kernel, x):
+    y = x @ kernel.astype(half)
+    return jnp.log1p(y * y)
+
+
+def kernels(sizes=(4, 4, 4, 4, 4)):
+    return [workloads.draw(a, b, seed=n, scale=SCALES[n]) for n, (a, b) in enumerate(itertools.pairwise(sizes))]
+
+
+def functions_in_a_loop():
+    def loss(weights, x):
+        return mean_square(functools.reduce(lambda x, kernel: squared(kernel, x), weights, x.astype(half)))
+
+    return loss, kernels(), ("", "weights[2]")
+
+
+def functions_of_a_dictionary():
+    def loss(params, x):
+        x = x.astype(half)
+        for name in sorted(params):
+            x = squared(params[name]["kernel"], x)
+        return mean_square(x)
+
+    return loss, {f"layer{n}": {"kernel": k} for n, k in enumerate(kernels())}, ("", "params['layer2']['kernel']")
+
+
+def jitted_functions():
+    def loss(weights, x):
+        return mean_square(functools.reduce(lambda x, kernel: jax.jit(squared)(kernel, x), weights, x.astype(half)))
+
+    return loss, kernels(), ("", "weights[2]")
+
+
+def equinox_modules():
+    eqx = pytest.importorskip("equinox")
+
+    class Block(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            y = jax.vmap(self.linear)(x)
+            return jnp.log1p(y * y)
+
+    def loss(blocks, x):
+        return mean_square(functools.reduce(lambda x, block: block(x), blocks, x.astype(half)))
+
+    blocks = [Block(eqx.nn.Linear(4, 4, key=workloads.KEY, dtype=half)) for _ in SCALES]
+    large = eqx.tree_at(lambda blocks: blocks[2].linear.weight, blocks, replace_fn=lambda weight: weight * 3000)
+    return loss, large, ("Block", "blocks[2].linear.bias")
+
+
+def nnx_modules():
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, scale):
+            self.linear = nnx.Linear(4, 4, dtype=half, rngs=nnx.Rngs(0))
+            self.linear.kernel[...] *= scale
+
+        def __call__(self, x):
+            y = self.linear(x)
+            return jnp.log1p(y * y)
+
+    def loss(model, x):
+        return mean_square(model(x))
+
+    return loss, nnx.Sequential(*map(Block, SCALES)), ("Sequential/Block", "model.layers[2].linear.bias.value")
+
+
+def linen_modules():
+    """Which have names of their own."""
+    from flax import linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(4, dtype=half)(x)
+            return jnp.log1p(y * y)
+
+    model = nn.Sequential([Block() for _ in SCALES])
+    params = model.init(workloads.KEY, X)
+    large = jax.tree.map(lambda leaf: leaf * 3000, params["params"]["layers_2"])
+    params = {"params": {**params["params"], "layers_2": large}}
+    return lambda params, x: mean_square(model.apply(params, x)), params, ("Sequential/layers_2", "")
+
+
+def passes_through_a_line():
+    def loss(w, x):
+        y = w.astype(half) * x.astype(half) + 2
+        for _ in range(5):
+            y = y * y  # 4, 16, 256, 65536
+        return jnp.mean(jnp.log(y.astype(jnp.float32)))
+
+    return loss, jnp.zeros((1, 4)), ("", "run 4 of 5")
+
+
+def called_from_two_lines():
+    def grown(y):
+        return y * y
+
+    def loss(w, x):
+        y = w.astype(half) * x.astype(half) + 2
+        for _ in range(2):
+            y = grown(y)
+        y = grown(y)
+        y = grown(y)
+        return jnp.mean(jnp.log(y.astype(jnp.float32)))
+
+    return loss, jnp.zeros((1, 4)), ("", "run 4 of 4")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        functions_in_a_loop,
+        functions_of_a_dictionary,
+        jitted_functions,
+        equinox_modules,
+        nnx_modules,
+        linen_modules,
+        passes_through_a_line,
+        called_from_two_lines,
+    ],
+)
+def test_the_layer_is_told_from_others_of_its_class(program):
+    loss, params, (layer, instance) = program()
+    report = range_report(loss, params, X, loss_scale=1.0)
+    assert (report[0].operation, report[0].layer, report[0].instance) == ("mul", layer, instance)
+    where = f"`mul`{f' in {layer}' if layer else ''} ({report[0].source}{f'; {instance}' if instance else ''})"
+    assert where in compare_gradients(loss, params, X, loss_scales=[1.0]).verdict
+    assert len({(each.layer, each.instance) for each in report if each.operation == "mul"}) > 3
+
+
+@pytest.mark.slow
+def test_products_of_the_backward_pass_belong_to_their_own_layer():
+    sizes = (4, 5, 6, 7, 8)  # no two products are of one shape
+    loss, *_ = functions_in_a_loop()
+    report = range_report(loss, kernels(sizes), X, loss_scale=1.0)
+    products = [o for o in report if o.operation == "dot_general" and o.is_backward]
+    of_kernels = {(b, a): f"weights[{n}]" for n, (a, b) in enumerate(itertools.pairwise(sizes))}
+    of_inputs = {(6, a): f"weights[{n}]" for n, a in enumerate(sizes[:-1]) if n}
+    assert {o.shape: o.instance for o in products} == of_kernels | of_inputs
+
+
+def test_where_names_tell_layers_apart_nothing_is_added():
+    fun, *args = workloads.healthy()
+    report = range_report(fun, *args)
+    assert {each.layer for each in report if each.layer} == {"layer0", "layer1"}
+    assert {each.instance for each in report if each.layer} == {""}
+
+
+def test_what_a_line_of_jax_makes_of_one_pass_has_no_numbers():
+    report = range_report(lambda w: jnp.sum(jax.nn.gelu(w.astype(half)).astype(jnp.float32)), X)
+    assert not any(re.search(r"run \d+ of \d", operation.instance) for operation in report)
+
+
+# Every printed location can be used in a rule of a policy.
+
+
+class Layer:
+    def __call__(self, kernel, x):
+        return jnp.tanh(x @ kernel)
+
+
+@jax.jit
+def layer(kernel, x):
+    return jnp.tanh(x @ kernel)
+
+
+@jax.custom_vjp
+def with_a_rule(kernel, x):
+    return x @ kernel
+
+
+def backward(residuals, cotangent):
+    kernel, x = residuals
+    with jax.named_scope("backward[0]"):
+        return x.T @ cotangent, cotangent @ kernel.T
+
+
+with_a_rule.defvjp(lambda kernel, x: (x @ kernel, (kernel, x)), backward)
+
+
+def of_one_class(ws, x):
+    for w in ws:
+        x = Layer()(w, x)
+    return x
+
+
+def in_scopes(ws, x):
+    for n, w in enumerate(ws):
+        with jax.named_scope(f"blocks[{n}]"), jax.named_scope("a*b?"):
+            x = layer(w, x)
+    return x
+
+
+def in_a_scan(ws, x):
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (Layer()(w, x), None)), x, jnp.stack(ws))[0]
+
+
+def with_rules(ws, x):
+    for w in ws:
+        x = with_a_rule(w, x)
+    return x
+
+
+def printed_places(loss, *args):
+    """Return the layers and lines in the reports, each as an argument of a rule."""
+    under_autocast = autocast(loss)
+    ranges = range_report(under_autocast, *args, loss_scale=1.0)
+    policy = find_precision(loss, *args)
+    assert ranges.bad
+    rows = [*ranges.bad, *autocast_report(loss, *args, policy=policy).matmuls, *policy.rules]
+    places = {
+        (name, getattr(row, name)) for row in rows for name in ("layer", "source", "function") if hasattr(row, name)
+    }
+    texts = [compare_gradients(under_autocast, *args).verdict, str(ranges.summary)]
+    for match in re.finditer(r"`[\w-]+`(?: in (.+?))? \(([^;)]+:\d+)|`([^`]+)` \(([^;)]+:\d+)", " ".join(texts)):
+        places |= {("layer", match[1] or match[3]), ("source", match[2] or match[4])}
+    return {(name, place) for name, place in places if place and place != "*"}
+
+
+@pytest.mark.filterwarnings("ignore:`find_precision`")
+@pytest.mark.usefixtures("in_the_checkout")
+@pytest.mark.parametrize("body", [of_one_class, in_scopes, in_a_scan, with_rules])
+def test_every_printed_place_matches_as_a_rule(body):
+    def loss(ws, x):
+        with jls.keep_float32():
+            x = x @ ws[0]
+        y = body(ws, 1e-6 * x)
+        with jax.named_scope("energy"):
+            return jnp.mean(jnp.square(y @ (1e11 * ws[0])))
+
+    args = [workloads.draw(4, 4, seed=n) for n in range(3)], X
+    places = printed_places(loss, *args)
+    assert {name for name, _ in places} >= {"layer", "source"}
+    for name, place in places:
+        policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **{name: place})])
+        jax.grad(autocast(loss, policy=policy))(*args)  # warns if the rule matches no operation
+
+
+def test_the_cast_of_a_carry_has_the_place_of_its_matmul():
+    def loss(ws, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (1e6 * Layer()(w, x), None), x, jnp.stack(ws))[0])
+
+    worst = range_report(autocast(loss), [workloads.draw(4, 4, seed=n) for n in range(3)], X, loss_scale=1.0)[0]
+    assert (worst.operation, worst.layer) == ("convert_element_type", "Layer")
+    assert int(worst.source.rpartition(":")[2]) == Layer.__call__.__code__.co_firstlineno + 1

@@ -1,0 +1,277 @@
+"""What reports call things: operations by the name that a reader knows, infinities and constants for what they are."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import workloads
+from lines import line
+
+from jax_lossscale import autocast
+from jax_lossscale.diagnostics import compare_gradients, range_report
+
+half = jnp.float16
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
+
+
+# Names.
+
+
+def test_the_derivative_of_a_division_is_one():
+    def fun(a, b):
+        return jnp.sum((a.astype(half) / b.astype(half)).astype(jnp.float32))
+
+    report = range_report(fun, jnp.ones(3), jnp.full(3, 1e-3), argnums=1, loss_scale=1.0)
+    assert {(o.operation, o.derivative_of) for o in report.bad if not o.is_backward} == {("div", "div")}
+    assert "integer_pow" not in repr(report)
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_a_sum_is_called_a_sum(keepdims):
+    def fun(x):
+        return jnp.mean(jnp.tanh(jnp.sum(x.astype(half), -1, keepdims=keepdims)).astype(jnp.float32))
+
+    worst = range_report(fun, jnp.full((2, 80000), 1.0), loss_scale=1.0)[0]
+    assert (worst.operation, worst.largest) == ("reduce_sum", 80000)
+    assert "Take sums in float32" in worst.suggestion
+
+
+@pytest.mark.slow
+def test_so_is_the_denominator_of_a_softmax_over_many_words():
+    def fun(x):
+        return jnp.mean(jax.nn.softmax(x.astype(half), -1)[:, :2].astype(jnp.float32) * 1e5)
+
+    worst = range_report(fun, jnp.zeros((2, 70000)), loss_scale=1.0)[0]
+    assert (worst.operation, worst.largest) == ("reduce_sum", 70000)
+
+
+def log_times_zero(x):
+    y = x.astype(half).astype(jnp.float32)
+    y = jnp.log(y) * y  # here
+    return jnp.mean(y.astype(half).astype(jnp.float32))
+
+
+def softmax_of_an_empty_row(x):
+    scores = jnp.where(x > 5, x, -jnp.inf)
+    y = jax.nn.softmax(scores, -1)  # here
+    return jnp.mean(y.astype(half).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("fun", [log_times_zero, softmax_of_an_empty_row])
+def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
+    worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.suggestion)
+    assert (worst.source, worst.dtype) == (line(fun), "float32")
+    assert "not a number" in worst.suggestion
+
+
+@pytest.mark.parametrize(
+    ("fun", "operation"), [(log_times_zero, "The derivative of `log`"), (softmax_of_an_empty_row, "`sub`")]
+)
+def test_the_verdict_names_the_line_of_a_nan_too(fun, operation):
+    report = compare_gradients(fun, jnp.zeros((2, 3)), loss_scales=[1.0])
+    assert report.cause == "reference not finite"
+    assert f" not finite either. {operation} ({line(fun)}) gives NaN." in report.verdict
+
+
+def test_what_handles_effects_is_no_layer():
+    class Messenger:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+    class Head(Messenger):
+        def __call__(self, x):
+            return x.astype(half) * x.astype(half)
+
+    report = range_report(lambda x: Messenger(Head(None))(x).astype(jnp.float32), jnp.float32(300.0), loss_scale=1.0)
+    assert report[0].layer == "Head"
+
+
+def test_no_row_stands_at_a_line_of_this_library():
+    def fun(x):
+        return jnp.mean(x.astype(half)) * half(1e-4) * half(1e-4)
+
+    report = range_report(fun, jnp.ones(3), loss_scale=1.0)
+    assert not any("jax_lossscale" in operation.source for operation in report)
+
+
+# Truth.
+
+
+@pytest.mark.slow
+def test_an_infinity_that_float32_has_is_no_overflow():
+    assert range_report(*workloads.mask_of_minus_infinity(), loss_scale=2.0**4).bad == ()
+
+
+@pytest.mark.slow
+def test_a_mask_that_is_added_is_not_cured_by_the_least_number():
+    suggestion = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].suggestion
+    assert "One that is added must leave room" in suggestion
+
+
+def epsilon(w, x):
+    y = (x * w).astype(half)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-8)  # here
+    return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
+
+
+def epsilon_in_a_branch(w, x):
+    y = (x * w).astype(half)
+    square = jnp.mean(y * y, -1, keepdims=True)
+    y = y * jax.lax.rsqrt(jax.lax.cond(w[0, 0] < 0, jnp.abs, lambda square: square + 1e-8, square))  # here
+    return jnp.mean((y.astype(jnp.float32) - 1) ** 2)
+
+
+def boltzmann(w, x):
+    energy = (w * x).astype(half)
+    return jnp.mean((energy * half(1.38e-23)).astype(jnp.float32))  # here
+
+
+def added_mask(w, x):
+    scores = (w * x).astype(half)
+    scores = scores + half(-jnp.inf)  # here
+    return jnp.mean((jax.nn.softmax(scores) * scores).astype(jnp.float32))
+
+
+def epsilon_used_in_float32(w, x):
+    y = (x * w).astype(half).astype(jnp.float32)
+    square = jnp.mean(y * y, -1, keepdims=True)
+    return jnp.mean((y * jax.lax.rsqrt(square + jnp.full((1, 1), 1e-8, half)) - 1) ** 2)  # here
+
+
+def factor_used_in_float32(w, x):
+    return jnp.mean((w * x).astype(half).astype(jnp.float32) * jnp.full((1, 1), jnp.inf, half))  # here
+
+
+def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
+    args = jnp.ones((1, 8)), workloads.draw(4, 8)
+    report = compare_gradients(epsilon, *args, loss_scales=[1.0])
+    assert report.will_train
+    assert report.verdict == (
+        f"It will train, without a loss scale. The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, also in the "
+        "float32 reference. Compute it in float32."
+    )
+    assert f"The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, in float32, too." in repr(
+        range_report(epsilon, *args, loss_scale=1.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "cause", "words"),
+    [
+        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
+        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) is inf in 16 bits"),
+        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) is 0 in 16 bits"),
+        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) is -inf in 16 bits"),
+    ],
+)
+def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
+    report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
+    assert report.cause == cause
+    assert report.verdict.startswith(words.format(line(fun)))
+    assert report.verdict.count("in 16 bits") == 1
+
+
+def with_a_zero(w, x):
+    """The zero is shared with a choice, which is computed in half precision, and so is stored in it."""
+    zero = jnp.zeros((1, 1))
+    hidden = jnp.maximum(x @ w, zero) @ w
+    return jnp.mean(hidden) + jnp.mean(jnp.sqrt(zero + x**2 + 1))
+
+
+def with_a_zero_and_a_root_of_zero(w, x):
+    return with_a_zero(w, x) + jnp.sum(jnp.zeros((1, 1)) * (x @ w)) + jnp.sum(jnp.sqrt(jnp.abs(w - w)))
+
+
+def test_a_zero_that_is_used_in_float32_is_not_called_lost():
+    args = jnp.eye(8), jnp.ones((16, 8))
+    assert "in 16 bits" not in compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
+    assert "in 16 bits" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
+    verdict = compare_gradients(autocast(with_a_zero_and_a_root_of_zero), *args, loss_scales=[1.0]).verdict
+    assert "in 16 bits" not in verdict
+    assert "a root" in verdict
+
+
+def test_leaves_that_stay_worse_than_the_rest_are_named():
+    def fun(params, x):
+        rough, fine = (params[name].astype(half).astype(jnp.float32) for name in ("rough", "fine"))
+        return jnp.mean((fine * x) ** 2) + 1e-7 * jnp.sum(rough**2)  # gradients of 2e-7, in units of 6e-8
+
+    params = {"fine": jnp.ones((1, 4)), "rough": workloads.draw(1, 64)}
+    report = compare_gradients(fun, params, workloads.draw(4, 4), loss_scales=[1.0])
+    assert report.will_train
+    assert "The gradients of ['rough'] stay off by " in report.verdict
+
+
+def test_gradients_that_are_subnormal_are_not_called_zero():
+    def fun(w, x):
+        return 1e-7 * jnp.sum((w.astype(half) * x.astype(half)).astype(jnp.float32))
+
+    verdict = compare_gradients(fun, jnp.ones(64), 1.3 + jnp.abs(workloads.draw(64))).verdict
+    assert "Without a loss scale the gradients would be off by " in verdict
+    assert "zero" not in verdict
+
+
+def test_an_overflow_without_harm_is_counted_as_such():
+    def fun(w, x):
+        return jnp.mean(jnp.tanh((w * x).astype(half) * half(30000)).astype(jnp.float32))
+
+    args = jnp.full(3, 30.0), jnp.ones(3)
+    report = range_report(fun, *args, loss_scale=1.0)
+    assert not report[0].changes_result
+    words = "1 of 9 float16 operations overflow (1 without changing the result) at a loss scale of 2^0"
+    assert words in repr(report)
+    assert "changing the result" not in repr(range_report(log_times_zero, jnp.zeros((2, 3)), loss_scale=1.0))
+
+
+@pytest.mark.slow
+def test_one_scale_that_is_too_low_is_not_called_rounding():
+    """Most of the gradients are subnormal there: a larger scale brings them back."""
+    report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])
+    assert (report.cause, report.will_train) == ("underflow", False)
+    assert "Compare larger scales" in report.verdict
+
+
+# The advice about queries is given for the scores of an attention.
+
+
+def attention(params, x):
+    query, key, value = (x @ kernel for kernel in params["attention"])
+    scores = 100 * query @ jnp.swapaxes(100 * key, -1, -2)  # here
+    return jnp.mean(jax.nn.softmax(scores / 1e4) @ value)
+
+
+def attention_over_heads(params, x):
+    return jax.vmap(lambda x: jnp.mean(attention(params, x)))(x.reshape(2, 4, 4)).mean()
+
+
+def contrastive(params, x):
+    left, right = x @ params["attention"][0], x @ params["attention"][1]
+    return jnp.mean(jax.nn.logsumexp((300 * left) @ (300 * right).T, axis=-1))
+
+
+def head_by_parameter(params, x):
+    return -jnp.mean(jax.nn.log_softmax(6e4 * x @ params["head"])[:, 0])
+
+
+def gram_then_classified(params, x):
+    y = 300 * x @ params["attention"][0]
+    return -jnp.mean(jax.nn.log_softmax(jnp.log1p(jnp.abs(y @ y.T)) @ params["mix"])[:, 0])
+
+
+PARAMS = {"attention": [workloads.draw(4, 4, seed=n) for n in range(3)], "head": 3 * workloads.draw(4, 3, seed=4)}
+PARAMS["mix"] = workloads.draw(8, 3, seed=5)
+SCORES = (attention, attention_over_heads, contrastive)
+OTHERS = (head_by_parameter, gram_then_classified)
+
+
+@pytest.mark.parametrize("fun", SCORES + OTHERS)
+def test_the_advice_about_queries_is_for_attention_only(fun):
+    report = range_report(autocast(fun), PARAMS, workloads.draw(8, 4, seed=6), loss_scale=1.0)
+    suggestions = {each.suggestion for each in report.forward_overflows() if each.operation == "dot_general"}
+    (suggestion,) = suggestions
+    assert ("ueries" in suggestion) == (fun in SCORES)
+    assert "give it a float32 result" in suggestion

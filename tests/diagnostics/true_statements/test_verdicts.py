@@ -1,0 +1,231 @@
+"""What reports say of programs that strangers wrote, each by the shortest program that shows it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from lines import line
+from workloads import draw
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
+
+half = jnp.float16
+
+
+# NaN.
+
+
+def normalized(params, _):
+    """One row of the embedding, that of the padding, is zero, and so its norm has no derivative."""
+    rows = params["embedding"]
+    return jnp.mean((rows / (jnp.linalg.norm(rows, axis=-1, keepdims=True) + 1e-3)) @ params["out"])  # here
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "width", [pytest.param(8, marks=pytest.mark.slow), 64, pytest.param(300, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("number", [1, None])
+def test_a_nan_is_named_at_every_width(width, number):
+    """XLA drops NaN from a maximum of 4,096 floats on a CPU."""
+    params = {"embedding": draw(64, width, seed=1).at[:number].set(0), "out": draw(width, 4, seed=2)}
+    report = compare_gradients(jls.autocast(normalized), params, None, loss_scales=[1.0])
+    assert report.cause == "reference not finite"
+    assert "In float32 the gradients of ['embedding'] are not finite either." in report.verdict
+    (leaf,) = [leaf for leaf in report if leaf.path == "['embedding']"]
+    assert jnp.isnan(leaf.largest)
+    assert jnp.isnan(report.total.largest)
+    assert "*: " not in repr(report)
+
+
+# An error at run time.
+
+
+@jax.custom_vjp
+def solved(y):
+    return y
+
+
+def refusing(_, cotangent):
+    is_finite = jnp.isfinite(cotangent).all()
+    return (eqx.error_if(cotangent, ~is_finite, "The linear solver returned non-finite output."),)
+
+
+solved.defvjp(lambda y: (y, None), refusing)
+
+
+def with_a_solver(weights, x):
+    return jnp.mean(solved(x.astype(half) @ weights.astype(half)).astype(jnp.float32) ** 2)
+
+
+def test_an_error_at_run_time_is_an_overflow_at_that_scale():
+    args = draw(8, 4, seed=1), draw(16, 8, seed=2)
+    report = compare_gradients(with_a_solver, *args)
+    assert report.will_train
+    assert report.working_scales[-1] < report.run_time_errors[0][0] == 2.0**21
+    assert report.total.nonfinite[-1] == 1
+    assert "At 2^21 the program raises an error, which counts as an overflow: The linear solver" in repr(report)
+    assert "EQX_ON_ERROR=nan" in repr(report)
+
+
+def test_an_error_at_every_scale_is_one_that_no_scale_mends():
+    args = draw(8, 4, seed=1), draw(16, 8, seed=2)
+    report = compare_gradients(with_a_solver, *args, loss_scales=[2.0**24, 2.0**26])
+    assert (report.cause, report.will_train) == ("run-time error", False)
+    assert report.verdict.startswith("At every loss scale compared the program raises an error, which it does not in")
+    assert "The linear solver returned non-finite output. If a solver raises it, keep that in float32" in report.verdict
+
+
+def test_a_linear_function_that_is_transposed_as_it_stands_is_searched():
+    """As solvers transpose the matrix that they are given as a function."""
+
+    def loss(weights, x):
+        y = jnp.tanh(x @ weights)
+        (transposed,) = jax.linear_transpose(lambda v: v @ weights, y[:, :8])(y)
+        return jnp.mean((transposed - 1) ** 2)
+
+    assert find_precision(loss, draw(8, 8, seed=1, scale=0.3), draw(16, 8, seed=2)).rules == ()
+
+
+# Zero in float32.
+
+
+def with_a_head_of_zeros(params, x):
+    return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
+
+
+@pytest.mark.ci
+def test_of_what_is_zero_in_float32_nothing_is_claimed():
+    params = {"body": draw(8, 60, seed=1), "head": jnp.zeros((60, 1))}
+    report = compare_gradients(jls.autocast(with_a_head_of_zeros), params, draw(16, 8, seed=3))
+    assert report.verdict.startswith("It will train; start from")
+    assert report.verdict.endswith(
+        "1 of 2 leaves, 88.9% of all gradients, are zero in float32, too, so nothing is known of them: ask again "
+        "after a step of training."
+    )
+    assert repr(report).splitlines()[-1] == "1 that is zero in float32"
+    assert "['body']" not in repr(report)
+
+
+# Nothing narrow.
+
+
+def square_error(weights, x):
+    return jnp.mean((x @ weights - 1) ** 2)
+
+
+@pytest.mark.parametrize("loss", [jls.keep_float32, None], ids=["kept", "without products"])
+def test_what_autocast_leaves_in_float32_is_right_and_gains_nothing(loss):
+    def fun(weights, x):
+        if loss is None:
+            return jnp.mean(weights**2)
+        with jls.keep_float32():
+            return square_error(weights, x)
+
+    report = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2), loss_scales=[1.0])
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", True, 1.0)
+    assert report.verdict.endswith("So the gradients are those of float32, and nothing is gained.")
+
+
+def test_what_autocast_leaves_in_float32_and_is_not_finite_there_is_said_to_be():
+    with_nan = jls.autocast(lambda w, x: jnp.log(-jnp.sum(w * w)) + 0 * jnp.sum(x))
+    assert compare_gradients(with_nan, jnp.ones(3), jnp.ones(3)).cause == "reference not finite"
+
+
+# Sums in float32.
+
+
+@pytest.mark.usefixtures("in_the_checkout")
+def test_a_float32_sum_whose_terms_cancel_is_not_told_to_be_added_up_in_float32():
+    def variance(weights, x):
+        y = 40 + (x.astype(half) @ weights.astype(half)).astype(jnp.float32)  # rounded before
+        y = y.astype(half).astype(jnp.float32)
+        return jnp.mean(jnp.mean(y * y, 0) - jnp.mean(y, 0) ** 2)  # here
+
+    report = range_report(variance, draw(8, 4, seed=1, scale=0.02), draw(64, 8, seed=2), loss_scale=2.0**4)
+    (worst, *_) = [operation for operation in report.bad if operation.dtype == "float32"]
+    assert (worst.operation, worst.source) == ("sub", line(variance))
+    assert worst.suggestion.startswith("Its terms cancel: what is left is about one part in ")
+    assert "add up in float32" not in repr(report)
+    assert "of float32, rounding changes the result." in repr(report)
+
+
+@pytest.mark.ci
+def test_a_float32_sum_of_terms_that_are_wrong_already_is_not_said_to_cancel():
+    def chaotic(weights, x):
+        x, _ = jax.lax.scan(lambda x, _: (x + jnp.sin(x @ weights), None), x, None, length=40)
+        return jnp.mean(x**2)
+
+    report = range_report(jls.autocast(chaotic), draw(16, 16, seed=1, scale=3.0), draw(4, 16, seed=2), loss_scale=1.0)
+    assert "add" in {operation.operation for operation in report.bad}
+    assert "one part in 1 of them" not in repr(report)
+
+
+# One advice, and a table of what changes.
+
+
+def test_of_what_diverged_in_float32_too_the_learning_rate_is_told_and_nothing_else():
+    weights = 1e5 * jnp.ones((8, 4))
+    verdict = compare_gradients(jls.autocast(square_error), weights, draw(16, 8, seed=2)).verdict
+    assert "look at the learning rate" in verdict
+    assert not [
+        words for words in ("Keep that product", "Make the operands", "Multiply in", "Compute it") if words in verdict
+    ]
+
+
+def test_a_table_shows_the_scales_at_which_a_digit_changes():
+    report = compare_gradients(jls.autocast(square_error), draw(8, 4, seed=1), draw(16, 8, seed=2))
+    *_, headings, total, _, _ = repr(report).splitlines()
+    assert len(report.loss_scales) == 10
+    shown = headings.split()[4:]
+    assert len(shown) < 10
+    assert {"2^-8", "2^24"} <= {*shown}
+    assert len(total.split()) == len(shown) + 4
+    first_overflow = next(n for n, share in enumerate(report.total.nonfinite) if share)
+    exponents = [f"2^{jnp.log2(report.loss_scales[n]):.0f}" for n in (first_overflow - 1, first_overflow)]
+    assert {*exponents} <= {*shown}
+
+
+# What the report on `autocast` says.
+
+
+@jax.custom_vjp
+def quantized(x, w):
+    rounded = (jnp.round(each * 16).astype(jnp.int8) for each in (x, w))
+    return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
+
+
+quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+def test_behind_integers_the_backward_pass_is_narrow_and_what_nothing_is_made_of_is_not_counted():
+    def loss(weights, x):
+        return jnp.mean(jnp.sin(quantized(x, weights)))
+
+    args = draw(8, 4, seed=1), draw(4, 8, seed=2)
+    (product,) = autocast_report(loss, *args).matmuls
+    assert (product.is_backward, product.dtype, product.count, product.reason) == (True, "float16", 1, "")
+    assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
+
+
+def test_each_product_of_a_line_has_the_reason_of_its_own():
+    def loss(weights, x):
+        for kernel, is_exact in zip(weights, (True, False), strict=True):
+            x = jnp.tanh(jnp.matmul(x, kernel, precision="highest" if is_exact else None))
+        return jnp.mean(x)
+
+    report = autocast_report(loss, [draw(8, 8, seed=1), draw(8, 8, seed=2)], draw(4, 8, seed=3))
+    assert {(each.dtype, each.reason[:6]) for each in report.matmuls} == {("float32", "marked"), ("float16", "")}
+
+
+def test_what_is_not_followed_is_named_with_its_library():
+    def loss(weights, x):
+        return jnp.mean(x @ weights) + eqx.internal.unvmap_any(weights > 0)
+
+    (found,) = autocast_report(loss, draw(8, 4, seed=1), draw(4, 8, seed=2)).opaque_operations
+    assert found.startswith("unvmap_any of equinox (")
+
+
+def test_that_a_product_takes_no_parameter_is_not_printed():
+    assert str(jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="a", parameter="")])) == "float32: layer 'a'"
