@@ -11,7 +11,7 @@ LEAVES_A_CHANGED_STATE = (
     "_no_updates(jax.eval_shape(run)[0]), state.inner_state",
     "_no_updates(jax.eval_shape(run)[0]), jax.tree.map(lambda leaf: leaf + 1, state.inner_state)",
 )
-NEVER_SKIPS = ("_optax/decision.py", "grads_finite if loss_scale.skip_nonfinite else None", "None")
+NEVER_SKIPS = ("_optax/decision.py", "checks.grads_finite if loss_scale.skip_nonfinite else None", "None")
 
 BREAKS = {
     "Unscaling is exact": [

@@ -54,7 +54,7 @@ class StepChecks(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """The decision about one step, which is the same on all devices.
+    """The decision about one step.
 
     Attributes:
       should_apply: ``bool[]``, whether the step is applied; ``None`` if no check can prevent the step. In this case, no
