@@ -344,7 +344,7 @@ def test_accumulation_refuses_what_it_cannot_do():
             X, 1.0
         ),
     ],
-    ids=["differentiated", "positional", "keyword", "method", "function"],
+    ids=["differentiated", "positional", "keyword", "method", "function", "partial"],
 )
 def test_the_accumulation_without_an_optimizer_refuses_modules(call):
     with pytest.raises(ValueError, match=r"got an nnx module.*interop\.flax\.Optimizer\.accumulate_gradients"):
