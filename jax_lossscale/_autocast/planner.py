@@ -39,14 +39,11 @@ class Planner:
       dtype: the half precision.
       policy: the exceptions.
       rule: what decides about each step.
-      has_custom_vjp: whether a program contains a `jax.custom_vjp` function. Its backward pass is planned only when the
-        program is differentiated.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str] | None = None) -> None:
         self.dtype = dtype
         self.policy = policy
-        self.has_custom_vjp = False
         self.rule = Rule(dtype, policy, parameters or {})
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
@@ -95,9 +92,7 @@ class Planner:
                 found = self._inner(node, at, feeding, constants, half, given)
                 float32_matmuls += [matmul for plan in found.plans for matmul in plan.float32_matmuls]
                 # What a backward pass of its own computes is known only when it is traced.
-                is_custom_vjp = node.eqn.primitive.name == "custom_vjp_call"
-                self.has_custom_vjp |= is_custom_vjp
-                if is_custom_vjp or any(plan.is_rewritten for plan in found.plans):
+                if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in found.plans):
                     inner[position] = found
                     results: Sequence[bool] = found.results
                 else:
