@@ -104,9 +104,10 @@ class AutoLossScale(BoundedLossScale):
     - **Kinds of batches that are rarer than 1 in 200.** If 1 batch in k contains much larger values than the others,
       about k / 1536 of these batches are skipped: 6% to 7% if k = 100, 12% to 16% if k = 200, and 26% to 34% if k =
       400. With `DynamicLossScale`, it is 4%, 9% and 17%.
-    - **NaNs from the data together with large values inside the backward pass.** If these values are 6
-      bits larger than the gradients, 14 to 20 of 1,000 other steps are skipped with a NaN in 1 of 20 to 400 steps. If
-      they are 12 bits larger, it is 42 to 51 with a NaN in 1 of 50 to 200 steps. With `DynamicLossScale`, or with NaNs alone, fewer than 1 of 10,000 is skipped.
+    - **NaNs from the data together with large values inside the backward pass.** If these values are 6 bits larger than
+      the gradients, 14 to 20 of 1,000 other steps are skipped with a NaN in 1 of 20 to 400 steps. If they are 12 bits
+      larger, it is 42 to 51 with a NaN in 1 of 50 to 200 steps. With `DynamicLossScale`, or with NaNs alone, fewer than
+      1 of 10,000 is skipped.
     - **Noise.** If the size of values inside the backward pass varies by up to 4 bits (standard deviation) around 8
       bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 82 of 1,000 if the
       standard deviation is 6 bits. With `DynamicLossScale`, at most 11 of 1,000 are skipped.
