@@ -18,8 +18,9 @@ from benchmarks.optimizer.peers import APPLY_IF_FINITE, BARE, FLAX, JMP, OTHER_K
 _CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, APPLY_IF_FINITE)
 _PATIENCE = 20.0  # seconds, for jmp, whose time grows faster than the number of leaves
 _GOAL = 1.75  # by hand, a check, a conditional and one factor take 1.65
-# Of a whole training step, these take so long that they are compiled once, in a process that can be given up.
-_SLOW: tuple[Contender, ...] = (FLAX, JMP)
+# These are compiled in another process, which is stopped if it takes too long. They are passed to it by name, because
+# an optax optimizer cannot be pickled.
+_SLOW = {contender.name: contender for contender in (FLAX, JMP)}
 _TRAINING_PATIENCE = 300.0  # seconds
 _TRAINING_GOAL = 1.25
 _MARKED_LAYERS = 12
@@ -44,7 +45,7 @@ def _measure(kind: str, quick: bool, progress: Progress) -> Table:
     contenders = (*_CONTENDERS, JMP)
     for n, leaves in enumerate(counts):
         part = progress.part(n, len(counts), f"{leaves} leaves")
-        if JMP in contenders and call_apart(_compile, JMP, leaves, shape, timeout=patience) is None:
+        if JMP in contenders and call_apart(_compile_slow, JMP.name, leaves, shape, timeout=patience) is None:
             contenders = _CONTENDERS
         _compile(BARE, 2, shape)  # what only the very first compilation pays for
         timings = _interleave(lambda it, n=leaves: _compile(it, n, shape), contenders, 1 if quick else 3, part)  # type: ignore[misc]
@@ -64,18 +65,18 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
     timings = _interleave(lambda it: _compile_training(it, layers), _CONTENDERS, 1 if quick else 3, progress)
     over = _over_bare(timings)
     rows: list[tuple[Cell, ...]] = [(name, timings.minimum(name), ratio) for name, ratio in over.items()]
-    for contender in _SLOW:
-        progress(1.0, f"trying {contender.name}")
-        taken = call_apart(_compile_training_first, contender, layers, timeout=patience)
+    for name in _SLOW:
+        progress(1.0, f"trying {name}")
+        taken = call_apart(_compile_training_slow, name, layers, timeout=patience)
         seen = (f"> {patience:.0f} s", None) if taken is None else (taken, taken / timings.minimum(BARE.name))
-        rows.append((contender.name, *seen))
+        rows.append((name, *seen))
     mark = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer, {{}}"
     marks = _marks(
         mark, (OURS, *OTHER_KINDS), over, _TRAINING_GOAL, f"--quick stops at {layers} layers" if quick else ""
     )
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
-    slow = " and ".join(contender.name for contender in _SLOW)
+    slow = " and ".join(_SLOW)
     notes = [f"{slow}: compiled once, all other steps several times; the shortest time counts."]
     return Table(title, columns(_COLUMNS), rows, marks, notes, quick)
 
@@ -115,6 +116,11 @@ def _compile(contender: Contender, leaves: int, shape: tuple[int, ...]) -> float
     return time.perf_counter() - start
 
 
+def _compile_slow(name: str, leaves: int, shape: tuple[int, ...]) -> float:
+    """Return the same for a contender of `_SLOW`."""
+    return _compile(_SLOW[name], leaves, shape)
+
+
 def _compile_training(contender: Contender, layers: int) -> float:
     """Seconds from nothing to a compiled training step."""
     jax.config.update("jax_enable_compilation_cache", False)
@@ -127,10 +133,10 @@ def _compile_training(contender: Contender, layers: int) -> float:
     return time.perf_counter() - start
 
 
-def _compile_training_first(contender: Contender, layers: int) -> float:
-    """The same in a new process, without what only its very first compilation pays for."""
+def _compile_training_slow(name: str, layers: int) -> float:
+    """Return the same for a contender of `_SLOW`, without the cost of the first compilation in a new process."""
     _compile_training(BARE, 1)
-    return _compile_training(contender, layers)
+    return _compile_training(_SLOW[name], layers)
 
 
 def _abstract_transformer(layers: int) -> Any:

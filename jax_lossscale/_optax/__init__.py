@@ -5,7 +5,7 @@ A step of `Wrapper` uses the other modules in this order:
 1. `partition`: replace the leaves that are not trained with ``None``.
 2. `decision`: decide whether the step is applied, and compute the next loss scale.
 3. `branch`: run the inner optimizer, or leave the parameters and its state unchanged.
-4. `state`: compute the next state.
+4. `state`: compute the next state, including the `scaling_evidence`.
 5. `partition`: insert the leaves that are not trained into the result.
 
 `monitoring` reads the state on the host.

@@ -1,4 +1,4 @@
-"""A step is run or left out, on each platform and inside `jax.shard_map`."""
+"""Conditional execution of a step: with a branch or a selection, also inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_or_leave(
     run: Callable[[], chex.ArrayTree],
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
-    """Return ``run()`` or ``leave()``; ``run()`` where ``should_apply`` is ``None``."""
+    """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise."""
     if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()
     run, leave = _varying_alike(should_apply, run, leave)
