@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jax_lossscale._autocast.constants import FindInterval
@@ -15,6 +15,7 @@ from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT, REPLICATING_DATA_MOVEMENT
+from jax_lossscale._program.subjaxprs import LOOPS
 
 Result = TypeVar("Result")
 
@@ -79,18 +80,24 @@ def operands_in_half(
     return [all(are_half) and not is_replicating] * len(node.inputs)
 
 
-class At(NamedTuple):
-    """The context of a jaxpr.
+class Context(NamedTuple):
+    """The information about a jaxpr that is determined by the equations around it.
+
+    A sequence may be empty, which means the default for every argument or result.
 
     Attributes:
-      recompute: whether its segments are recomputed in the backward pass.
       within: the equations that contain the jaxpr, the outermost first.
-      is_iterated: whether it is inside the body of a loop.
+      half_inputs: for each argument, whether it is passed in half precision; by default False.
+      half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
+      unrounded: for each result, the reason why it must not be rounded; "" by default, which means that there is none.
+      known: for each argument that is a constant, the function that computes its interval; otherwise None.
     """
 
-    recompute: bool
     within: tuple[Any, ...] = ()
-    is_iterated: bool = False
+    half_inputs: Sequence[bool] = ()
+    half_outputs: Sequence[bool] = ()
+    unrounded: Sequence[str] = ()
+    known: Sequence[FindInterval | None] = ()
 
 
 class Float32Matmul(NamedTuple):
@@ -105,7 +112,7 @@ class Float32Matmul(NamedTuple):
     reason: str
 
 
-class Inner(NamedTuple):
+class CallPlan(NamedTuple):
     """The treatment of the jaxprs in a node.
 
     Attributes:
@@ -128,10 +135,10 @@ class Plan(NamedTuple):
       graph: the graph.
       node_plans: the treatment of each node.
       half: the values that are float32 in the original jaxpr and stored in half precision.
-      arrives: for each argument, whether it is passed in half precision.
-      inner: the treatment of the jaxprs in each node that is a `NodeKind.CALL`, by position of the node.
+      half_inputs: for each argument, whether it is passed in half precision.
+      calls: the treatment of the jaxprs in each node that is a `NodeKind.CALL`, by position of the node.
       segments: the segments of the graph, in the order of their evaluation.
-      at: the context of the jaxpr.
+      within: the equations that contain the jaxpr, the outermost first.
       is_half: whether anything in the graph is computed in half precision.
       float32_matmuls: the matmuls in the graph and in the jaxprs of its nodes that are not in half precision.
     """
@@ -139,17 +146,22 @@ class Plan(NamedTuple):
     graph: Graph
     node_plans: tuple[NodePlan, ...]
     half: frozenset[ValueId]
-    arrives: tuple[bool, ...]
-    inner: dict[int, Inner]
+    half_inputs: tuple[bool, ...]
+    calls: dict[int, CallPlan]
     segments: tuple[Segment, ...]
-    at: At
+    within: tuple[Any, ...]
     is_half: bool
     float32_matmuls: tuple[Float32Matmul, ...]
 
     @property
     def is_rewritten(self) -> bool:
         """Whether anything is computed in half precision now, or possibly in the backward pass of a custom rule."""
-        return self.is_half or bool(self.inner)
+        return self.is_half or bool(self.calls)
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether the jaxpr is inside the body of a loop."""
+        return any(eqn.primitive.name in LOOPS for eqn in self.within)
 
 
 _recorded: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("recorded", default=None)

@@ -1,19 +1,24 @@
-"""A planner decides of every value its dtype, of every step what is done, and what the backward pass keeps."""
+"""Plans of jaxprs: three passes over the graph of a jaxpr, which call themselves for the jaxprs in its nodes.
+
+1. Decide the treatment of each node.
+2. Choose the dtype of each value.
+3. Group the nodes into segments, and select the values of each segment that are saved for the backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
-from jax_lossscale._autocast.constants import Constants, FindInterval
+from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.in_half import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
-from jax_lossscale._autocast.plan import FOLLOWING, At, Float32Matmul, Inner, NodeKind, NodePlan, Plan
+from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, Float32Matmul, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
@@ -29,16 +34,36 @@ from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_i
 from jax_lossscale._program.jaxpr import is_float32
 from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT
-from jax_lossscale._program.subjaxprs import LOOPS, subjaxprs
+from jax_lossscale._program.subjaxprs import subjaxprs
+
+_OUTERMOST = Context()
+
+
+class _Values(NamedTuple):
+    """The information about the values of a graph from which their dtypes are chosen.
+
+    Attributes:
+      half: the values that are stored in half precision, as far as this is decided.
+      half_outputs: the results of the graph that are part of a residual stream in half precision.
+      into_matmuls: the values that are stored in half precision because only matmuls use them.
+      unrounded: for each value that must not be rounded, the reason.
+      constants: the values that are constants.
+    """
+
+    half: set[ValueId]
+    half_outputs: Set[ValueId]
+    into_matmuls: Set[ValueId]
+    unrounded: Mapping[ValueId, str]
+    constants: Constants
 
 
 class Planner:
-    """Plans programs by the rule of `autocast` and a policy.
+    """Makes plans by the rule of `autocast` and a policy.
 
     Attributes:
       dtype: the half precision.
-      policy: the exceptions.
-      rule: what decides about each step.
+      policy: the policy.
+      rule: decides the treatment of each node.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str] | None = None) -> None:
@@ -48,192 +73,200 @@ class Planner:
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
 
-    def plan(
-        self,
-        closed: ClosedJaxpr,
-        arrives: Sequence[bool] = (),
-        at: At | None = None,
-        outputs_feeding: Sequence[str] = (),
-        known: Sequence[FindInterval | None] = (),
-        gives: Sequence[bool] = (),
-    ) -> Plan:
-        """Return the plan of a jaxpr.
-
-        Args:
-          closed: the jaxpr.
-          arrives: of each argument, whether it comes narrow.
-          at: where it lies.
-          outputs_feeding: for each result, the reason why it must not be rounded; "" if there is none.
-          known: of each argument that is a constant, what finds its interval; else None.
-          gives: of each result, whether it is a skip connection that is narrow outside.
-        """
-        at = at or At(recompute=bool(self.policy.recompute))
+    def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
+        """Return the plan of a jaxpr."""
         graph = inlined(closed)
-        feeding = self._feeding.values(graph, outputs_feeding or [""] * len(graph.outputs))
-        constants = Constants(graph, known)
-        node_plans: list[NodePlan] = []
-        float32_matmuls: list[Float32Matmul] = []
-        for node in graph.nodes:
-            node_plan = self.rule.decide(node, at.within, feeding, constants)
-            if node_plan.reason:
-                path = (*at.within, *node.within, node.eqn)
-                float32_matmuls.append(Float32Matmul(path, node_plan.reason))
-            constants.add(node)
-            node_plans.append(node_plan)
-        into_matmuls = going_into_matmuls(graph, node_plans)
-        half_inputs = tuple(arrives) or (False,) * len(graph.inputs)
-        arriving = {name for name, is_half in zip(graph.inputs, half_inputs, strict=True) if is_half}
-        half = {name for name in arriving if is_float32(graph.types[name])}
-        given = {*value_ids([atom for atom, is_given in zip(graph.outputs, gives, strict=False) if is_given])}
-        half |= (into_matmuls | given) & {*graph.inputs, *graph.constants}
-        inner: dict[int, Inner] = {}
-        for position, node in enumerate(graph.nodes):
-            if node_plans[position].kind is NodeKind.CALL:
-                found = self._inner(node, at, feeding, constants, half, given)
-                float32_matmuls += [matmul for plan in found.plans for matmul in plan.float32_matmuls]
-                # What a backward pass of its own computes is known only when it is traced.
-                if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in found.plans):
-                    inner[position] = found
-                    results: Sequence[bool] = found.results
-                else:
-                    node_plans[position] = NodePlan(NodeKind.OTHER, is_alone=not _is_arithmetic(node.eqn, found.plans))
-                    results = [False] * len(node.outputs)
-            else:
-                results = self._results(node, node_plans[position], half, constants)
-            half |= {
-                name
-                for name, is_half in zip(node.outputs, results, strict=True)
-                if is_float32(graph.types[name])
-                and ((is_half and not graph.types[name].weak_type) or name in into_matmuls | given)
-            }
-        if at.recompute:
+        unrounded = self._feeding.values(graph, context.unrounded or [""] * len(graph.outputs))
+        constants = Constants(graph, context.known)
+        node_plans = self._decide(graph, context.within, unrounded, constants)
+        float32_matmuls = [
+            Float32Matmul((*context.within, *node.within, node.eqn), node_plan.reason)
+            for node, node_plan in zip(graph.nodes, node_plans, strict=True)
+            if node_plan.reason
+        ]
+        half, calls, in_calls = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
+        if self._recomputes(context.within):
             graph, node_plans = _with_functions_by_result(graph, node_plans, half)
-        is_half = any(d.is_half for d in node_plans) or any(p.is_half for i in inner.values() for p in i.plans)
-        order = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
+        is_half = any(node_plan.is_half for node_plan in node_plans) or any(
+            plan.is_half for call in calls.values() for plan in call.plans
+        )
         if is_half:
-            is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
-            order = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
-            if self.policy.half_residual_stream:
-                half |= {name for segment in order for name in residual_stream(graph, node_plans, segment)}
-            order = self._with_saved_values(order, graph, node_plans, half, at)
+            groups, half = self._group(graph, node_plans, half, context.within)
+        else:
+            groups = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
         return Plan(
-            graph,
-            tuple(node_plans),
-            frozenset(half),
-            half_inputs,
-            inner,
-            tuple(order),
-            at,
-            is_half,
-            tuple(float32_matmuls),
+            graph=graph,
+            node_plans=tuple(node_plans),
+            half=frozenset(half),
+            half_inputs=tuple(context.half_inputs) or (False,) * len(graph.inputs),
+            calls=calls,
+            segments=tuple(groups),
+            within=context.within,
+            is_half=is_half,
+            float32_matmuls=(*float32_matmuls, *in_calls),
         )
 
-    def _results(self, node: Node, node_plan: NodePlan, half: Set[ValueId], constants: Constants) -> Sequence[bool]:
-        """Return, of each result of a step, whether it comes out narrow."""
+    def _decide(
+        self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, str], constants: Constants
+    ) -> list[NodePlan]:
+        """Return the treatment of each node, and add all values computed from constants alone to ``constants``."""
+        node_plans: list[NodePlan] = []
+        for node in graph.nodes:
+            node_plan = self.rule.decide(node, within, unrounded, constants)
+            constants.add(node)
+            node_plans.append(node_plan)
+        return node_plans
+
+    def _choose_dtypes(
+        self,
+        graph: Graph,
+        node_plans: list[NodePlan],
+        context: Context,
+        unrounded: Mapping[ValueId, str],
+        constants: Constants,
+    ) -> tuple[set[ValueId], dict[int, CallPlan], list[Float32Matmul]]:
+        """Return the values that are stored in half precision, and the treatment of the jaxprs in each node.
+
+        Also return the matmuls in these jaxprs that are not in half precision. If nothing in the jaxprs of a node is
+        rewritten, its entry in ``node_plans`` is replaced.
+        """
+        half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
+        into_matmuls = going_into_matmuls(graph, node_plans)
+        inputs = _marked(graph.inputs, context.half_inputs)
+        half = {value_id for value_id, is_half in inputs if is_half and is_float32(graph.types[value_id])}
+        half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
+        values = _Values(half, half_outputs, into_matmuls, unrounded, constants)
+        calls: dict[int, CallPlan] = {}
+        float32_matmuls: list[Float32Matmul] = []
+        for position, node in enumerate(graph.nodes):
+            if node_plans[position].kind is not NodeKind.CALL:
+                results = self._half_results(node, node_plans[position], values)
+            else:
+                call = self._plan_call(node, context.within, values)
+                float32_matmuls += [matmul for plan in call.plans for matmul in plan.float32_matmuls]
+                # The computation of the backward pass of a `jax.custom_vjp` is known only when it is traced.
+                if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in call.plans):
+                    calls[position] = call
+                    results = call.results
+                else:
+                    node_plans[position] = NodePlan(NodeKind.OTHER, is_alone=not _is_arithmetic(node.eqn, call.plans))
+                    results = [False] * len(node.outputs)
+            for result, is_half in zip(node.outputs, results, strict=True):
+                aval = graph.types[result]
+                is_stored_in_half = (is_half and not aval.weak_type) or result in into_matmuls | half_outputs
+                if is_float32(aval) and is_stored_in_half:
+                    half.add(result)
+        return half, calls, float32_matmuls
+
+    def _half_results(self, node: Node, node_plan: NodePlan, values: _Values) -> Sequence[bool]:
+        """Return, for each result of a node without jaxprs, whether it is computed in half precision."""
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half:
             return gives_half(self.dtype, node.eqn)
         if node_plan.kind not in FOLLOWING:
             return [node_plan.is_half and not node_plan.has_float32_result] * len(node.outputs)
         are_half = [
-            (not isinstance(atom, Literal) and atom in half)
+            (not isinstance(atom, Literal) and atom in values.half)
             or not is_float32(variable.aval)
-            or (variable.aval.shape == () and self.rule.fits(atom, constants))
+            or (variable.aval.shape == () and self.rule.fits(atom, values.constants))
             for atom, variable in zip(node.inputs, node.eqn.invars, strict=True)
         ]
-        each_by_itself = node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT
-        return are_half if each_by_itself else [all(are_half)] * len(node.outputs)
+        is_operandwise = node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT
+        return are_half if is_operandwise else [all(are_half)] * len(node.outputs)
 
-    def _inner(
-        self,
-        node: Node,
-        at: At,
-        feeding: Mapping[ValueId, str],
-        constants: Constants,
-        half: Set[ValueId],
-        given: Collection[ValueId],
-    ) -> Inner:
-        """Return what becomes of the jaxprs in a step."""
+    def _plan_call(self, node: Node, within: tuple[Any, ...], values: _Values) -> CallPlan:
+        """Return the treatment of the jaxprs in a node."""
         eqn, name = node.eqn, node.eqn.primitive.name
-        jaxprs, carried, sliced, _ = subjaxprs(eqn)
-        takes_any = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
-        skips = carried_residual_stream(eqn) if name == "scan" and self.policy.half_residual_stream else set()
-        operands = [
-            n in skips or ((takes_any or n in sliced) and not isinstance(atom, Literal) and atom in half)
-            for n, atom in enumerate(node.inputs)
+        inner = subjaxprs(eqn)
+        carries = {operand for _, operand in inner.carried}
+        is_scan_in_half = name == "scan" and self.policy.half_residual_stream
+        stream = carried_residual_stream(eqn) if is_scan_in_half else set()
+        takes_any_dtype = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
+        half_inputs = [
+            operand in stream
+            or ((takes_any_dtype or operand in inner.sliced) and not isinstance(atom, Literal) and atom in values.half)
+            for operand, atom in enumerate(node.inputs)
         ]
-        gives = [name in OF_ANY_DTYPE and output in given for output in node.outputs]
-        for result, operand in carried:
-            gives[result] = operand in skips
-        starts = {operand for _, operand in carried}
-        known = [None if n in starts else constants.of(atom) for n, atom in enumerate(node.inputs)]
-        around = At(
-            within=(*at.within, *node.within, eqn),
-            recompute=at.recompute and name != "while",
-            is_iterated=at.is_iterated or name in LOOPS,
-        )
-        goes_on = self._feeding.results_of_subjaxprs(eqn, [feeding.get(name, "") for name in node.outputs])
-        plans: list[Plan] = []
+        half_outputs = [name in OF_ANY_DTYPE and result in values.half_outputs for result in node.outputs]
+        for result, operand in inner.carried:
+            half_outputs[result] = operand in stream
+        # The value of a carry is known only in the first iteration.
+        known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
+        unrounded = self._feeding.results_of_subjaxprs(eqn, [values.unrounded.get(n, "") for n in node.outputs])
+        contexts = [
+            Context(
+                within=(*within, *node.within, eqn),
+                half_inputs=[half_inputs[n] for n in subjaxpr.operands],
+                half_outputs=[half_outputs[n] for n in subjaxpr.results],
+                unrounded=of_subjaxpr,
+                known=[known[n] for n in subjaxpr.operands],
+            )
+            for subjaxpr, of_subjaxpr in zip(inner.jaxprs, unrounded, strict=True)
+        ]
 
-        def plan_subjaxprs() -> None:
-            for subjaxpr, outputs in zip(jaxprs, goes_on, strict=True):
-                of_arguments = (
-                    [operands[n] for n in subjaxpr.operands],
-                    around,
-                    outputs,
-                    [known[n] for n in subjaxpr.operands],
-                )
-                plans.append(self.plan(subjaxpr.closed, *of_arguments, [gives[n] for n in subjaxpr.results]))
+        def plan_subjaxprs() -> list[Plan]:
+            return [self.plan(each.closed, context) for each, context in zip(inner.jaxprs, contexts, strict=True)]
 
-        if name == "shard_map":  # Derivatives are read inside, where the axes of its mesh are known.
-            custom_rules.call_in_shard_map(plan_subjaxprs, eqn)
-        else:
-            plan_subjaxprs()
-        # What a scan stacks may be narrow, but not what it carries; what others give is as their jaxpr declares it.
-        first = 0 if name in OF_ANY_DTYPE else len(carried) if name == "scan" else len(node.outputs)
+        # Plans differentiate equations, which is only possible where the axes of the mesh are bound.
+        plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
+        # Only these results may differ in dtype from the jaxpr: all results of `OF_ANY_DTYPE`, and stacked results.
+        first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
         results = [
-            gives[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
+            half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
             for n in range(len(node.outputs))
         ]
-        return Inner(tuple(plans), tuple(operands), tuple(results), tuple(known))
+        return CallPlan(tuple(plans), tuple(half_inputs), tuple(results), tuple(known))
 
-    def _with_saved_values(
-        self, order: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], at: At
-    ) -> list[Segment]:
-        """Return stretches with what is float32 in each, what is rounded on the way back, and what is kept of it."""
-        price = float(self.policy.recompute)
-        min_cut = MinCut(graph.types, half, self.dtype, price, self._operands_needed)
-        spread = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
+    def _group(
+        self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
+    ) -> tuple[list[Segment], set[ValueId]]:
+        """Return the segments with their saved values, and the values in half precision with the residual stream."""
+        is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
+        groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
+        half = {*half}
+        if self.policy.half_residual_stream:
+            half |= {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
+        min_cut = MinCut(graph.types, half, self.dtype, float(self.policy.recompute), self._operands_needed)
+        broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
         found = []
-        for segment in order:
+        for segment in groups:
             nodes = [(graph.nodes[n], node_plans[n]) for n in segment.nodes]
             upcast = added_up_in_float32(nodes, half)
-            biased = {n for n in segment.nodes if adds_a_bias(graph, graph.nodes[n], half - upcast, spread)}
+            biased = {n for n in segment.nodes if adds_a_bias(graph, graph.nodes[n], half - upcast, broadcasts)}
             segment = segment._replace(upcast=frozenset(upcast), rounds_cotangent=frozenset(biased))
-            computes = any(node_plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT) for _, node_plan in nodes)
-            if at.recompute and computes and not nodes[0][1].is_alone:
+            computes = any(plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT) for _, plan in nodes)
+            if self._recomputes(within) and computes and not nodes[0][1].is_alone:
                 segment = segment._replace(saved=min_cut.saved(segment, nodes))
             found.append(segment)
-        return found
+        return found, half
+
+    def _recomputes(self, within: tuple[Any, ...]) -> bool:
+        """Return whether segments are recomputed inside these equations. A `while` loop has no backward pass."""
+        return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
+
+
+def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
+    """Return pairs of a value and its mark, which is False by default."""
+    return list(zip(values, marks or [False] * len(values), strict=True))
 
 
 def _with_functions_by_result(
     graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
 ) -> tuple[Graph, list[NodePlan]]:
-    """Return a program and its decisions, in which functions that are differentiated by their result are one step."""
-    nodes, decided = list(graph.nodes), list(node_plans)
+    """Return a graph in which each function that is differentiated from its result is one node, and its node plans."""
+    nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half):
-        nodes[position], decided[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)
-    return graph._replace(nodes=tuple(nodes)), decided
+        nodes[position], plans[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)
+    return graph._replace(nodes=tuple(nodes)), plans
 
 
 def gives_half_result(plan: Plan, position: int) -> bool:
-    """Whether a result of a program is stored in half precision."""
+    """Return whether a result of a graph is stored in half precision."""
     atom = plan.graph.outputs[position]
     return not isinstance(atom, Literal) and atom in plan.half
 
 
 def _is_arithmetic(eqn: Any, plans: Sequence[Plan]) -> bool:
-    """Whether a function with derivatives of its own computes nothing that should be computed once."""
+    """Return whether an equation is a `jax.custom_jvp` function that contains no matmul and may be recomputed."""
     node_plans = [node_plan for plan in plans for node_plan in plan.node_plans]
     is_costly = any(node_plan.is_alone or node_plan.kind is NodeKind.MATMUL for node_plan in node_plans)
     return eqn.primitive.name == "custom_jvp_call" and not is_costly

@@ -1,4 +1,4 @@
-"""A planned program is evaluated here. The rewriting casts and binds as the plan says, and decides nothing."""
+"""Evaluation of plans: nodes are bound in the planned dtypes. All decisions are in the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.in_half import results_in
 from jax_lossscale._autocast.marks import is_marked_saved, mark_saved, with_rounded_cotangent
-from jax_lossscale._autocast.plan import FOLLOWING, At, Inner, NodeKind, NodePlan, Plan, operands_in_half, record
+from jax_lossscale._autocast.plan import (
+    FOLLOWING,
+    CallPlan,
+    Context,
+    NodeKind,
+    NodePlan,
+    Plan,
+    operands_in_half,
+    record,
+)
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
 from jax_lossscale._autocast.segments import Segment, Value
@@ -32,9 +41,9 @@ class Rewriting:
     """Evaluates plans.
 
     Args:
-      planner: what made them, and plans what the rules of functions compute.
-      measured: what is done instead of a narrow product, if it is to be measured: from its equation, the equations
-        that this lies in, and its operands, to its outputs. Then everything is float32.
+      planner: the planner that made the plans. It also plans the jaxprs of custom rules when they are traced.
+      measured: replaces every matmul in half precision, if given. It is called with the equation, the equations that
+        contain the equation, and the operands, and returns the results. All dtypes are then float32.
     """
 
     def __init__(
@@ -47,7 +56,14 @@ class Rewriting:
     def declared(
         self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any], are_half: Sequence[bool] = ()
     ) -> list[Any]:
-        """Return the results of the jaxpr that was planned, in the dtypes that it has for them, or narrow."""
+        """Return the results of a planned jaxpr, in the dtypes that the jaxpr declares.
+
+        Args:
+          plan: the plan.
+          closed: the jaxpr.
+          inputs: the arguments.
+          are_half: for each result, whether a float32 result is returned in half precision instead.
+        """
         are_half = are_half or [False] * len(closed.out_avals)
         return [
             as_declared(value, with_dtype(aval, self.dtype) if is_half else aval) if is_float32(aval) else value
@@ -55,38 +71,39 @@ class Rewriting:
         ]
 
     def _outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results of a program, in the dtypes in which the plan stores them."""
+        """Return the results of a graph, in the dtypes in which the plan stores them."""
         graph = plan.graph
         values: dict[ValueId, Any] = {
-            name: self._stored(plan, name, value)
-            for name, value in [*zip(graph.inputs, inputs, strict=True), *graph.constants.items()]
+            value_id: self._as_stored(plan, value_id, value)
+            for value_id, value in [*zip(graph.inputs, inputs, strict=True), *graph.constants.items()]
         }
-        first: dict[Any, Callable[..., list[Any]]] = {}
+        functions: dict[Any, Callable[..., list[Any]]] = {}
         for segment in plan.segments:
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment)
             if segment.saved is not None:
                 if self.measured is None:
-                    # `jax.checkpoint` traces a function once: the blocks of a network often are one.
-                    with contextlib.suppress(TypeError):  # parameters without a hash, such as arrays
-                        function = first.setdefault(_meaning(plan, segment), function)
-                function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.at.is_iterated)
-            results = function(*(values[name] for name in segment.inputs))
+                    # `jax.checkpoint` traces each function once, and equal blocks of a network are one function.
+                    with contextlib.suppress(TypeError):  # Some parameters are not hashable, such as arrays.
+                        function = functions.setdefault(_key(plan, segment), function)
+                function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
+            results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in graph.outputs]
 
-    def _stored(self, plan: Plan, name: ValueId, value: Any) -> Any:
-        return as_dtype(value, self.dtype) if name in plan.half else value
+    def _as_stored(self, plan: Plan, value_id: ValueId, array: Any) -> Any:
+        """Return a value in the dtype in which it is stored between segments."""
+        return as_dtype(array, self.dtype) if value_id in plan.half else array
 
     def _segment(self, plan: Plan, segment: Segment, *inputs: Any) -> list[Any]:
-        values: dict[ValueId | Value, Any] = dict(zip(segment.inputs, inputs, strict=True))
+        """Return the outputs of a segment, in the dtypes in which the plan stores them."""
+        values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
         for position in segment.nodes:
-            node = plan.graph.nodes[position]
+            node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
             with in_context(node.eqn, node.within):
-                for name in segment.upcast.intersection(value_ids(node.inputs)):
-                    values[name] = as_dtype(values[name], _FLOAT32)
-                node_plan = plan.node_plans[position]
+                for value in map(Value, segment.upcast.intersection(value_ids(node.inputs))):
+                    values[value] = as_dtype(values[value], _FLOAT32)
                 if node_plan.kind is NodeKind.CALL:
-                    are_half: Sequence[bool] = plan.inner[position].operands
+                    are_half: Sequence[bool] = plan.calls[position].operands
                 else:
                     are_half = operands_in_half(node, node_plan, plan.half, segment.upcast)
                 operands = self._operands(segment, node, are_half, values)
@@ -96,44 +113,49 @@ class Rewriting:
                     outputs = [rounded if node.outputs[0] in plan.half else result]
                 else:
                     outputs = self._node(plan, segment, position, are_half, operands)
-                for name, value in zip(node.outputs, outputs, strict=True):
-                    values[name] = self._as_held(plan, segment, position, name, value)
-        return [self._stored(plan, name, values[name]) for name in segment.outputs]
+                for value_id, array in zip(node.outputs, outputs, strict=True):
+                    values[Value(value_id)] = self._in_segment(plan, segment, node_plan, value_id, array)
+        return [self._as_stored(plan, value_id, values[Value(value_id)]) for value_id in segment.outputs]
 
-    def _as_held(self, plan: Plan, segment: Segment, position: int, name: ValueId, value: Any) -> Any:
-        """Return a result of a step as the stretch has it, marked if it is kept: narrow, if it is stored so."""
-        is_upcast = name in segment.upcast
-        if not (is_upcast and plan.node_plans[position].kind in FOLLOWING):
-            value = self._stored(plan, name, value)
-        value = _marked(segment, Value(name), value)
-        return as_dtype(value, _FLOAT32) if is_upcast else value
+    def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
+        """Return a result of a node in the dtype that it has within the segment, marked if it is saved.
+
+        A value that is stored in half precision is rounded before it is saved, even if it is upcast in the segment.
+        The results of data movement and selections need no rounding, because their operands were rounded.
+        """
+        is_upcast = value_id in segment.upcast
+        if not (is_upcast and node_plan.kind in FOLLOWING):
+            array = self._as_stored(plan, value_id, array)
+        array = _marked_if_saved(segment, Value(value_id), array)
+        return as_dtype(array, _FLOAT32) if is_upcast else array
 
     def _operands(
-        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[ValueId | Value, Any]
+        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[Value, Any]
     ) -> list[Any]:
-        """Return the operands of a step, in the dtypes in which it takes them; what is rounded and kept is marked."""
+        """Return the operands of a node in the planned dtypes; their roundings are marked if they are saved."""
         operands = []
         for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
-            value = atom.val if isinstance(atom, Literal) else values[atom]
+            array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
             if is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
                 rounding = Value(atom, is_rounding=True)
-                value = _marked(segment, rounding, as_dtype(values.get(rounding, value), self.dtype))
+                array = _marked_if_saved(segment, rounding, as_dtype(values.get(rounding, array), self.dtype))
             if is_float32(variable.aval):
-                value = as_dtype(value, self.dtype if is_half else _FLOAT32)
-            operands.append(value)
+                array = as_dtype(array, self.dtype if is_half else _FLOAT32)
+            operands.append(array)
         return operands
 
     def _node(
         self, plan: Plan, segment: Segment, position: int, are_half: Sequence[bool], operands: Sequence[Any]
     ) -> list[Any]:
-        """Return the results of one step, in the dtypes in which it computes them."""
+        """Return the results of a node, in the dtypes in which it computes them."""
         node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
         eqn, name = node.eqn, node.eqn.primitive.name
         if node_plan.kind is NodeKind.CALL:
-            return self._call(node, plan.inner[position], operands)
+            return self._call(node, plan.calls[position], operands)
         if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
-            return custom_rules.custom_jvp_call(functools.partial(self._planned_now, plan.at, 0), eqn, operands)
-        if node_plan.kind in FOLLOWING and name == "convert_element_type":  # No longer weakly typed.
+            evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
+            return custom_rules.custom_jvp_call(evaluate, eqn, operands)
+        if node_plan.kind in FOLLOWING and name == "convert_element_type":  # The result is not weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
             return results_in(self.dtype, eqn, operands)
@@ -144,74 +166,97 @@ class Rewriting:
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 
     def _half_matmul(self, plan: Plan, node: Node, node_plan: NodePlan, operands: Sequence[Any]) -> list[Any]:
-        """Return the results of a product, or what is measured of it or of a function for half precision."""
+        """Return the results of a matmul in half precision, or what replaces it or a function of `in_half`."""
         if self.measured is not None:
-            return self.measured(node.eqn, (*plan.at.within, *node.within), operands)
+            return self.measured(node.eqn, (*plan.within, *node.within), operands)
         params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if node_plan.has_float32_result:
             return [float32_result_matmul(node.eqn.primitive, operands, params)]
         return bind_here(node.eqn, operands, params)
 
-    def _planned_now(
+    def _plan_and_evaluate(
         self,
-        at: At,
-        declared: int,
+        within: tuple[Any, ...],
         closed: ClosedJaxpr,
         inputs: Sequence[Any],
         known: Sequence[FindInterval | None] = (),
+        *,
+        num_declared: int,
     ) -> list[Any]:
-        """Return the results of a jaxpr that is known only now: the first as it declares them, all others as stored."""
-        arrives = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
-        plan = self.planner.plan(closed, arrives, at, known=known)
+        """Plan a jaxpr that a custom rule computes, and return its results.
+
+        Args:
+          within: the equations that contain the jaxpr.
+          closed: the jaxpr.
+          inputs: the arguments.
+          known: for each argument that is a constant, the function that computes its interval; otherwise None.
+          num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
+            declares. The other results are returned in the dtypes in which the plan stores them.
+        """
+        half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
+        plan = self.planner.plan(closed, Context(within, half_inputs, known=known))
         record(plan)
-        are_half = [n >= declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
+        are_half = [n >= num_declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 
-    def _call(self, node: Node, inner: Inner, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results of a step in which jaxprs are rewritten."""
+    def _call(self, node: Node, call: CallPlan, inputs: Sequence[Any]) -> list[Any]:
+        """Return the results of a node that contains rewritten jaxprs."""
         eqn = node.eqn
-        by_rule = custom_rules.RULES.get(eqn.primitive.name)
-        if by_rule is not None:
-            (subjaxpr,), (inner_plan,) = subjaxprs(eqn).jaxprs, inner.plans
-
-            def evaluate(
-                closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /
-            ) -> list[Any]:
-                if closed.jaxpr is subjaxpr.closed.jaxpr:
-                    return self.declared(inner_plan, closed, inputs, inner.results)
-                # What the function's rule computes. Results and tangents are as declared, residuals as they are stored;
-                # cotangents `custom_rules` casts.
-                has_residuals = eqn.primitive.name == "custom_vjp_call"
-                declared = len(eqn.outvars) if has_residuals else len(closed.out_avals)
-                # A residual that the forward pass computes from constants alone is a constant in the backward pass.
-                known = known_results(forward, inner.known)[len(eqn.outvars) :] if forward else inner.known
-                return self._planned_now(inner_plan.at, declared, closed, inputs, known)
-
-            return by_rule(evaluate, eqn, inputs)
+        evaluate_by_rule = custom_rules.RULES.get(eqn.primitive.name)
+        if evaluate_by_rule is not None:
+            return evaluate_by_rule(functools.partial(self._by_rule, eqn, call), eqn, inputs)
         jaxprs = []
-        for subjaxpr, inner_plan in zip(subjaxprs(eqn).jaxprs, inner.plans, strict=True):
-            are_half = [n >= 0 and inner.results[n] for n in subjaxpr.results]
-            jaxprs.append(self._traced(inner_plan, subjaxpr.closed, are_half))
+        for subjaxpr, plan in zip(subjaxprs(eqn).jaxprs, call.plans, strict=True):
+            are_half = [n >= 0 and call.results[n] for n in subjaxpr.results]
+            jaxprs.append(self._traced(plan, subjaxpr.closed, are_half))
         return with_jaxprs(eqn, jaxprs, inputs)
 
+    def _by_rule(
+        self,
+        eqn: Any,
+        call: CallPlan,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Any],
+        forward: ClosedJaxpr | None = None,
+        /,
+    ) -> list[Any]:
+        """Return the results of the jaxpr in a function with a custom rule, or of a jaxpr that the rule computes.
+
+        Args:
+          eqn: the equation of the function.
+          call: its treatment.
+          closed: the jaxpr.
+          inputs: the arguments.
+          forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of the backward pass.
+        """
+        ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
+        if closed.jaxpr is function.jaxpr:
+            return self.declared(plan, closed, inputs, call.results)
+        # Residuals keep the dtypes in which they are stored, and `custom_rules` casts cotangents.
+        is_custom_vjp = eqn.primitive.name == "custom_vjp_call"
+        num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
+        # A residual that the forward pass computes from constants alone is a constant in the backward pass.
+        known = known_results(forward, call.known)[len(eqn.outvars) :] if forward else call.known
+        return self._plan_and_evaluate(plan.within, closed, inputs, known, num_declared=num_declared)
+
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
-        """Return the rewritten jaxpr; ``are_narrow`` tells of each result whether it is."""
+        """Return the rewritten jaxpr; ``are_half`` contains, for each result, whether it is in half precision."""
         types = [
-            with_dtype(aval, self.dtype) if arrives else aval
-            for aval, arrives in zip(closed.in_avals, plan.arrives, strict=True)
+            with_dtype(aval, self.dtype) if is_half else aval
+            for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)
         ]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
 
 
-def _marked(segment: Segment, value: Value, array: Any) -> Any:
-    """Return an array, marked if it is kept."""
+def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
+    """Return an array, marked as saved if the segment saves the value."""
     return mark_saved(array) if segment.saved and value in segment.saved else array
 
 
-def _meaning(plan: Plan, segment: Segment) -> tuple[Any, ...]:
-    """Return what is equal for stretches of a plan that compute the same, on the same lines and in the same layer.
+def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
+    """Return a key that is equal for segments that compute the same on the same lines and in the same layer.
 
-    What is kept follows from this, and need not be compared.
+    The saved values need not be compared because they are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 
@@ -224,10 +269,10 @@ def _meaning(plan: Plan, segment: Segment) -> tuple[Any, ...]:
     nodes = []
     for position in segment.nodes:
         node = plan.graph.nodes[position]
-        places = [(str(at.source_info.name_stack), at.source_info.traceback) for at in (*node.within, node.eqn)]
-        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *places
+        locations = [(str(eqn.source_info.name_stack), eqn.source_info.traceback) for eqn in (*node.within, node.eqn)]
+        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *locations
         values = *map(numbered, node.inputs), *map(numbered, node.outputs)
         nodes.append((computed, values, position in segment.rounds_cotangent))
     outputs = tuple(map(numbered, segment.outputs))
-    types = tuple((plan.graph.types[name], name in plan.half, name in segment.upcast) for name in numbers)
+    types = tuple((plan.graph.types[n], n in plan.half, n in segment.upcast) for n in numbers)
     return inputs, tuple(nodes), outputs, types

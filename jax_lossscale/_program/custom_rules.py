@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._program.jaxpr import as_dtype, bind_primitive
 
+_Result = TypeVar("_Result")
 # The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
@@ -246,15 +247,17 @@ def shard_map(
     return list(function(*inputs))
 
 
-def call_in_shard_map(call: Callable[[], None], eqn: Any) -> None:
-    """Call a function where the axes of a `jax.shard_map` are bound, on the way through it."""
+def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
+    """Return the result of a function that is called where the axes of a `jax.shard_map` are bound."""
+    results: list[_Result] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
-        call()
+        results.append(call())
         return jaxpr_as_fun(closed)(*shards)
 
     with eqn.ctx.manager:
         jax.make_jaxpr(lambda *inputs: shard_map(evaluate, eqn, inputs))(*_types(eqn))
+    return results[0]
 
 
 # By primitive, how it is evaluated.

@@ -194,7 +194,7 @@ INTERVALS = {
 def test_what_is_known_of_a_constant(constant, expected):
     program = inlined(jax.make_jaxpr(constant)())
     constants = Constants(program, [])
-    for step in program.steps:
+    for step in program.nodes:
         constants.add(step)
     assert constants.of(program.outputs[0])() == expected
 

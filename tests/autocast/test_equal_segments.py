@@ -66,8 +66,8 @@ def compiled_anew():
 @pytest.mark.parametrize("loss", [unnamed, named, on_lines_of_their_own, unlike])
 def test_the_compiled_program_is_that_of_segments_traced_apart(loss, monkeypatch):
     found = []
-    for meaning in (rewrite._meaning, apart):
-        monkeypatch.setattr(rewrite, "_meaning", meaning)
+    for meaning in (rewrite._key, apart):
+        monkeypatch.setattr(rewrite, "_key", meaning)
         step = jax.jit(jax.value_and_grad(jls.autocast(loss)))
         found.append((step.lower(WEIGHTS, X).compile().as_text(), step(WEIGHTS, X)))
     (together, results), (text, expected) = found

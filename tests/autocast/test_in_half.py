@@ -387,8 +387,8 @@ def test_the_names_of_mapped_axes_are_known_inside(above):
         return jax.vmap(function, (None, 0), axis_name="rows")
 
     half = jls.in_half(centred(kernel), centred(reference))
-    half = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
-    assert_alike(half(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
+    cast = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
+    assert_alike(cast(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
     assert_alike(mapped(half)(W, X[:, None]), mapped(centred(reference))(W, X[:, None]))
 
 
@@ -408,8 +408,8 @@ def test_the_devices_of_a_shard_map_exchange_inside():
     assert_alike(found(W, X), fallback(W, X))
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_effects_take_place_once(half, capfd):
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_effects_take_place_once(is_cast, capfd):
     def told(function):
         def told(w, x):
             jax.debug.print("{} is told", function.__name__, ordered=True)
@@ -418,10 +418,10 @@ def test_effects_take_place_once(half, capfd):
         return told
 
     half = jls.in_half(told(kernel), told(reference))
-    jax.jit(jls.autocast(half) if half else half)(W, X).block_until_ready()
+    jax.jit(jls.autocast(half) if is_cast else half)(W, X).block_until_ready()
     jax.effects_barrier()
     assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
-    assert capfd.readouterr().out == f"{'kernel' if half else 'reference'} is told\n"
+    assert capfd.readouterr().out == f"{'kernel' if is_cast else 'reference'} is told\n"
 
 
 # A function that is for 16 bits only, and no other.
