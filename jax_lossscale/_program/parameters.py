@@ -1,4 +1,4 @@
-"""The parameter that a product takes tells layers apart that share a class and a line."""
+"""Paths of the parameters that operations use. They distinguish layers that share a class and a source line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# An equation, with those that it lies in before it, by their ids.
+# The ids of the equations that contain an equation, the outermost first, followed by its own.
 Path: TypeAlias = tuple[int, ...]
 
 
@@ -23,9 +23,10 @@ def path_of(within: Sequence[Any], eqn: Any) -> Path:
 
 
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
-    """Return, for each operation that takes a leaf of an argument, moved or cast, the path of that leaf.
+    """Return the path of the leaf of an argument that each operation uses, possibly after data movement and casts.
 
-    Of several leaves it is that of the first argument, which parameters are. What nnx modules hold has no such path.
+    If an operation uses several leaves, the leaf of the first argument is returned, because the first argument usually
+    contains the parameters. Variables of nnx modules have no such path.
     """
     if nnx_objects.flattened((args, kwargs)).objects:
         return {}
@@ -47,7 +48,7 @@ class _Leaf(NamedTuple):
 
 
 class _Taken(Propagation[_Leaf | None]):
-    """Knows of each value which leaf it is; ``found`` holds the leaves that operations take."""
+    """Determine which values are leaves of arguments; ``found`` contains the path that each operation uses."""
 
     follows = Propagation.follows | {"shard_map"}
 

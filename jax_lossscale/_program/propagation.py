@@ -1,7 +1,7 @@
-"""Something is known of the values of a program before it runs: it is passed on from operation to operation.
+"""Propagation of static information through the values of a jaxpr, from operation to operation.
 
-What is known is up to a subclass, which says it of an operation's results from what is known of its operands. How it
-passes through calls, loops and branches is said here, once.
+A subclass defines the information, and computes the information about an operation's results from that about its
+operands. The base class passes the information through calls, loops and branches.
 """
 
 from __future__ import annotations
@@ -19,46 +19,49 @@ Known = TypeVar("Known")
 
 
 class Propagation(Walk[Known]):
-    """Passes what is known through jaxprs, in the order of their equations.
+    """Propagates information through jaxprs, in the order of their equations.
 
     Attributes:
-      follows: the names of the primitives whose jaxprs are gone into.
-      within: the equations that the one at hand lies in, the outermost first.
+      follows: the names of the primitives whose jaxprs are entered.
+      within: the equations that contain the current equation, the outermost first.
     """
 
     follows: frozenset[str] = REBOUND | {*CUSTOM_CALLS}
     within: tuple[Any, ...] = ()
-    _location: Location | None = None  # of the last of them
+    _location: Location | None = None  # of the last element of `within`
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Known]) -> Sequence[Known]:
-        """Return what is known of the results of an equation, which is not gone into."""
+        """Return the information about the results of an equation whose jaxprs are not entered."""
         raise NotImplementedError
 
     def joined(self, values: Sequence[Known]) -> Known:
-        """Return what is known of the result of branches."""
+        """Return the information about a result of a conditional, given that of the result of each branch."""
         raise NotImplementedError
 
     def carried(self, start: Known) -> Known:
-        """Return what is known of a carry within a loop, as far as its start says it."""
+        """Return the information about a carry within a loop, given that of its initial value."""
         return start
 
     def carried_on(self, within: Known, at_end: Known) -> None:
-        """Note what the loop makes of a carry of which ``within`` was known."""
+        """Process the information about a carry at the start (``within``) and at the end of an iteration."""
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
         location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, location, operands)
-        found = subjaxprs(eqn)
-        starts = {operand: self.carried(operands[operand]) for _, operand in found.carried}
+        inner = subjaxprs(eqn)
+        carries = {operand: self.carried(operands[operand]) for _, operand in inner.carried}
         outside = self.within, self._location
         self.within, self._location = (*self.within, eqn), location
-        of_jaxprs = [
-            self.outputs(subjaxpr.closed, [starts.get(n, operands[n]) for n in subjaxpr.operands])
-            for subjaxpr in found.jaxprs
-            if -1 not in subjaxpr.results
+        results_of_jaxprs = [
+            self.outputs(subjaxpr.closed, [carries.get(n, operands[n]) for n in subjaxpr.operands])
+            for subjaxpr in inner.jaxprs
+            if not subjaxpr.is_condition
         ]
         self.within, self._location = outside
-        for result, operand in found.carried:
-            self.carried_on(starts[operand], of_jaxprs[-1][result])
-        return [values[0] if len(values) == 1 else self.joined(values) for values in zip(*of_jaxprs, strict=True)]
+        for result, operand in inner.carried:
+            (results,) = results_of_jaxprs  # A loop has one body.
+            self.carried_on(carries[operand], results[result])
+        if len(results_of_jaxprs) == 1:
+            return results_of_jaxprs[0]
+        return [self.joined(of_branches) for of_branches in zip(*results_of_jaxprs, strict=True)]

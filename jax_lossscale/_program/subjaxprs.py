@@ -1,6 +1,7 @@
-"""Some equations hold jaxprs: which operand is which argument of which jaxpr, and which result comes from where.
+"""The jaxprs in the equations of higher-order primitives, such as `scan`, `while` and `cond`.
 
-This is said here for every primitive that holds jaxprs, and all that goes into them goes by it.
+`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its jaxprs. All other modules use
+this mapping.
 """
 
 from __future__ import annotations
@@ -12,37 +13,42 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.jaxpr import bind_here
 
-# They compute their jaxpr, and no more.
+# These primitives only evaluate their jaxpr.
 CALLS = ("jit", "closed_call")
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
-# They may be bound with other jaxprs, by `with_jaxprs`.
+# These primitives can be bound with other jaxprs, by `with_jaxprs`.
 REBOUND = frozenset({*CALLS, REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr that an equation holds.
+    """A jaxpr in an equation.
 
     Attributes:
       closed: the jaxpr.
-      operands: of each argument, the position of the operand that it is, or that it begins as.
-      results: of each result, the position of the equation's result that it becomes; -1 if it becomes none.
+      operands: for each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
+      results: for each result of the jaxpr, the position of the equation's result; -1 if there is none.
     """
 
     closed: ClosedJaxpr
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
+    @property
+    def is_condition(self) -> bool:
+        """Whether this is the condition of a `while` loop."""
+        return -1 in self.results
+
 
 class SubJaxprs(NamedTuple):
-    """All jaxprs that an equation holds.
+    """All jaxprs in an equation.
 
     Attributes:
-      bodies: the jaxprs. Of a loop the last is what is iterated; of a conditional they are the branches.
-      carried: of a loop, which results go on as which operands, by their positions: (result, operand).
-      sliced: the operands of which each iteration takes a part.
-      times: how often the bodies are run, as far as that is known.
+      jaxprs: the jaxprs. The last one of a loop is its body, and those of a conditional are its branches.
+      carried: for each carry of a loop, the positions of its result and its operand.
+      sliced: the positions of the operands of which each iteration of a scan takes a slice.
+      times: the number of iterations, if known.
     """
 
     jaxprs: tuple[SubJaxpr, ...]
@@ -52,13 +58,13 @@ class SubJaxprs(NamedTuple):
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
-    """Return what lies inside an equation: no bodies if nothing does, or nothing that is known."""
+    """Return the jaxprs in an equation; none if its primitive is not a known higher-order primitive."""
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else SubJaxprs(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation of `REBOUND` with these jaxprs for its own."""
+    """Return the outputs of an equation of `REBOUND`, with its jaxprs replaced."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -67,7 +73,7 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     else:
         (closed,) = jaxprs
         name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
-        if not isinstance(params[name], ClosedJaxpr):  # which has no place for constants
+        if not isinstance(params[name], ClosedJaxpr):  # A `Jaxpr` has no constants, so they become arguments.
             jaxpr, consts = closed.jaxpr, list(closed.consts)
             closed = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
             if isinstance(params.get("prevent_cse"), tuple):
