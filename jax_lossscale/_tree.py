@@ -142,7 +142,7 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     def widen_leaves(leaves: list[Any]) -> list[Any]:
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         if is_abstract:
-            return [_wide(leaf, keep) for leaf in leaves]
+            return [_at_least_float32(leaf, keep) for leaf in leaves]
         return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
 
     return map_inexact(widen_leaves, tree)
@@ -269,7 +269,7 @@ def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     return leaf * factor.astype(leaf.dtype)
 
 
-def _wide(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
+def _at_least_float32(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
     """Widen an array, or a `jax.ShapeDtypeStruct`, unless its dtype is in ``keep``."""
     leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     if leaf.dtype in keep:
@@ -282,20 +282,20 @@ def _wide(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
 def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
     scale, arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]
-    return [_multiply(_wide(array), scale).astype(array.dtype) for array in arrays]
+    return [_multiply(_at_least_float32(array), scale).astype(array.dtype) for array in arrays]
 
 
 @_compiled
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
-    scale, wides = applied(loss_scale), [_wide(leaf) for leaf in leaves]
-    dtypes = dict.fromkeys(jnp.finfo(wide.dtype).dtype for wide in wides)
+    scale, arrays = applied(loss_scale), [_at_least_float32(leaf) for leaf in leaves]
+    dtypes = dict.fromkeys(jnp.finfo(array.dtype).dtype for array in arrays)
     reciprocals = {dtype: 1 / scale.astype(dtype) for dtype in dtypes}
-    return [_multiply(wide, reciprocals[jnp.finfo(wide.dtype).dtype]) for wide in wides]
+    return [_multiply(array, reciprocals[jnp.finfo(array.dtype).dtype]) for array in arrays]
 
 
 @partial(_compiled, static_argnums=1)
 def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
-    return [_wide(leaf, keep) for leaf in leaves]
+    return [_at_least_float32(leaf, keep) for leaf in leaves]
 
 
 @partial(_compiled, static_argnums=1)

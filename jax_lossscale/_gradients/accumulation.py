@@ -152,7 +152,7 @@ def sum_over_microbatches(
             arguments[position] = argument
         carry, result, scaled_grads = value_and_grads(carry, tuple(arguments))
         value, aux = result if has_aux else (result, None)
-        # Widened, since `NoOpLossScale.unscale` leaves narrow gradients narrow.
+        # Sums are in float32. `NoOpLossScale.unscale` does not change the dtype of half-precision gradients.
         return carry, _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux
 
     def add(carry_and_sums: tuple[_Carry, chex.ArrayTree], microbatch: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
+from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_half
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
@@ -48,7 +48,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       ValueError: if ``tree`` is no pytree of arrays; if ``scale`` is no loss scale and holds none, or more than one.
 
     Warns:
-      UserWarning: if the tree is a scalar, that is, a loss, whose dtype is too narrow for the scale that could be
+      UserWarning: if the tree is a scalar, that is, a loss, whose dtype cannot represent the scale that could be
         reached, or if the scale is one that moves and a constant of a traced program, as in `value_and_scaled_grad`.
 
     Examples:
@@ -62,7 +62,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
-    warn_if_narrow(tree, loss_scale)
+    warn_if_half(tree, loss_scale)
     warn_if_frozen(loss_scale)
     return _map_adjoint(_scale_cotangent, tree, constant_scale(loss_scale, "scale_gradient(scale=...)"))
 

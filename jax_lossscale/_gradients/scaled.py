@@ -10,7 +10,7 @@ import jax
 
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.cotangent import seed_gradient
-from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_narrow
+from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_half
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 
@@ -51,7 +51,7 @@ def value_and_scaled_grad(
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``fun`` is no function.
 
     Warns:
-      UserWarning: at trace time, once for each function made here, if the loss is of a dtype too narrow for the scale
+      UserWarning: at trace time, once for each function made here, if the dtype of the loss cannot represent the scale
         that could be reached (the value of a `FixedLossScale` that is itself traced is not known then); or if a loss
         scale that moves is no argument of the program that is being traced, but a constant of it.
 
@@ -88,7 +88,7 @@ def with_scaled_gradient(
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             return result  # jax.grad refuses it in its own words
         value, aux = result if has_aux else (result, None)
-        warned = warned or warn_if_narrow(value, loss_scale)
+        warned = warned or warn_if_half(value, loss_scale)
         value = seed_gradient(value, loss_scale)
         return (value, aux) if has_aux else value
 

@@ -1,4 +1,4 @@
-"""Two warnings come at trace time: the loss is too narrow for the scale, or the scale cannot follow its state."""
+"""Warnings at trace time: the dtype of the loss cannot represent the scale, or the scale is a constant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._warn import warn_user
 
 
-def warn_if_narrow(value: Any, loss_scale: LossScale) -> bool:
+def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     """Warn if the gradient of a scalar cannot hold the largest scale that could be reached. Return if it warned."""
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

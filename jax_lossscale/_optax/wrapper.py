@@ -159,7 +159,7 @@ class Wrapper:
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """Do what `optax.apply_updates` does, also for narrow parameters, whatever JAX is told of promotion."""
+    """Do what `optax.apply_updates` does, also for half-precision parameters under strict dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, updates)
 
@@ -190,22 +190,22 @@ def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> 
 
 
 def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
-    """Widen parameters or unscaled gradients for the inner chain: none of them is narrow then.
+    """Cast parameters or unscaled gradients to at least float32 for the inner optimizer.
 
-    Without a loss scale bfloat16 stays bfloat16, as without this library. Float16 is always widened: the square of a
-    small gradient would be zero, and Adam would divide zero by zero.
+    Without a loss scale, bfloat16 stays bfloat16, as without this library. Float16 is always cast, because the square
+    of a small gradient would be zero in float16, and Adam would divide zero by zero.
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
 
 
 def _warn_of_float16(params: optax.Params) -> None:
-    """Warn of float16 parameters, which nobody may have asked for: some layers make them where the input is float16."""
+    """Warn of float16 parameters. They may be unintended, because some layers create them if their input is float16."""
     with_paths = jax.tree_util.tree_leaves_with_path(params)
-    narrow = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
-    if narrow:
+    paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
+    if paths:
         warn_user(
-            f"`init(params)` got {len(narrow)} float16 parameters, the first at {jax.tree_util.keystr(narrow[0])!r}: "
+            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}: "
             "updates below a 4096th of a parameter are lost in them. Keep them in float32, `params = "
             "jls.cast_floating(params, jnp.float32)`. If they were not meant to be float16, initialize their layer "
             "with a float32 input, whose dtype it took."

@@ -34,7 +34,7 @@ def filter_value_and_scaled_grad(
       ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one.
 
     Warns:
-      UserWarning: as `value_and_scaled_grad`, if the dtype of the loss is too narrow for the scale.
+      UserWarning: as `value_and_scaled_grad`, if the dtype of the loss cannot represent the scale.
 
     Examples:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax
