@@ -69,7 +69,7 @@ class Feeding:
             return [_CONVERTED] * len(eqn.invars), of_results
         if not jaxprs:
             of_floats = [mark for variable, mark in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
-            return [max(of_floats, default="")] * len(eqn.invars), of_results
+            return [next(filter(None, of_floats), "")] * len(eqn.invars), of_results
         while True:
             of_operands = [""] * len(eqn.invars)
             for subjaxpr in jaxprs:

@@ -64,14 +64,11 @@ class Planner:
       dtype: the half precision.
       policy: the policy.
       rule: decides the treatment of each node.
-      has_custom_vjp: whether a graph contains a `jax.custom_vjp` function. Its backward pass is planned only when the
-        function is differentiated.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str] | None = None) -> None:
         self.dtype = dtype
         self.policy = policy
-        self.has_custom_vjp = False
         self.rule = Rule(dtype, policy, parameters or {})
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
@@ -149,7 +146,6 @@ class Planner:
                 float32_matmuls += [matmul for plan in call.plans for matmul in plan.float32_matmuls]
                 # The computation of the backward pass of a `jax.custom_vjp` is known only when it is traced.
                 is_custom_vjp = node.eqn.primitive.name == "custom_vjp_call"
-                self.has_custom_vjp |= is_custom_vjp
                 if is_custom_vjp or any(plan.is_rewritten for plan in call.plans):
                     calls[position] = call
                     results = call.results

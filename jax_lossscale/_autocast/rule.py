@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,8 @@ class Rule:
     """Decides about steps, whatever the dtypes that their operands have.
 
     Attributes:
-      matched: the rules of the policy that spoke of an operation.
+      matched: the rules of the policy that match an operation, or that may match one in the backward pass of a
+        `jax.custom_vjp` function, which is planned only if the function is differentiated.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str]) -> None:
@@ -61,6 +63,8 @@ class Rule:
         around = (*within, *node.within)
         follows = self._follows(eqn)
         if name in REWRITTEN and follows is None:
+            if name == "custom_vjp_call":
+                self._match_backward_pass(eqn, around)
             return NodePlan(NodeKind.CALL, is_alone=True)
         if name == IN_HALF:
             reason = self._reason_for_fallback(eqn, around)
@@ -208,6 +212,14 @@ class Rule:
                 self.matched.add(rule)
                 return rule
         return None
+
+    def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
+        """Count the rules that match the layer and the line of a `jax.custom_vjp` function as matched."""
+        location = location_within(eqn, around)
+        for rule in self._policy.rules:
+            anywhere = dataclasses.replace(rule, operation="*", parameter="*", function="*")
+            if anywhere.matches("", location):
+                self.matched.add(rule)
 
 
 def params_in_half(eqn: Any) -> dict[str, Any]:

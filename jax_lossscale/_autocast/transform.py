@@ -96,7 +96,9 @@ def autocast(
       ValueError: if ``fun`` cannot be called, ``dtype`` is none of the three, or ``policy`` is no `PrecisionPolicy`.
 
     Warns:
-      UserWarning: when it is traced, if a rule of ``policy`` decides about no operation.
+      UserWarning: when it is traced, if a rule of ``policy`` matches no operation. The backward rule of a
+        `jax.custom_vjp` function has not been traced yet. Therefore, there is no warning if the rule matches the layer
+        and the line of such a function, and a rule for a scope that only the backward rule opens causes a warning.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -136,8 +138,7 @@ def autocast(
     def half(*args: Any, **kwargs: Any) -> Any:
         result, planner = compute_with(fun, args, kwargs, dtype, policy)
         unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
-        # The backward pass of a `custom_vjp` function is planned later, and a rule may match operations only there.
-        if unmatched and not planner.has_custom_vjp:
+        if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
                 "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."

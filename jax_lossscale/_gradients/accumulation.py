@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -175,12 +176,16 @@ def _check_no_modules(tree: Any) -> None:
 
 
 def _has_nnx_module(tree: Any) -> bool:
-    """Return whether a tree contains an nnx module, or a method of one."""
+    """Return whether a tree contains an nnx module, a method of one, or a `functools.partial` with one."""
     nnx = sys.modules.get("flax.nnx")  # if the program has not imported nnx, no object is of its classes
     if nnx is None:
         return False
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree))
-    return any(isinstance(node, nnx.Pytree) for leaf in leaves for node in (leaf, getattr(leaf, "__self__", None)))
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
+        if isinstance(leaf, nnx.Pytree) or isinstance(getattr(leaf, "__self__", None), nnx.Pytree):
+            return True
+        if isinstance(leaf, functools.partial) and _has_nnx_module((leaf.func, leaf.args, leaf.keywords)):
+            return True
+    return False
 
 
 def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:

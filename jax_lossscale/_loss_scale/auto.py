@@ -58,7 +58,7 @@ class AutoLossScale(BoundedLossScale):
                            peak = max(peak - d, largest)
                            if allowance = 0: margin = max(margin - 1/64, 1)
                            otherwise: the allowance moves toward 0 by 1/768
-                           if largest > peak + 8, or there was no peak: margin = 1, allowance = 0 (instead)
+                           if largest > peak + 8, or there was no peak, instead: margin = 1, allowance = 0
                            scale = scale + 1, but at least target - 7 and at most target
         all zero           peak = peak - 1/768
                            scale = scale, but at least target - 1 and at most target
@@ -79,7 +79,8 @@ class AutoLossScale(BoundedLossScale):
       overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
       by 1 more bit. The allowance grows as well, so that the margin does not decay at once.
     - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
-      overflow therefore adds only 1 bit of allowance, or 2 bits if more than 5 bits are free already.
+      overflow therefore adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are free already, because the
+      overflows of a rare kind of batches would otherwise come more slowly than the allowance decays.
     - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
       bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
       margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test.
@@ -103,9 +104,10 @@ class AutoLossScale(BoundedLossScale):
     - **Kinds of batches that are rarer than 1 in 200.** If 1 batch in k contains much larger values than the others,
       about k / 1536 of these batches are skipped: 6% to 7% if k = 100, 12% to 16% if k = 200, and 26% to 34% if k =
       400. With `DynamicLossScale`, it is 4%, 9% and 17%.
-    - **NaNs from the data together with large values inside the backward pass.** With a NaN in 1 of 20 to 400 steps, 14
-      to 20 of 1,000 other steps are skipped if these values are 6 bits larger than the gradients, and 42 to 51 if they
-      are 12 bits larger. With `DynamicLossScale`, or with NaNs alone, fewer than 1 of 10,000 is skipped.
+    - **NaNs from the data together with large values inside the backward pass.** If these values are 6 bits larger than
+      the gradients, 14 to 20 of 1,000 other steps are skipped with a NaN in 1 of 20 to 400 steps. If they are 12 bits
+      larger, it is 42 to 51 with a NaN in 1 of 50 to 200 steps. With `DynamicLossScale`, or with NaNs alone, fewer than
+      1 of 10,000 is skipped.
     - **Noise.** If the size of values inside the backward pass varies by up to 4 bits (standard deviation) around 8
       bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 82 of 1,000 if the
       standard deviation is 6 bits. With `DynamicLossScale`, at most 11 of 1,000 are skipped.

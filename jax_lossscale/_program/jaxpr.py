@@ -65,7 +65,7 @@ class Traced:
         return jax.tree.unflatten(self._structure, leaves)
 
     def array_result(self, outputs: Sequence[Any]) -> Any:
-        """Return the result for outputs of the jaxpr, some of which may be literals, which are not `jax.Array`s."""
+        """Do what `result` does, but first convert literals among the outputs to `jax.Array`s."""
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:

@@ -238,9 +238,24 @@ def backward_in_a_layer(saved, y):
 with_a_layer_in_its_rule.defvjp(lambda w, x: (x @ w, (w, x)), backward_in_a_layer)
 
 
-def test_a_rule_for_a_backward_pass_of_its_own_does_not_warn():
-    loss = following("float32", layer="backward")(lambda w, x: jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x))))
+def loss_of_rule(w, x):
+    with jax.named_scope("forward"):
+        return jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x)))
+
+
+@pytest.mark.filterwarnings("ignore:`autocast")  # Scopes that a backward rule opens are known only when it is traced.
+def test_a_rule_for_a_layer_in_a_backward_rule():
+    loss = following("float32", layer="*/backward")(loss_of_rule)
     assert matmul_dtypes(jax.grad(loss, (0, 1)), W, X) == [HALF, FLOAT32, FLOAT32]
+
+
+def test_a_rule_for_an_operation_of_a_backward_rule_does_not_warn():
+    following("float32", layer="forward", operation="transpose")(loss_of_rule)(W, X)
+
+
+def test_a_rule_that_matches_no_operation_warns_despite_a_backward_rule():
+    with pytest.warns(UserWarning, match="no operation matches"):
+        following("float32", layer="forwards", operation="transpose")(loss_of_rule)(W, X)
 
 
 def test_a_rule_that_speaks_of_nothing_warns():

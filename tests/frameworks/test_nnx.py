@@ -1,6 +1,7 @@
 """flax nnx: the page's program, and the same with flax's own optimizer; what rolls back, and what does not."""
 
 import copy
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -339,6 +340,9 @@ def test_accumulation_refuses_what_it_cannot_do():
         lambda model: jls.accumulate_gradients(lambda w, x, *, m: w * jnp.sum(m(x)), 8.0, 2)(1.0, X, m=[model]),
         lambda model: jls.accumulate_gradients(model.__call__, 8.0, 2, batch_argnums=0, argnums=1)(X, 1.0),
         lambda model: jls.accumulate_gradients(model, 8.0, 2, batch_argnums=0, argnums=1)(X, 1.0),
+        lambda model: jls.accumulate_gradients(partial(squared_error, model), 8.0, 2, batch_argnums=0, argnums=1)(
+            X, 1.0
+        ),
     ],
     ids=["differentiated", "positional", "keyword", "method", "function"],
 )

@@ -105,13 +105,13 @@ class Optimizer(nnx.Optimizer):
           has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
         Returns:
-          A function of the arguments of ``fun`` that returns `AccumulatedGradients`. What ``fun`` changes in the model,
-          and in other modules among its arguments, is changed.
+          A function of the arguments of ``fun`` that returns `AccumulatedGradients`. Changes that ``fun`` makes to the
+          model and to other modules among its arguments take effect.
 
         Raises:
           ValueError: if ``fun`` is no function, or ``num_microbatches`` is not an integer of at least 1. When called:
-            if the batch is missing, cannot be divided evenly, or is the model; if ``fun`` adds variables to the model
-            or removes some.
+            if the batch is missing, cannot be divided evenly, or is the model; or if ``fun`` adds or removes variables
+            of the model.
 
         Warns:
           UserWarning: as `value_and_scaled_grad`.
