@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_lossscale._autocast.marks import mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import bind_here, is_float32
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, is_float32
 
 
 class ByResult(NamedTuple):
@@ -88,18 +88,20 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
 
 
 def _is_relu(eqn: Any) -> bool:
-    """Whether an equation is what `jax.nn.relu` is, with its derivative."""
+    """Return whether an equation and its derivative are those of `jax.nn.relu`."""
+    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) != 1 or not is_float32(eqn.invars[0].aval):
+        return False
     aval = eqn.invars[0].aval
 
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
-    # What has two operands raises here, and a rule of the user's may.
-    try:
-        with eqn.ctx.manager:
-            return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
-    except Exception:
-        return False
+    with eqn.ctx.manager:
+        try:
+            found = derivative(lambda x: bind_differentiated(eqn, [x], eqn.params))
+        except RuleError:
+            return False
+        return found == derivative(lambda x: [jax.nn.relu(x)])
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:

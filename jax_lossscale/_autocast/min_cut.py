@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment, Value
 from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import bind_here, is_float32, size_of
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 _MAX_CAPACITY = 2**29  # Upper bound of the sum of all prices, because the solver uses 32-bit integers.
@@ -214,7 +214,7 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
 
     def function(*inputs: Any) -> list[Any]:
         operands = [getattr(atom, "val", value) for atom, value in zip(eqn.invars, inputs, strict=True)]
-        return bind_here(eqn, operands, eqn.params)
+        return bind_differentiated(eqn, operands, eqn.params)
 
     def residuals(*inputs: Any) -> list[Any]:
         _, pull_back = jax.vjp(function, *inputs)
@@ -223,7 +223,7 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
     try:
         with eqn.ctx.manager:
             jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
-    except Exception:  # It has no derivative by some operand, or a rule of a user's raises.
+    except RuleError:  # The equation has no derivative, or the rule of a custom derivative raises an error.
         return frozenset(range(len(eqn.invars)))
     _, is_needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return frozenset(n for n, needed in enumerate(is_needed) if needed)

@@ -17,7 +17,16 @@ from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program.custom_rules import RULES, derivative_of
 from jax_lossscale._program.inline import Node, ValueId, inlined
-from jax_lossscale._program.jaxpr import as_dtype, bind_here, has_effects, jaxprs_of, size_of, with_dtype
+from jax_lossscale._program.jaxpr import (
+    RuleError,
+    as_dtype,
+    bind_differentiated,
+    bind_here,
+    has_effects,
+    jaxprs_of,
+    size_of,
+    with_dtype,
+)
 from jax_lossscale._program.location import is_in_scope, location_within
 from jax_lossscale._program.parameters import Path, path_of
 from jax_lossscale._program.primitives import (
@@ -169,12 +178,12 @@ class Rule:
         """Tell what the derivative of an equation does; masks, of rounded numbers, are part of a choice."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
-        try:
-            with eqn.ctx.manager:
-                derivative, _ = derivative_of(eqn, floats)
-                return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
-        except Exception:  # A rule of the user's may raise.
-            return {None}
+        with eqn.ctx.manager:
+            try:
+                derivative, _ = derivative_of(eqn, floats, bind_differentiated)
+            except RuleError:
+                return {None}
+            return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
 
     def fits(self, atom: ValueId | Literal, constants: Constants) -> bool:
         """Whether a value is one number, known, that is the same in half precision."""

@@ -1,7 +1,7 @@
-"""Functions with rules of their own, such as `jax.custom_jvp` and `jax.custom_vjp`, get another evaluator here.
+"""Evaluation of functions with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by another evaluator.
 
-The rule of such a function is not looked for in the equation, where it is private to JAX. It is had by transforming the
-equation as it stands, which applies the rule, and the jaxpr of that is evaluated like any other.
+The rule itself is a private parameter of the equation. Therefore, the original equation is transformed, which applies
+the rule, and the resulting jaxpr is evaluated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_lossscale._program.jaxpr import as_dtype, bind_primitive
+from jax_lossscale._program.jaxpr import as_dtype, bind_here
 
 _Result = TypeVar("_Result")
 # The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
+
+
+# Returns the results of an equation for its operands and parameters.
+Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
 class EvaluateRule(Protocol):
@@ -57,29 +61,37 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
     return function(*inputs)
 
 
-def derivative_of(eqn: Any, perturbed: Sequence[int]) -> tuple[ClosedJaxpr, list[bool]]:
-    """Return the derivative of an equation with respect to the operands ``moved``.
+def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) -> tuple[ClosedJaxpr, list[bool]]:
+    """Return the derivative of an equation.
+
+    Args:
+      eqn: the equation.
+      perturbed: the positions of the operands with respect to which the equation is differentiated.
+      bind: binds the equation.
 
     Returns:
-      A jaxpr from all operands and the tangents of ``moved`` to the results and their nonzero tangents, and for each
-      result whether its tangent is a symbolic zero.
+      A jaxpr from all operands and the tangents of the perturbed operands to the results and their nonzero tangents;
+      and for each result, whether its tangent is a symbolic zero.
     """
     are_zeros = [True] * len(eqn.outvars)
+    record = _recorder_of_zero_tangents(are_zeros)
 
-    def original(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        function, noting = _of(eqn, primals, perturbed), _noting_zero_tangents(are_zeros)
-        outputs, out_tangents = jax.jvp(
-            lambda *values: noting(*function(*values)), [primals[n] for n in perturbed], tangents
-        )
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        function = _as_function(eqn, primals, perturbed, bind)
+
+        def recorded(*values: Any) -> Any:
+            return record(*function(*values))
+
+        outputs, out_tangents = jax.jvp(recorded, [primals[n] for n in perturbed], tangents)
         return outputs, [t for t, is_zero in zip(out_tangents, are_zeros, strict=True) if not is_zero]
 
     types = _types(eqn)
-    jaxpr = jax.make_jaxpr(original)(types, [types[n] for n in perturbed])
+    jaxpr = jax.make_jaxpr(derivative)(types, [types[n] for n in perturbed])
     return jaxpr, list(are_zeros)
 
 
-def _noting_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
-    """Return an identity function whose derivative notes for each tangent whether it is a symbolic zero."""
+def _recorder_of_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
+    """Return an identity function; its derivative records, for each tangent, whether it is a symbolic zero."""
 
     def rule(primals: Any, tangents: Any) -> Any:
         are_zeros[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents]
@@ -136,7 +148,7 @@ class _Linearized:
         noting = _noting_zero_cotangents(self._are_zeros)
 
         def linearize(*primals: Any) -> Any:
-            function = _of(eqn, primals, perturbed)
+            function = _as_function(eqn, primals, perturbed)
             return jax.linearize(lambda *values: function(*noting(*values)), *(primals[n] for n in perturbed))
 
         self.jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
@@ -194,7 +206,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
     def rule(axis_size: int, is_batched: Sequence[bool], *inputs: Any) -> tuple[list[Any], list[bool]]:
         axes = [0 if batched else None for batched in is_batched]
         types = [jax.typeof(x).update(dtype=aval.dtype) for x, aval in zip(inputs, _types(eqn), strict=True)]
-        original = jax.vmap(_of(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
+        original = jax.vmap(_as_function(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
         outputs = evaluate(jax.make_jaxpr(original)(*types), inputs)
         return outputs, [True] * len(outputs)
 
@@ -212,7 +224,7 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def original(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             positions = range(number, number + len(linear_types))
-            of_linear = _of(eqn, [*residuals, *linear_types], positions)
+            of_linear = _as_function(eqn, [*residuals, *linear_types], positions)
             return jax.linear_transpose(of_linear, *linear_types)(cotangents)
 
         jaxpr = jax.make_jaxpr(original)(residual_types, [variable.aval for variable in eqn.outvars])
@@ -270,14 +282,14 @@ RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
 }
 
 
-def _of(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int]) -> Any:
-    """Return the equation as it stands, as a function of some of its inputs."""
+def _as_function(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int], bind: Bind = bind_here) -> Any:
+    """Return an equation as a function of the operands at the positions ``perturbed``; ``inputs`` has the others."""
 
-    def function(*perturbed_inputs: Any) -> list[Any]:
-        filled = list(inputs)
-        for position, value in zip(perturbed, perturbed_inputs, strict=True):
-            filled[position] = value
-        return list(bind_primitive(eqn.primitive, filled, eqn.params))
+    def function(*values: Any) -> list[Any]:
+        operands = list(inputs)
+        for position, value in zip(perturbed, values, strict=True):
+            operands[position] = value
+        return bind(eqn, operands, eqn.params)
 
     return function
 

@@ -183,6 +183,22 @@ def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> lis
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
+class RuleError(Exception):
+    """An error in the rule by which an equation is differentiated. The rule may be user code."""
+
+
+def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """Return what `bind_here` returns; raise a `RuleError` if the equation cannot be differentiated.
+
+    JAX calls a differentiation rule where the equation is bound. Therefore, this separates errors in such rules from
+    errors in the code that differentiates the equation.
+    """
+    try:
+        return bind_here(eqn, inputs, params)
+    except Exception as error:
+        raise RuleError(f"The rule of {eqn.primitive} raised {error!r}.") from error
+
+
 def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """Return what the primitive gives for the parameters that its equation has in a jaxpr."""
     bound = primitive.get_bind_params(params)
