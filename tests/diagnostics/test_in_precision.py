@@ -260,9 +260,9 @@ def test_a_float16_program_equals_the_same_program_written_in_float32(program):
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
 def test_so_do_its_gradients_whichever_is_done_first(program):
     fun, args = program(jnp.float16)
-    wide, _ = program(jnp.float32)
+    float32_fun, _ = program(jnp.float32)
     argnums = tuple(range(len(args)))
-    expected = jax.jit(jax.value_and_grad(loss_of(wide), argnums))(*args)
+    expected = jax.jit(jax.value_and_grad(loss_of(float32_fun), argnums))(*args)
     assert_close(jax.jit(in_precision(jax.value_and_grad(loss_of(fun), argnums)))(*args), expected)
     assert_close(jax.jit(jax.value_and_grad(in_precision(loss_of(fun)), argnums))(*args), expected)
 
@@ -282,8 +282,8 @@ def test_a_float32_program_is_unchanged_to_the_last_bit(program):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_narrow_float_is_widened(dtype):
     fun, args = casts_and_constants(dtype)
-    wide, _ = casts_and_constants(jnp.float32)
-    assert_close(in_precision(fun)(*args), wide(*args))
+    float32_fun, _ = casts_and_constants(jnp.float32)
+    assert_close(in_precision(fun)(*args), float32_fun(*args))
 
 
 def test_a_constant_keeps_the_digits_that_were_left_of_it():
@@ -309,12 +309,12 @@ def recurrent_network(dtype):
 
 @pytest.mark.slow
 def test_a_network_equals_itself_in_float32():
-    narrow, params = recurrent_network(jnp.float16)
-    wide, _ = recurrent_network(jnp.float32)
-    expected = jax.jit(jax.value_and_grad(wide))(params)
-    assert_close(jax.jit(in_precision(jax.value_and_grad(narrow)))(params), expected)
+    half_fun, params = recurrent_network(jnp.float16)
+    float32_fun, _ = recurrent_network(jnp.float32)
+    expected = jax.jit(jax.value_and_grad(float32_fun))(params)
+    assert_close(jax.jit(in_precision(jax.value_and_grad(half_fun)))(params), expected)
     with pytest.raises(AssertionError):  # in float16 it does not
-        assert_close(jax.jit(narrow)(params), expected[0])
+        assert_close(jax.jit(half_fun)(params), expected[0])
 
 
 # What is particular.
@@ -415,16 +415,16 @@ def test_a_rule_for_vectorization_holds_outside_too():
     assert_close(out, 5 * x.astype(jnp.float32) * y.astype(jnp.float32)[None])
 
 
-@pytest.mark.parametrize("narrow", [jnp.float16, jnp.bfloat16])
-def test_float64(narrow):
+@pytest.mark.parametrize("half_dtype", [jnp.float16, jnp.bfloat16])
+def test_float64(half_dtype):
     with enable_x64(True):
-        fun, args = matmul_told_its_dtype(narrow)
+        fun, args = matmul_told_its_dtype(half_dtype)
         args = cast(args, jnp.float32)
-        out = in_precision(lambda w, x: w.astype(narrow) @ x.astype(narrow), jnp.float64)(*args)
+        out = in_precision(lambda w, x: w.astype(half_dtype) @ x.astype(half_dtype), jnp.float64)(*args)
         np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
         assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # as it was told
         conv = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME", preferred_element_type=jnp.float32)
-        x = cast(draw(1, 1, 4, 4), narrow)
+        x = cast(draw(1, 1, 4, 4), half_dtype)
         assert in_precision(conv, jnp.float64)(x, x).dtype == jnp.float32
 
 

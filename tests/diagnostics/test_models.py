@@ -50,12 +50,12 @@ def tree_with_none_and_counters():
 )
 def test_whole_models_are_taken(model):
     params, loss, path = model()
-    narrow = jls.autocast(loss)
-    report = compare_gradients(narrow, params, X, loss_scales=[2.0**8])
+    under_autocast = jls.autocast(loss)
+    report = compare_gradients(under_autocast, params, X, loss_scales=[2.0**8])
     assert report.will_train
     assert report.summary.half_matmuls == report.summary.matmuls > 0
     assert any(path in leaf.path for leaf in report)
-    assert range_report(narrow, params, X, loss_scale=2.0**8).summary == report.summary
+    assert range_report(under_autocast, params, X, loss_scale=2.0**8).summary == report.summary
     assert report.summary == autocast_report(loss, params, X).summary
 
 

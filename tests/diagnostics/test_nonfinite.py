@@ -166,12 +166,12 @@ def test_the_report_agrees_with_numpy(values):
 def test_every_dtype_is_reported(x64, dtype):
     values = random_bits(dtype)
     with np.errstate(over="ignore"):
-        wide = values.astype(np.float64 if x64 else np.float32)
+        exact = values.astype(np.float64 if x64 else np.float32)
         (leaf,) = nonfinite_report([jnp.asarray(values)])
-    assert leaf.nan == np.isnan(wide).sum()
-    assert leaf.posinf == np.isposinf(wide).sum()
+    assert leaf.nan == np.isnan(exact).sum()
+    assert leaf.posinf == np.isposinf(exact).sum()
     if x64 or dtype != "float64":
-        assert leaf.largest_finite == np.abs(wide[np.isfinite(wide)]).max()
+        assert leaf.largest_finite == np.abs(exact[np.isfinite(exact)]).max()
 
 
 # The first bad leaf, inside jit.

@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 
 def numpy_histogram(values):
     """By `numpy.frexp` in float64, which holds every number of the others as a normal one."""
-    wide = values.astype(np.float64)
-    finite = np.isfinite(wide)
-    zero = wide == 0
-    subnormal = finite & ~zero & (np.abs(wide) < float(ml_dtypes.finfo(values.dtype).smallest_normal))
-    _, exponents = np.frexp(wide[finite & ~zero & ~subnormal])
+    exact = values.astype(np.float64)
+    finite = np.isfinite(exact)
+    zero = exact == 0
+    subnormal = finite & ~zero & (np.abs(exact) < float(ml_dtypes.finfo(values.dtype).smallest_normal))
+    _, exponents = np.frexp(exact[finite & ~zero & ~subnormal])
     return np.unique(exponents - 1, return_counts=True), zero.sum(), subnormal.sum(), (~finite).sum()
 
 

@@ -147,11 +147,11 @@ def test_the_total_is_that_of_all_leaves_as_one():
     both = compare_gradients(polynomial, *args, argnums=(0, 1), loss_scales=[1.0])
     assert {leaf.path for leaf in both} == {"[0]", "[1]"}
     exact = np.concatenate([args[1], args[0]]).astype(np.float64)
-    narrow = np.concatenate([in_numpy(args[1], 1.0), in_numpy(args[0], 1.0)])
+    in_half = np.concatenate([in_numpy(args[1], 1.0), in_numpy(args[0], 1.0)])
     assert both.total.relative_error[0] == pytest.approx(
-        np.linalg.norm(narrow - exact) / np.linalg.norm(exact), rel=1e-4
+        np.linalg.norm(in_half - exact) / np.linalg.norm(exact), rel=1e-4
     )
-    assert both.total.lost[0] == pytest.approx(np.mean(narrow == 0))
+    assert both.total.lost[0] == pytest.approx(np.mean(in_half == 0))
     assert both.total.shape == (6,)
 
 
@@ -273,9 +273,9 @@ def test_gradients_that_are_zero_in_float32_too():
 
 def test_what_is_not_followed_is_listed():
     def fun(w):
-        narrow = w.astype(jnp.float16)
+        in_half = w.astype(jnp.float16)
         factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
-        return jnp.sum((narrow * factor).astype(jnp.float32))
+        return jnp.sum((in_half * factor).astype(jnp.float32))
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.opaque_operations == ("pure_callback",)

@@ -1,4 +1,4 @@
-"""Which products must not be narrow, found for each planted fault, and for nothing in healthy networks."""
+"""Finds the matmuls that must not be in half precision in each planted fault, and none in healthy networks."""
 
 import functools
 import importlib.util
@@ -21,12 +21,11 @@ pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
 UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")  # which is told by a test of its own, too
-FEW_NARROW = pytest.mark.filterwarnings(
-    "ignore:.*matmuls stay in half precision"
-)  # which is said, and told by a test of its own
+# A separate test checks this warning.
+FEW_IN_HALF = pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 ERROR = re.compile(r"([\d.]+)%")
 
-# Of each fault: how many products are wide, and how many have a wide result; what the first reason begins with. Errors
+# For each fault: the numbers of matmuls in float32 and with a float32 result, and the start of the first reason. Errors
 # differ from processor to processor in the last digit that is shown.
 FOUND = {
     "squares": (0, 1, "its result reaches 6.7e+05"),
@@ -79,12 +78,12 @@ def error(loss, args, policy, dtype=jnp.float16):
     return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
 
 
-# A wide product, and a loss scale; the others take longer.
+# A matmul in float32, and a loss scale; the others take longer.
 QUICK = ("small_epsilon", "small_unit")
 
 
 @UNUSED
-@FEW_NARROW
+@FEW_IN_HALF
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
@@ -192,7 +191,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
 
 
 @pytest.mark.slow
-@FEW_NARROW
+@FEW_IN_HALF
 def test_products_that_no_name_tells_apart_share_a_rule():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
     assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
@@ -253,7 +252,7 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
 
 
 @pytest.mark.slow
-@FEW_NARROW
+@FEW_IN_HALF
 def test_gradients_that_cannot_be_differentiated_again():
     """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
 
@@ -283,7 +282,7 @@ def with_a_bias(share):
     return loss, {**kernels, "bias": jnp.zeros(4)}, x
 
 
-@FEW_NARROW
+@FEW_IN_HALF
 def test_errors_are_told_as_they_are():
     """Those of a leaf that may be further off, too."""
     policy = find_precision(*with_a_bias(10.0))
@@ -335,9 +334,9 @@ def test_nothing_to_compare_with_is_said():
     assert policy == jls.PrecisionPolicy()
 
 
-@FEW_NARROW
+@FEW_IN_HALF
 def test_what_no_policy_cures_is_said(monkeypatch):
-    """If the function itself does worse than every trial, more and more is wide, until all is."""
+    """If the function itself does worse than every trial, more and more matmuls are in float32, until all are."""
     errors = []
 
     def wrong(search, policy):
@@ -348,7 +347,7 @@ def test_what_no_policy_cures_is_said(monkeypatch):
     monkeypatch.setattr(Search, "verified", wrong)
     with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
-    wide = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
-    assert {dtype for _, dtype in wide} == {"float32"}
+    matmuls = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
+    assert {dtype for _, dtype in matmuls} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2

@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics import (
 pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
-NARROW = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # and sound there
+HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # these are sound in half precision
 ASKED = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
@@ -44,7 +44,7 @@ SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_pr
 def test_every_question_has_an_answer(name, asked):
     answer = ASKED[asked](*PROGRAMS[name]())
     assert "cast_floating" not in answer  # they are under `autocast` already
-    if name in NARROW:
+    if name in HALF:
         sound = {
             "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
@@ -102,9 +102,9 @@ def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
     square.defvjp(lambda x: (square(x), x), backward)
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
     for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
-        wide = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
-        assert wide
-        assert all(product.reason.startswith("marked") for product in wide)
+        in_float32 = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
+        assert in_float32
+        assert all(product.reason.startswith("marked") for product in in_float32)
 
 
 def test_a_cast_that_autocast_makes_has_the_place_of_its_product_and_a_cure_that_fits():
@@ -164,8 +164,8 @@ def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
     )
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", parameter="[7]")])
     report = autocast_report(namespace["layers"], DEEP, draw(16, 8, seed=20), policy=policy)
-    (wide,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
-    assert wide.count == 1
+    (in_float32,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
+    assert in_float32.count == 1
 
 
 @pytest.mark.parametrize("inside", ["jit", "scan", "checkpoint"])

@@ -197,9 +197,9 @@ NOT_FOLLOWED = {
 @pytest.mark.parametrize(("function", "reason", "opaque"), NOT_FOLLOWED.values(), ids=NOT_FOLLOWED)
 def test_what_is_not_followed_is_told(function, reason, opaque):
     report = autocast_report(lambda w, x: jnp.sum(function(w, x)) + jnp.sum(x), W, X, argnums=1)
-    wide = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
-    assert bool(wide) == (reason is not None)
-    assert all(each.reason.startswith(reason) for each in wide if "differentiating" not in each.reason)
+    in_float32 = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
+    assert bool(in_float32) == (reason is not None)
+    assert all(each.reason.startswith(reason) for each in in_float32 if "differentiating" not in each.reason)
     assert [each.partition(" ")[0] for each in report.opaque_operations] == ([opaque] if opaque else [])
     assert ("Not followed" in str(report)) == (opaque is not None)
 

@@ -108,7 +108,7 @@ def test_of_what_is_zero_in_float32_nothing_is_claimed():
     assert "['body']" not in repr(report)
 
 
-# Nothing narrow.
+# Nothing in half precision.
 
 
 def square_error(weights, x):

@@ -1,0 +1,47 @@
+"""`TracedGradients` computes each fact when it is first used, and only once."""
+
+import jax.numpy as jnp
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics._loss_call import check_call
+from jax_lossscale.diagnostics._traced_gradients import trace_gradients
+
+HALF = jnp.dtype(jnp.float16)
+W, X = jnp.ones((4, 4)), jnp.ones((8, 4))
+
+
+def loss(weights, x):
+    return jnp.mean(jnp.tanh(x @ weights) ** 2)
+
+
+def traced(fun, has_reference=False):
+    return trace_gradients(check_call("range_report", fun, (W, X), {}, 0, False), HALF, has_reference)
+
+
+def test_a_fact_is_computed_when_it_is_first_used():
+    gradients = traced(jls.autocast(loss))
+    assert "matmuls" not in vars(gradients)
+    summary = gradients.matmuls
+    assert (summary.matmuls, summary.half_matmuls) == (2, 2)
+    assert gradients.matmuls is summary
+    assert not {"float32_origins", "argument_faults", "lost_constants"} & vars(gradients).keys()
+
+
+def test_the_origins_of_float32_operands_explain_the_summary_without_autocast():
+    gradients = traced(loss)
+    assert gradients.matmuls.first_float32 == str(gradients.float32_origins[0])
+    assert gradients.float32_origins[0].reason == "its input is float32 from the beginning (`x`)"
+
+
+def test_inputs_and_parameters_are_named():
+    gradients = traced(loss)
+    assert gradients.input_names == ["the loss scale", "weights", "x"]
+    assert gradients.parameter_names == ["weights"]
+
+
+def test_constants_of_a_reference_are_not_those_of_the_function():
+    def with_epsilon(weights, x):
+        return jnp.sum(1 / (loss(weights, x).astype(jnp.float16) + jnp.float16(1e-9)))
+
+    assert [constant.value for constant in traced(with_epsilon).lost_constants] == [0.0]
+    assert traced(with_epsilon, has_reference=True).lost_constants == ()
