@@ -18,7 +18,11 @@ BREAKS = {
         (TREE, "_LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)", "_LARGEST_APPLIED = -np.inf, np.inf")
     ],
     "Unscaling happens in float32": [
-        (TREE, "wides = applied(loss_scale), [_wide(leaf) for", "wides = applied(loss_scale), [jnp.asarray(leaf) for")
+        (
+            TREE,
+            "arrays = applied(loss_scale), [_at_least_float32(leaf) for leaf in leaves]",
+            "arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]",
+        )
     ],
     "Gradients are divided by the scale that they were made with": [
         (
