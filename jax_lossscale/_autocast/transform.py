@@ -80,8 +80,8 @@ def autocast(
     The function is rewritten as a program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
     `jax.export` on either side; with `jax.experimental.jet` under a ``PrecisionPolicy(recompute=False)``.
     ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
-    ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the matmuls of the backward pass
-    are treated like all others, and their results do not pass through the casts of the forward pass.
+    ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the matmuls of the backward
+    pass are treated like all others, and their results do not pass through the casts of the forward pass.
 
     XLA may leave out a cast to ``dtype`` and back (its option ``xla_allow_excess_precision``, which is on by default).
     So results may be more exact than is said here, and may differ in the last places with and without `jax.jit`.

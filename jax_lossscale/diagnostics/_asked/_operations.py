@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
-from jax_lossscale._autocast.in_half import is_otherwise
+from jax_lossscale._autocast.half_function import is_otherwise
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import is_reference, jaxprs_of
