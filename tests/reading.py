@@ -44,7 +44,7 @@ def matmul_dtypes_in(jaxpr):
 
 
 def taken_by_segments(jaxpr):
-    """Of each stretch that is computed again in the backward pass, the types of what it takes."""
+    """Return the types of the inputs of each segment that is recomputed in the backward pass."""
     return [
         {atom.aval.str_short() for atom in eqn.invars if not isinstance(atom, Literal)}
         for eqn in jaxpr.eqns

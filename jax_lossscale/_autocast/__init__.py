@@ -15,7 +15,7 @@ Terms that are used in this package:
   needs are recomputed. `min_cut` selects the saved values.
 """
 
-from jax_lossscale._autocast.in_half import in_half
+from jax_lossscale._autocast.half_function import in_half
 from jax_lossscale._autocast.policy import PrecisionPolicy, PrecisionRule, keep_float32
 from jax_lossscale._autocast.transform import autocast
 

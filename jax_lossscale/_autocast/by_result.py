@@ -1,8 +1,8 @@
-"""Some functions are differentiated by their result, as it is rounded for a product: nothing else is kept.
+"""Functions that are differentiated from their result, rounded for a matmul, so that only this rounding is saved.
 
-A softmax that goes into products needs neither its logits nor its exponentials in the backward pass, and a relu does
-not need what it was taken of. A cut of the program cannot find this, since it knows no "either, or". A sigmoid or tanh
-is not one of them: by its rounded result, the derivative of a saturated one is zero.
+The derivative of a softmax does not need the logits or the exponentials if the result is saved, and the derivative of a
+relu does not need its operand. The minimum cut cannot represent such alternatives. Sigmoid and tanh are not included,
+because their derivative, computed from the rounded result, is zero where they are saturated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ByResult(NamedTuple):
     derivative: Callable[[Any, Any], Any]
 
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return the result for ``x``, and what it is rounded to. Both are differentiated by the latter."""
+        """Return the result for ``x`` and its rounding. Both are differentiated from the rounding."""
 
         @jax.custom_jvp
         def function(x: Any) -> Any:
@@ -37,7 +37,7 @@ class ByResult(NamedTuple):
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             result, rounded = function(*primals)
-            rounded = mark_saved(rounded)  # Marked here: marked outside, another copy of it would be kept.
+            rounded = mark_saved(rounded)  # A mark outside of the rule would save another copy.
             tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -48,15 +48,15 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
-@functools.cache  # Two softmax are one function, if they are over the same axes.
+@functools.cache  # Softmaxes over the same axes are the same object, so that equal segments have equal keys.
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
         exponentials = jnp.exp(x)
         return exponentials / exponentials.sum(axes, keepdims=True)
 
     def derivative(y: Any, tangent: Any) -> Any:
-        # A rounded row does not sum to one, and what all its tangents have in common must not be left. A row of which
-        # all is rounded to zero sums to zero.
+        # A rounded row does not sum to 1. Without the division, adding a constant to all tangents would change the
+        # result. If a whole row is rounded to zero, its sum is zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
 
@@ -64,10 +64,10 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find the steps that are such functions, each as a step of its operand and its result.
+    """Yield the position of each such function, a node from its operand to its result, and its derivative.
 
-    They are each ``exp(x) / sum(exp(x))`` that is stored in half precision, and each `jax.nn.relu` that is not, such as
-    the sum of a skip connection, if a product takes its rounded result.
+    These are each ``exp(x) / sum(exp(x))`` that is stored in half precision, and each `jax.nn.relu` that is stored in
+    float32, such as the sum of a skip connection, if a matmul uses its rounded result.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
     rounded = {
@@ -83,7 +83,7 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
         if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
             exp, axes = _parts_of_softmax(node, maker)
             if exp is not None and axes is not None:
-                # A step of `exp`, but for what it computes.
+                # The node of `exp` has the operand of the softmax.
                 yield position, exp._replace(outputs=node.outputs), _softmax(axes)
 
 
@@ -105,7 +105,7 @@ def _is_relu(eqn: Any) -> bool:
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
-    """Return the step that makes the exponentials, and the axes of their sum, by which it divides; else ``None``."""
+    """Return the node of the exponentials that a node divides, and the axes of the sum by which it divides them."""
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None
     dividend, divisor = value_ids(node.inputs)
@@ -115,7 +115,7 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
-    """Return the axes over which a divisor sums the exponentials up, if it is their sum, each where it was summed."""
+    """Return the axes of the sum of the exponentials if ``below`` is its broadcast along the same axes; else None."""
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])

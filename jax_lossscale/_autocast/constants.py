@@ -1,7 +1,7 @@
-"""Some values of a program are constants, or are made of constants alone. Each lies in an interval.
+"""Intervals of the values of a graph that are constants or are computed from constants alone.
 
-Nothing is computed but the ends of intervals, of those constants that are asked for. An operation that is not known
-here gives what its dtype holds, which for floats is any number.
+Only the bounds of intervals are computed, and only of the constants for which they are requested. The interval of the
+result of an unknown operation is the range of its dtype, which is infinite for floats.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Constants:
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
 
     def add(self, node: Node) -> None:
-        """Note what a step makes of constants alone, unless it holds a product, or leaves the program."""
+        """Add the results of a node if all its operands are constants and it is neither a matmul nor opaque."""
         if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
             self._maker.update((name, (node, position)) for position, name in enumerate(node.outputs))
 
@@ -99,7 +99,7 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
 
 
 def _is_left_out(eqn: Any) -> bool:
-    """Whether an equation is a product, holds one, or computes what lies outside of the program."""
+    """Return whether an equation is a matmul, contains one, or is opaque."""
     return (
         is_matmul(eqn)
         or eqn.primitive.name in OPAQUE | {IN_HALF}

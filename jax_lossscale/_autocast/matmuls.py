@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
-from jax_lossscale._autocast.in_half import is_fallback
+from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.plan import Float32Matmul, recorded
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants
-from jax_lossscale._autocast.in_half import gives_half
+from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, Float32Matmul, NodeKind, NodePlan, Plan

@@ -107,10 +107,10 @@ class PrecisionPolicy:
 
     Args:
       rules: each a `PrecisionRule`, or the dictionary of one.
-      recompute: whether what the backward pass asks for may be computed again. With True it is kept, narrow where it is
-        rounded for a product anyway, or computed again from what is kept, whichever moves fewer bytes; with False all
-        of it is kept. A number is the price of a byte that is kept, relative to one that is moved: 1 is True; with 2
-        less is kept, which takes less memory and more time. No product is computed again, nor anything that is costly.
+      recompute: whether the backward pass may recompute values. With True, each value is saved (in half precision if it
+        is rounded for a matmul anyway) or recomputed, whichever moves fewer bytes. With False, all values are saved. A
+        number is the price of a saved byte, relative to a byte that is moved. 1 is the same as True, and 2 saves fewer
+        values, which takes less memory and more time. Matmuls and other expensive operations are never recomputed.
       loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
         and changes nothing: policies that differ in nothing else are equal.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
@@ -244,7 +244,7 @@ def keep_float32(function: Any = None) -> Any:
 
     To cast a float32 array to float32 leaves no trace in a program, so `autocast` cannot see it. This does: it writes a
     scope around the operations, which is found again below `jax.jit`, `jax.vmap`, `jax.grad` and in loops. Matrix
-    products and convolutions inside are computed in float32, from operands that may have been rounded before, outside.
+    multiplications and convolutions inside are computed in float32. Their operands may have been rounded outside.
     Without `autocast` nothing changes.
 
     Args:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
-from jax_lossscale._autocast.in_half import results_in
+from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.marks import is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.plan import (
     FOLLOWING,

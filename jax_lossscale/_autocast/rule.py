@@ -1,4 +1,4 @@
-"""The rule of `autocast` has few exceptions: it says what a step does, whether a product is narrow, and why not."""
+"""The rule of `autocast` and its exceptions: the kind of each node, and whether a matmul is in half precision."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ from jax_lossscale._program.primitives import (
 )
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
-# What goes into these and comes out may be of any dtype; of the others it is as declared, but for what a scan takes
-# apart and stacks. A function with a rule of its own takes anything, too, and gives what it declares, as its rule does.
+# The operands and results of these primitives may have any dtype. Those of other higher-order primitives have the
+# dtypes that the jaxpr declares, except for the sliced operands and the stacked results of a scan. Functions with a
+# custom rule take operands of any dtype, and return results of the declared dtypes, like their rules.
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 _IN_KEEP_FLOAT32 = "inside `keep_float32`"
@@ -49,7 +50,7 @@ REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
-    """Decides about steps, whatever the dtypes that their operands have.
+    """Decides the treatment of nodes, independently of the dtypes of their operands.
 
     Attributes:
       matched: the rules of the policy that match an operation, or that may match one in the backward pass of a
@@ -61,13 +62,13 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # It marks every product of the program, and so tells nothing about one of them.
+        # This option applies to all matmuls, so it does not mark individual matmuls.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
         self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> NodePlan:
-        """Decide what becomes of a step; ``feeding``: for each value that must not be rounded, the reason."""
+        """Return the treatment of a node; ``feeding`` contains the reason for each value that must not be rounded."""
         eqn, name = node.eqn, node.eqn.primitive.name
         around = (*within, *node.within)
         follows = self._follows(eqn)
@@ -81,7 +82,8 @@ class Rule:
         is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
         if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Of moves, rules decide about those between devices: the transpose of a gather is a sum.
+        # Data movement between devices is the only data movement to which rules apply, because the transpose of an
+        # all-gather is a sum.
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
@@ -94,7 +96,7 @@ class Rule:
         if others:
             return NodePlan(NodeKind.MATMUL, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
-            reason = _said_by(rule) if rule.precision != "half" else ""
+            reason = _reason_of(rule) if rule.precision != "half" else ""
             if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
                 return NodePlan(NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
             has_float32_result = rule.precision == "float32_result"
@@ -105,16 +107,16 @@ class Rule:
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
-        """Tell why `in_half` computes its other function; "" if it does not."""
+        """Return the reason why `in_half` computes its fallback; "" if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:
-            return _said_by(rule) if rule.precision != "half" else ""
+            return _reason_of(rule) if rule.precision != "half" else ""
         return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
     def _exception(
         self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> str:
-        """Tell why a product of float32 arrays stays one; "" if it does not."""
+        """Return the reason why a matmul of float32 arrays stays in float32; "" if it does not."""
         eqn = node.eqn
         if _is_in_keep_float32(eqn, around):
             return _IN_KEEP_FLOAT32
@@ -138,20 +140,20 @@ class Rule:
         return not is_usual and jax.lax.Precision.HIGHEST in precision
 
     def _holds(self, constant: Interval) -> bool:
-        """Whether half precision has the largest number of a constant as a normal one."""
+        """Return whether the largest magnitude of a constant is zero or a normal number in half precision."""
         largest, info = max(abs(constant.low), abs(constant.high)), jnp.finfo(self._dtype)
         return largest == 0 or float(info.smallest_normal) <= largest <= float(info.max)
 
     def _follows(self, eqn: Any) -> NodeKind | None:
-        """Tell whether an operation moves numbers or chooses among them; ``None`` if it computes others."""
+        """Return whether an operation is data movement or a selection; None if it computes new numbers."""
         name, params = eqn.primitive.name, eqn.params
-        if name == "convert_element_type":  # of float32 to float32, which is done to what follows the dtype of others
+        if name == "convert_element_type":  # Casts from float32 to float32 follow their operand.
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
             return NodeKind.DATA_MOVEMENT if dtypes == {np.dtype(np.float32)} else None
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
             return None
         if name in ("reduce_max", "reduce_min"):
-            # The derivative divides by the number of equal ones, which is counted in the dtype of the operand.
+            # The derivative divides by the number of equal maxima, which is counted in the dtype of the operand.
             (whole,), (result,) = eqn.invars, eqn.outvars
             is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
             return NodeKind.SELECTION if is_countable else None
@@ -164,7 +166,7 @@ class Rule:
         return NodeKind.SELECTION if name in SELECTIONS else NodeKind.DATA_MOVEMENT if name in DATA_MOVEMENT else None
 
     def _node_kinds(self, closed: ClosedJaxpr, of_masks: NodeKind | None) -> set[NodeKind | None]:
-        """Tell what the steps of a program do that is not differentiated once more."""
+        """Return the kinds of the operations in a jaxpr that will not be differentiated again."""
         found: set[NodeKind | None] = set()
         for node in inlined(closed).nodes:
             if node.eqn.primitive.name == "custom_jvp_call":
@@ -175,7 +177,7 @@ class Rule:
         return found
 
     def _node_kinds_in_derivative(self, eqn: Any) -> set[NodeKind | None]:
-        """Tell what the derivative of an equation does; masks, of rounded numbers, are part of a choice."""
+        """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
         with eqn.ctx.manager:
@@ -186,7 +188,7 @@ class Rule:
             return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
 
     def fits(self, atom: ValueId | Literal, constants: Constants) -> bool:
-        """Whether a value is one number, known, that is the same in half precision."""
+        """Return whether a value is a known number that half precision represents exactly."""
         known = constants.of(atom)
         low, high = known() if known is not None else UNKNOWN
         return low == high and self._holds_exactly(low)
@@ -195,7 +197,7 @@ class Rule:
         return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
 
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
-        """Whether an operation on narrow numbers gives what it gives, but for the dtype of what was float32.
+        """Return whether an operation supports half precision: float32 results become half precision, and nothing else.
 
         Return False if a constant operand would become infinite.
         """
@@ -212,7 +214,7 @@ class Rule:
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
-        """Return the first rule that speaks of the equation."""
+        """Return the first rule of the policy that matches the equation."""
         if not self._policy.rules:
             return None
         location = location_within(eqn, around)._replace(parameter=self._parameters.get(path_of(around, eqn), ""))
@@ -232,7 +234,7 @@ class Rule:
 
 
 def params_in_half(eqn: Any) -> dict[str, Any]:
-    """Return the parameters of an operation without the dtype of its result, which then is that of its operands."""
+    """Return the parameters of an operation without the dtype of its result, which is then that of its operands."""
     params = dict(eqn.params)
     return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
 
@@ -246,7 +248,7 @@ def _is_bounded(interval: Interval) -> bool:
     return math.isfinite(interval.low) and math.isfinite(interval.high)
 
 
-def _said_by(rule: PrecisionRule) -> str:
+def _reason_of(rule: PrecisionRule) -> str:
     return f"a rule of the policy: {rule!r}"
 
 

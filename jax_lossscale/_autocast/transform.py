@@ -1,4 +1,4 @@
-"""`autocast` is here as a user meets it."""
+"""The public function `autocast`."""
 
 from __future__ import annotations
 
@@ -26,57 +26,60 @@ def autocast(
 ) -> Callable[..., Any]:
     """Compute a function that was written for float32 in half precision.
 
-    **The rule.** Matrix products and convolutions are computed in ``dtype``, forward and backward. Operations that only
-    move numbers, or choose among them (relu, max, clip, sort), follow their operands; a function with a derivative of
-    its own does, if its derivative only chooses, too. All other arithmetic is float32. So nothing but a product can
-    overflow, cancel or round away in 16 bits. A pool whose result goes into a product is computed in ``dtype``. A
-    product that adds up only one term for each element of its result is arithmetic, because it is an elementwise
-    multiplication. Examples are `jnp.outer`, ``positions[:, None] @ frequencies[None]``, and a convolution with one
-    input channel per group and a window of size 1. The largest or smallest of more numbers than ``dtype`` can count
-    (2048 in float16, 256 in bfloat16) is arithmetic, too: JAX divides its gradient by the number of equal ones, which
-    it counts in the dtype of the numbers.
+    **The rule.** Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, forward and backward.
+    Data movement and selections (relu, max, clip, sort) have the dtype of their operands. This includes a function with
+    a custom derivative if the function and its derivative only move and select numbers. All other arithmetic is
+    float32. Therefore, only matmuls can overflow, cancel or lose digits in 16 bits. There are three special cases:
 
-    **The exceptions.** These products stay float32:
+    - A pool whose result goes into a matmul is computed in ``dtype``.
+    - A matmul that adds up only one term for each element of its result is arithmetic, because it is an elementwise
+      multiplication. Examples are `jnp.outer`, ``positions[:, None] @ frequencies[None]``, and a convolution with one
+      input channel per group and a window of size 1.
+    - The maximum or minimum of more numbers than ``dtype`` can count (2048 in float16, 256 in bfloat16) is arithmetic.
+      JAX divides its gradient by the number of equal maxima, which it counts in the dtype of the operand.
 
-    - products marked by the author or by JAX: ``precision="highest"``, unless `jax.default_matmul_precision` marks all
-      of them, or an algorithm;
-    - products of whose result a factorization is made, such as the Gram matrix of a Cholesky factor;
-    - products whose result is converted to an integer of more than 8 bits, possibly after other operations, such as the
-      positions of tokens in an expert's buffer. This does not apply if another product, `argmax`, the indices of
+    **The exceptions.** These matmuls stay in float32:
+
+    - matmuls with ``precision="highest"`` or an algorithm, unless `jax.default_matmul_precision` sets the same
+      precision for all matmuls;
+    - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factor;
+    - matmuls whose result is converted to an integer of more than 8 bits, possibly after other operations, such as the
+      positions of tokens in an expert's buffer. This does not apply if another matmul, `argmax`, the indices of
       `top_k`, a comparison or a conversion to bool is in between;
-    - products with a constant operand, or one made of constants alone by anything but a product, unless its numbers lie
-      between bounds that ``dtype`` holds. Nothing is known of what loops, factorizations, sums at places or random
-      numbers make of constants;
-    - products in `keep_float32`, and those that a rule of ``policy`` speaks of. Even ``"half"`` and
-      ``"float32_result"`` have no effect on a product with a constant operand whose bounds ``dtype`` does not hold.
+    - matmuls with an operand that is a constant, or is computed from constants by operations other than matmuls, unless
+      its numbers are known to be in the range of ``dtype``. The range is unknown after loops, factorizations,
+      scatter-adds and random number generators;
+    - matmuls in `keep_float32`, and those that a rule of ``policy`` matches. Even ``"half"`` and ``"float32_result"``
+      have no effect on a matmul with a constant operand whose range exceeds that of ``dtype``.
 
-    Only float32 is touched. Integers, keys, random bits, complex numbers, float64 and what is cast by hand stay as they
-    are, to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are
-    computed as they are written. So is the backward pass of a `jax.custom_vjp` in the rule of a `jax.custom_jvp`. The
-    backward pass of a `jax.custom_vjp` may use its residuals, but no other traced array, as below `jax.checkpoint`:
-    jaxopt's implicit differentiation uses others, and raises `jax.errors.UnexpectedTracerError`. With `in_half`, a
-    kernel that takes 16 bits only gets them. `jls.diagnostics.autocast_report` tells what became of each product, and
-    why.
+    Only float32 values are changed. Integers, keys, random bits, complex numbers, float64 and the results of manual
+    casts are the same to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as
+    `jax.scipy.sparse.linalg.cg` are computed as they are written. So is the backward pass of a `jax.custom_vjp` in the
+    rule of a `jax.custom_jvp`. The backward pass of a `jax.custom_vjp` may use its residuals, but no other traced
+    array, as below `jax.checkpoint`: jaxopt's implicit differentiation uses others, and raises
+    `jax.errors.UnexpectedTracerError`. With `in_half`, a kernel that supports 16 bits only can be used.
+    `jls.diagnostics.autocast_report` reports the dtype of each matmul and the reason.
 
-    **Memory.** What the backward pass asks for is kept, or computed again from what is kept, whichever moves fewer
-    bytes. A value that is rounded for a product anyway is kept narrow. No product is computed again, nor anything that
-    is costly. What is more than twice as large as what it is made of by cheap arithmetic, such as a mask, is made again
-    by whatever takes it. A softmax that goes into a product is differentiated by its rounded result. In float16, less
-    than 2^-25 rounds to zero, and its gradient with it: from where one logit leads by 14, small gradients of logits are
-    lost, which ``PrecisionPolicy(recompute=False)`` keeps. A relu whose result goes into a product and, as float32,
-    past it is differentiated so, too: the derivative of what rounds to zero is zero.
+    **Memory.** Every value that the backward pass needs is saved, or recomputed from saved values, whichever moves
+    fewer bytes. A value that is rounded for a matmul is saved in half precision. Matmuls and other expensive operations
+    are never recomputed. A value that is computed by cheap arithmetic from values of less than half its size, such as a
+    mask, is recomputed wherever it is used. A softmax that goes into a matmul is differentiated from its rounded
+    result. In float16, numbers below 2^-25 round to zero, and so do their gradients: if one logit exceeds the others by
+    14 or more, small gradients of logits are lost. ``PrecisionPolicy(recompute=False)`` prevents this. A relu is
+    differentiated from its rounded result, too, if this result goes into a matmul and the float32 result has other
+    uses.
 
-    **Sums.** Carries of loops are float32. So are sums of gradients over the iterations of a loop, of what is gathered
-    or broadcast, of an argument that is used several times, and of all that one stretch of arithmetic makes of a
-    product's result. Where a narrow value goes into several products or stretches, its cotangents are added in
-    ``dtype``, as they are in code that casts by hand. A bias and the product that it is added to get the same
-    cotangent, rounded once.
+    **Sums.** Carries of loops are float32. The following sums are computed in float32: gradients over the iterations of
+    a loop, cotangents of gathered or broadcast values, gradients of an argument that is used several times, and
+    cotangents of a matmul's result that is used several times between two matmuls. If a half-precision value goes into
+    several matmuls, its cotangents are added in ``dtype``, as with manual casts. A bias and the matmul to which it is
+    added get the same cotangent, which is rounded once.
 
     The function is rewritten as a program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
     `jax.export` on either side; with `jax.experimental.jet` under a ``PrecisionPolicy(recompute=False)``.
     ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
-    ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the products of the backward
-    pass are products like any, and their results do not pass through the casts of the forward pass.
+    ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the matmuls of the backward
+    pass are treated like all others, and their results do not pass through the casts of the forward pass.
 
     XLA may leave out a cast to ``dtype`` and back (its option ``xla_allow_excess_precision``, which is on by default).
     So results may be more exact than is said here, and may differ in the last places with and without `jax.jit`.
@@ -126,7 +129,7 @@ def autocast(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. TensorFlow's
       ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` rewrites programs by lists of operations; torch's
-      ``autocast`` decides operation by operation. Both compute in half precision between the products.
+      ``autocast`` decides operation by operation. Both compute in half precision between the matmuls.
     """
     check_function(fun, "autocast(fun=...)")
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
@@ -135,7 +138,7 @@ def autocast(
         return fun
 
     @functools.wraps(fun)
-    def half(*args: Any, **kwargs: Any) -> Any:
+    def in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
         result, planner = compute_with(fun, args, kwargs, dtype, policy)
         unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
         if unmatched:
@@ -145,7 +148,7 @@ def autocast(
             )
         return result
 
-    return half
+    return in_mixed_precision
 
 
 def compute_with(

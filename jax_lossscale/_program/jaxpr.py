@@ -1,4 +1,4 @@
-"""Jaxprs are read here: functions are traced, narrow floats are found, equations are bound."""
+"""Basic operations on jaxprs: tracing of functions, dtypes of values, and binding of equations."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_half(aval: Any) -> bool:
-    """Whether a value of this type is a float narrower than 32 bits; a reference to one is not."""
+    """Return whether a type is a float of fewer than 32 bits, such as float16 or float8; a reference is not."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
@@ -136,7 +136,7 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
 
 
 def half_dtypes(program: Any) -> list[jnp.dtype]:
-    """Return the narrow floats among the values of a jaxpr or an equation, and inside of it, each once."""
+    """Return the dtypes of fewer than 32 bits among the floats of a jaxpr or an equation, including inner jaxprs."""
     atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
     found = [atom.aval.dtype for atom in atoms if is_half(atom.aval)]
     inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))

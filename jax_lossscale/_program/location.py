@@ -1,4 +1,4 @@
-"""Every equation comes from a place in the code: a layer, a source line, the forward or the backward pass."""
+"""Locations of equations: their layer, their source line, and whether they belong to the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-# What differentiation and vectorization write around the names of the layers.
+# Differentiation and vectorization wrap the names of layers in these names.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
@@ -27,20 +27,20 @@ _TRACED = str(Path(__file__).with_name("jaxpr.py"))
 
 
 class Location(NamedTuple):
-    """Where an equation comes from.
+    """The location of an equation in the code.
 
     Attributes:
-      stack: the names written by scopes and transformations, from the outermost on.
-      layer: those written by scopes; or else the classes whose ``__call__`` was running; "" if there is neither.
-      source: the innermost line of code that belongs to no installed library, as "file:line". Instead of the file of a
-        notebook, it names the cell.
+      stack: the names of the enclosing scopes and transformations, the outermost first.
+      layer: the names of the enclosing scopes, or else the classes whose ``__call__`` was running; "" without both.
+      source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the file is
+        replaced by the cell.
       column: the innermost expression outside of JAX, as "file:line:column": two operations on a line have two. It is
         "" if this library added the equation.
       functions: the names of the functions outside of JAX that were running, the innermost first.
-      is_backward: whether it belongs to the backward pass.
+      is_backward: whether the equation belongs to the backward pass.
       instructions: the bytecode positions from JAX up to that line of the user's. Two equations have the same ones only
         if the line was run twice.
-      parameter: the path of the leaf of an argument that it takes; "" where that is not asked for.
+      parameter: the path of the leaf of an argument that the equation uses; "" if it was not determined.
     """
 
     stack: str
@@ -54,7 +54,7 @@ class Location(NamedTuple):
 
 
 def location_of(eqn: Any, within: Location | None = None) -> Location:
-    """Return the place of an equation; of one in the jaxpr of another, ``within`` is the place of that one."""
+    """Return the location of an equation; ``within`` is the location of the equation that contains it, if any."""
     outer = within or Location("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
@@ -64,7 +64,7 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     return Location(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
-        # What is compiled apart, and perhaps called from elsewhere, does not know from where.
+        # A function that is compiled separately has no frames of its caller.
         source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
@@ -74,7 +74,7 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
 
 
 def location_within(eqn: Any, within: Sequence[Any]) -> Location:
-    """Return the place of an equation that lies in the jaxprs of others, the outermost first."""
+    """Return the location of an equation; ``within`` contains the equations around it, the outermost first."""
     location = None
     for outer in within:
         location = location_of(outer, location)
@@ -82,7 +82,7 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
 
 
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
-    """Whether one of the equations lies in a scope with exactly this name."""
+    """Return whether one of the equations is in a scope with exactly this name."""
     return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
 
 
@@ -92,7 +92,7 @@ def _layer(stack: str) -> str:
     names: list[str] = []
     for name in stack.split("/"):
         names += [name] if name not in _NO_LAYERS and "->" not in name else []  # which is an `einsum`
-        # What `jax.checkpoint` makes anew has the names of its surroundings twice.
+        # Recomputed equations have the names of the scopes around `jax.checkpoint` twice.
         for number in range(1, len(names)):
             if names[-number:] == names[-2 * number : -number]:
                 del names[-number:]
@@ -102,7 +102,7 @@ def _layer(stack: str) -> str:
 def _frames(eqn: Any) -> list[Any]:
     """Return the frames outside of JAX and this library, the innermost first, up to where the function was traced."""
     traceback = eqn.source_info.traceback
-    # Needed before jax 0.9.1: a traceback goes on to whoever called, whose classes are no layers.
+    # Needed before jax 0.9.1: a traceback includes the callers, whose classes are no layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
@@ -114,7 +114,7 @@ def _instructions(traceback: Any) -> tuple[int, ...]:
 
 
 def _readable(file_name: str) -> str:
-    """Return the path from here; of a cell of a notebook its number, since its path means nothing to anyone."""
+    """Return the path relative to the working directory, or the number of a cell in a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file_name) if shell else None
     if cell:
@@ -124,11 +124,11 @@ def _readable(file_name: str) -> str:
 
 
 def _classes(frames: list[Any]) -> list[str]:
-    """Return the classes that are being called, the outermost first: nnx and equinox modules write no names."""
+    """Return the classes that are being called, the outermost first. Modules of nnx and equinox add no scopes."""
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
 
 
 def _is_of_user(file_name: str) -> bool:
-    """Whether a file belongs neither to an installed library nor to this one."""
+    """Return whether a file belongs neither to an installed library nor to this one."""
     return not file_name.startswith((*_LIBRARIES, "<frozen", _OURS))

@@ -1,4 +1,8 @@
-"""Each primitive of JAX is an operation of some kind. Reports name the primitives that no table here knows."""
+"""Tables of the primitives of JAX, by kind of operation.
+
+A primitive that is in no table is computed in float32, and any jaxprs in its parameters are evaluated as they are. This
+is always correct. Reports list the names of such primitives.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 from jax_lossscale._program.jaxpr import size_of_shape
 
-# Those of `autocast`.
+# The primitives of `autocast`.
 FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
     "float32_result_matmul",
     "saved",
@@ -20,93 +24,104 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Matrix products and convolutions: what tensor cores compute.
+# Matrix multiplications and convolutions, which tensor cores compute.
 MATMULS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general") | {FLOAT32_RESULT_MATMUL}
 
-# They say where numbers lie, and change nothing else.
+# Operations that only determine the devices or the memory on which an array is stored.
 PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
     "sharding_constraint vary_unreduced_cast_p"
 )
-# They only move numbers, or choose among them by a mask: results are in the dtype of the operands, all of which are of
-# one.
+# Operations that only move numbers, or select them by a mask. The results have the dtype of the operands, all of which
+# have the same dtype.
 PLAIN_DATA_MOVEMENT = (
     _names(
         "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
-        "split squeeze stack stop_gradient transpose unstack"
+        "split squeeze stack stage stop_gradient transpose unstack"
     )
     | PLACEMENTS
     | {SAVED}
 )
-# Likewise, but one number may be moved to many places. Its cotangent is their sum, which is arithmetic.
-REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim gather tile")
-# Between devices, likewise. What is received is not asked for again in the backward pass.
+# The same, but one number may be copied to many positions. Its cotangent is a sum, which is arithmetic.
+REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
+# The same, between devices. The results are saved for the backward pass rather than communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
-# Each result is in the dtype of its own operand.
+# Each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
-# They choose among numbers by their size, which commutes with rounding: pools, among those of each window.
+# Operations that select numbers by their size, which commutes with rounding. Pools select from each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 DATA_MOVEMENT = (
     PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 )
-# Of some moves, only the first operands are moved.
+# The number of leading operands that are moved, for data movement that does not move all its operands.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
-# They give the numbers of their operand in another dtype.
+# Operations that convert their operand to another dtype.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
-# They add up many numbers. Where those have both signs, next to nothing may be left, as of a sum of two.
+# Sums of many numbers. If the numbers have both signs, they may cancel, as in a sum of two numbers.
 SUMS_OF_MANY = _names("cumsum reduce_sum reduce_window_sum scatter-add scatter_add")
 SUMS = _names("add add_any sub") | SUMS_OF_MANY
-# At zero they are infinite, or their derivative is.
+# Functions that are infinite at zero, or have an infinite derivative there.
 STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 
-# How a compiler computes them. Of all numbers along some axes they make one, such as the statistics of a norm.
+# The next three tables describe how XLA computes operations. Reductions along axes, such as the statistics of norms.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
-# They are written by themselves, not within what they go into.
+# Operations whose result is written to memory, because XLA does not fuse it into its consumers.
 WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
-# They are fused into what takes their results, where they cost next to nothing: no exp, no gather, no sum.
+# Operations that XLA fuses into their consumers at almost no cost.
 CHEAP = _names(
     "add and broadcast_in_dim convert_element_type div eq expand_dims ge gt iota le lt max min mul ne neg not or "
     "reshape select_n squeeze stop_gradient sub transpose xor"
 )
 
-# Whose operands must not have been rounded: a matrix that is nearly singular becomes another one.
+# Operations whose operands must not be rounded, because rounding changes the result for nearly singular matrices.
 LINEAR_ALGEBRA = _names(
     "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu "
     "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "
     "tridiagonal_solve"
 )
-# What they compute lies outside of the jaxpr, or was written for the types it is given.
+# Operations whose computation is not described by a jaxpr, or was written for specific dtypes or memory spaces.
 OPAQUE = _names(
-    "call_exported custom_partitioning dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper "
-    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper ffi_call io_callback pallas_call "
-    "pure_callback scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
+    "call_exported compute_on custom_partitioning dot_product_attention_bwd_wrapper "
+    "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper "
+    "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
+    "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# Costly, or random, or not to be looked into: kept for the backward pass rather than computed again.
+# The two halves of asynchronous collectives. Between them, the value is a future, which has no dtype.
+ASYNCHRONOUS = frozenset(
+    f"{name}_{half}"
+    for name in _names(
+        "all_gather all_gather_reduced all_to_all pbroadcast ppermute psum psum_invariant reduce_scatter "
+        "unreduced_psum unreduced_reduce_scatter"
+    )
+    for half in ("start", "done")
+)
+# Expensive, random or opaque operations, whose results are saved for the backward pass rather than recomputed.
 COMPUTED_ONCE = (
     _names(
         "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum "
         "psum2 psum_invariant psum_scatter random_bits random_clone random_fold_in random_gamma random_seed "
         "random_split random_unwrap random_wrap reduce_scatter rng_bit_generator rng_uniform sort threefry2x32 "
-        "threefry4x32 top_k unreduced_psum unreduced_reduce_scatter"
+        "threefry4x32 top_k unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter"
     )
+    | ASYNCHRONOUS
     | LINEAR_ALGEBRA
     | OPAQUE
 )
-# Their result is what the bits say, which are those of the numbers as they are stored; or they have no result.
+# Operations whose result depends on the bits of their operands, or that have no result.
 BITS = _names("bitcast_convert_type debug_callback debug_print")
-# They read, write and order what is outside of the program's values, or say something about it.
+# Operations that read, write or order state outside of the values of the program, or check it.
 EFFECTS = _names(
     "accum_grad_in_ref addupdate after_all check create_token dce_sink empty_ref free_ref freeze get inspect_sharding "
     "new_ref shape_assertion swap"
 )
-# One number, or several, from those of the operands: all sums, and what is computed element by element.
+# Elementwise operations, and all sums.
 ARITHMETIC = _names(
     "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e cbrt "
     "ceil clz complex conj convert_element_type cos cosh digamma dim_as_value dimension_size div empty empty2 eq "
@@ -122,9 +137,9 @@ KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS 
 
 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return, for each result of a move or a cast, the positions of the operands whose numbers it holds; else None.
+    """Return, for each result of data movement or a cast, the positions of the operands whose numbers it contains.
 
-    The other operands (a mask, indices, sizes) say where numbers go.
+    The other operands, such as masks, indices and sizes, determine the positions. Return None for other operations.
     """
     name = eqn.primitive.name
     if name not in DATA_MOVEMENT | CONVERSIONS:
@@ -137,7 +152,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def name_in_reports(primitive: Any) -> str:
-    """Return the name of a primitive; for one that another library made, with that library."""
+    """Return the name of a primitive, followed by the name of the library that defined it unless this is JAX."""
     made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
     is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax_lossscale._program.jaxpr import bind_here
 
 # These primitives only evaluate their jaxpr.
-CALLS = ("jit", "closed_call")
+CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` to `eval_jaxpr`.
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")

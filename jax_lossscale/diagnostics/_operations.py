@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from jax_lossscale._autocast.in_half import is_fallback
+from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.matmuls import TracedMatmuls, jaxprs_in, nested_equations, operation_name
 from jax_lossscale._autocast.plan import Float32Matmul
 from jax_lossscale._program.jaxpr import is_reference

@@ -126,7 +126,7 @@ _SUMS = {"add_any", "conv_general_dilated", "cumsum", "dot_general", "reduce_sum
 def exact_in(dtype):
     """A check for `evaluated`: every float32 number is one of ``dtype``, and so is every sum, in whichever order.
 
-    Below the scope "wide" numbers have 20 places, so that float32 has some to spare.
+    Below the scope "float32_range" numbers have 20 places, so that float32 has some to spare.
     """
     largest_sum = 2 / float(jnp.finfo(dtype).eps)
 
@@ -138,7 +138,7 @@ def exact_in(dtype):
         )
         if are_exact and eqn.primitive.name in _SUMS and outputs[0].dtype == np.float32:
             are_exact = np.max(_operation(eqn, [abs(value) for value in inputs])[0]) <= largest_sum
-        is_float32 = not are_exact and any("wide" in str(each.source_info.name_stack) for each in within)
+        is_float32 = not are_exact and any("float32_range" in str(each.source_info.name_stack) for each in within)
         if not are_exact and not (is_float32 and all(map(_has_places, outputs))):
             raise InexactError(eqn.primitive.name)
 

@@ -2,7 +2,7 @@
 
 A program is a function of weights, ``(4, 4)``, and a state, ``(2, 4)``, to a state: small integers, or a few binary
 places of one. It is a tuple of names of operations, and of pairs of a structure and the program inside it. Only the
-operations of `WIDE` leave float16's range, where `autocast` must stay in float32.
+operations of `FLOAT32` leave float16's range, where `autocast` must stay in float32.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax_lossscale as jls
 
 def float32(function):
     """Its numbers need float32, and its result does not."""
-    return jax.named_scope("wide")(function)
+    return jax.named_scope("float32_range")(function)
 
 
 @jax.custom_jvp

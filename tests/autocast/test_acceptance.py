@@ -83,7 +83,7 @@ def masked_by_hand(w, x):
 
 
 def masked_by_a_literal(w, x):
-    """A move that chooses between what is narrow and what is not in the range."""
+    """A selection between a value in half precision and a value outside of its range."""
     scores = (x @ w) @ (x @ w).T
     mask = jnp.broadcast_to(jnp.arange(4)[:, None] > 1, (4, 4))
     return jnp.mean((jax.nn.softmax(jax.lax.select(mask, jax.lax.full_like(scores, -2e38), scores)) @ x) ** 2)
@@ -267,7 +267,7 @@ def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_carry_adds_up_in_float32(dtype):
     def total(w):
-        zero = w @ jnp.zeros((1, 1))  # narrow
+        zero = w @ jnp.zeros((1, 1))  # in half precision
         return jax.lax.scan(lambda total, _: (total + w @ w, None), zero, length=4096)[0]
 
     assert jls.autocast(total, dtype)(jnp.ones((1, 1))) == 4096
@@ -301,7 +301,7 @@ def test_a_carry_that_is_a_matmul_is_float32(loop):
 
 @pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])
 def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32(factor):
-    """Also where what it is multiplied with comes out of one stretch of arithmetic."""
+    """Also if both factors are computed in the same segment."""
 
     def loss(w):
         x = factor(w)

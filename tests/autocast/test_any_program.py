@@ -24,14 +24,14 @@ POLICIES = {
     "recompute nothing": jls.PrecisionPolicy(recompute=False),
     "keep little": jls.PrecisionPolicy(recompute=100.0),
     "half residual stream": jls.PrecisionPolicy(half_residual_stream=True),
-    "wide results": jls.PrecisionPolicy([jls.PrecisionRule("float32_result")]),
+    "float32 results": jls.PrecisionPolicy([jls.PrecisionRule("float32_result")]),
 }
 # Where float32 is left all the same: what goes from block to block is stored in half precision, a rule overrules what
 # `autocast` knows of a constant, and a derivative that is taken before it looks, or by a rule of its own, may hand a
 # constant on as if it were none.
 LEAVES_FLOAT32 = {
     "half residual stream": ("attention", "with a large constant", *FLOAT32),
-    "wide results": ("with a large constant",),
+    "float32 results": ("with a large constant",),
     "of the gradient": ("with a large constant",),
     "in_custom_vjp": ("with a large constant",),
     "in_gradient": ("with a large constant",),
@@ -70,7 +70,7 @@ def check(program, mode, seed, dtype, policy):
     for value, other in zip(evaluated(half, inputs), expected, strict=True):
         np.testing.assert_array_equal(value, other)
     dtypes = set(matmul_dtypes_in(half))
-    if policy == "wide results":
+    if policy == "float32 results":
         assert dtypes <= {dtype, f"{dtype} {dtype} float32"}
     else:
         has_exceptions = any(repr(name) in repr(program) for name in EXCEPTIONS[dtype])

@@ -105,7 +105,7 @@ FACTORED = "a factorization is made of its result"
 INTEGER = "its result is converted to an integer"
 CONSTANT = "float16 cannot hold its constant operand"
 UNKNOWN = "nothing is known of its constant operand"
-# What is computed from a matrix of 8 x 8 and one of 4 x 8, and why its products are not narrow; "" if they are.
+# A function of a matrix of 8 x 8 and one of 4 x 8, and the reason why its matmuls are in float32; "" if they are not.
 SITUATIONS = {
     "plain": (lambda w, x: x @ w, ""),
     "marked": (lambda w, x: jnp.matmul(x, w, precision="highest"), MARKED),

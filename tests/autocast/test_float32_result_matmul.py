@@ -1,4 +1,4 @@
-"""Narrow operands, a float32 result: through every transformation, and with narrow products in the backward pass."""
+"""Matmuls of half-precision operands with a float32 result: transformations, and half-precision backward matmuls."""
 
 from collections import Counter
 

@@ -359,7 +359,7 @@ def test_a_callback_of_constants_is_not_called_while_tracing():
 
 
 def nested(depth):
-    """Conditionals whose results are of different dtypes: narrow in one branch, wide in the other."""
+    """Conditionals whose results are of different dtypes: half precision in one branch, float32 in the other."""
 
     def function(x, w):
         if depth == 0:

@@ -164,7 +164,7 @@ def test_what_is_saved_for_the_backward_pass_is_half_as_large():
 
 
 def types_taken(loss):
-    """The types of what stretches take that are computed again."""
+    """Return the types of the inputs of recomputed segments."""
     return set().union(*taken_by_segments(jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)))
 
 

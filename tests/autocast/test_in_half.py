@@ -284,7 +284,7 @@ def test_arguments_and_results_of_any_kind():
     def function(tree, mask, *, scale, name, bias=None, key):
         seen.append((tree["w"].dtype, [each.dtype for each in tree["x"]], mask.dtype, key.dtype, scale, name, bias))
         y = jnp.where(mask, sum(tree["x"]) @ tree["w"], 0) * scale
-        return {"y": y, "wide": y.astype(jnp.float32), "number": 3, "none": None, "indices": jnp.argmax(y), "f": len}
+        return {"y": y, "float32": y.astype(jnp.float32), "number": 3, "none": None, "indices": jnp.argmax(y), "f": len}
 
     keywords = {"scale": 0.5, "name": "n", "key": jax.random.key(0)}
     given = ({"w": np.asarray(W), "x": [X, X.astype(jnp.bfloat16)]}, X > 0)
@@ -295,7 +295,7 @@ def test_arguments_and_results_of_any_kind():
     chex.assert_trees_all_close(arrays, {name: expected[name] for name in arrays}, rtol=1e-2, atol=1e-2)
     assert {name: each.dtype.name for name, each in arrays.items()} == {
         "y": "float32",
-        "wide": "float32",
+        "float32": "float32",
         "indices": "int32",
     }
     assert (found["number"], found["f"]) == (3, len)

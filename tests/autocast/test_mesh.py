@@ -1,4 +1,4 @@
-"""On a mesh: what moves between devices is narrow, what is added up keeps the dtype in which the source adds."""
+"""On a mesh, data moves between devices in half precision, and sums keep the dtype of the source."""
 
 import re
 

@@ -388,7 +388,7 @@ def joined(y):
 
 @pytest.mark.parametrize("move", [turned, joined])
 def test_what_is_moved_and_needed_later_is_saved_once(move):
-    """Narrow, as it came out of the product; what is joined with arithmetic is joined again."""
+    """The result of the matmul is saved in half precision, and the concatenation is recomputed."""
 
     def loss(w, v, x):
         y = x @ w
@@ -396,7 +396,7 @@ def test_what_is_moved_and_needed_later_is_saved_once(move):
         first = jnp.sum(jnp.sin(moved) * moved) + jnp.sum(jnp.cos(y))
         return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ v)) * moved)
 
-    # The weights, the input and both results, all narrow; and the operand of the second product.
+    # The weights, the input and both results, all in half precision, and the operand of the second matmul.
     assert bytes_kept(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
 
 

@@ -101,10 +101,10 @@ def test_what_is_inside_is_found_in_every_kind():
 
 # What is no operation of a program that one writes: parts of kernels, and what JAX makes while it traces or lowers.
 _NOT_MET = {
-    *("call", "core_map", "closed_call", "create_linear", "custom_lin", "cudnn_fusion", "delay", "eval_jaxpr"),
+    *("call", "core_map", "closed_call", "create_linear", "custom_lin", "cudnn_fusion", "delay"),
     *("get_global", "jaxpr_call", "masked_load", "masked_swap", "mpmd_map", "multiple_of", "num_programs", "pin"),
     *("program_id", "reciprocal", "remat_opt", "run_scoped", "run_state", "semaphore_read", "semaphore_signal"),
-    *("semaphore_wait", "stage", "unpin", "unreachable", "with_memory_space_constraint", "broadcast_to"),
+    *("semaphore_wait", "unpin", "unreachable", "with_memory_space_constraint"),
     *("box_get", "box_set", "call_hi_primitive", "call_hi_primitive_linearized", "log_extend", "log_read", "new_box"),
     *("custom_jvp_call_jaxpr", "new_log", "precv", "psend"),
     # Before jax 0.10:
@@ -114,7 +114,7 @@ _NOT_MET = {
 
 
 def test_every_primitive_of_jax_is_in_a_table():
-    """But for those of experimental modules, of which `autocast_report` tells; and halves of collectives."""
+    """Except those of experimental modules, which `autocast_report` lists."""
     found = {
         value.name
         for name, module in list(sys.modules.items())
@@ -122,11 +122,10 @@ def test_every_primitive_of_jax_is_in_a_table():
         for value in vars(module).values()
         if isinstance(value, Primitive)
     }
-    halves = {name for name in found if name.endswith(("_start", "_done"))}
     bound_to_others = {
         name for name in found if name.startswith(("bcoo", "bcsr", "coo", "csr", "dot_product", "scaled"))
     }
-    unknown = found - primitives.KNOWN - HIGHER_ORDER - _NOT_MET - halves - bound_to_others
+    unknown = found - primitives.KNOWN - HIGHER_ORDER - _NOT_MET - bound_to_others
     assert {name for name in unknown if not name.startswith(("probe", "spsolve", "todense"))} == set()
 
 
