@@ -47,11 +47,12 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
 
 
 class Constants:
-    """What is known of the values of a program before it runs.
+    """The values of a graph that are constants or are computed from constants alone.
 
     Args:
-      program: the steps.
-      known: of each argument, what finds the interval of the constant that it is, or is a part of; else None.
+      graph: the graph. Its nodes must be added with `add`, in order.
+      known: for each argument that is a constant or a slice of one, the function that computes its interval; otherwise
+        None.
     """
 
     def __init__(self, graph: Graph, known: Sequence[FindInterval | None]) -> None:
@@ -61,7 +62,7 @@ class Constants:
         self._found: dict[ValueId, Interval] = {}
 
     def of(self, atom: ValueId | Literal) -> FindInterval | None:
-        """Return what finds the interval of a constant; None of a value that is no constant."""
+        """Return the function that computes the interval of a value; None if the value is no constant."""
         if isinstance(atom, Literal):
             return _known(atom.val)
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
@@ -69,19 +70,19 @@ class Constants:
     def add(self, node: Node) -> None:
         """Add the results of a node if all its operands are constants and it is neither a matmul nor opaque."""
         if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
-            self._maker.update((name, (node, position)) for position, name in enumerate(node.outputs))
+            self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
 
-    def _interval(self, made: ValueId) -> Interval:
-        left = [] if made in self._found else [made]
-        while left:  # Not by recursion: programs are long.
-            node, position = self._maker[left[-1]]
-            first = [name for name in value_ids(node.inputs) if name in self._maker and name not in self._found]
-            if first:
-                left += first
+    def _interval(self, result: ValueId) -> Interval:
+        pending = [] if result in self._found else [result]
+        while pending:  # No recursion, because graphs can be deep.
+            node, position = self._maker[pending[-1]]
+            unknown = [n for n in value_ids(node.inputs) if n in self._maker and n not in self._found]
+            if unknown:
+                pending += unknown
             else:
                 operands = [known() for known in map(self.of, node.inputs) if known is not None]
-                self._found[left.pop()] = _of_result(node.eqn, position, operands)
-        return self._found[made]
+                self._found[pending.pop()] = _of_result(node.eqn, position, operands)
+        return self._found[result]
 
 
 def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> list[FindInterval | None]:

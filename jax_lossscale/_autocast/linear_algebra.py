@@ -39,7 +39,7 @@ class Feeding:
         self._arguments: dict[tuple[Jaxpr, tuple[str, ...]], list[str]] = {}
 
     def values(self, graph: Graph, outputs: Sequence[str]) -> dict[ValueId, str]:
-        """Return the marked values of a program and their marks; ``outputs`` contains the mark of each result."""
+        """Return the marked values of a graph and their marks; ``outputs`` contains the mark of each result."""
         marks: dict[ValueId, str] = {}
 
         def mark(atoms: Sequence[Any], reasons: Sequence[str]) -> None:

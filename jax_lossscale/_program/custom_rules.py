@@ -131,25 +131,29 @@ def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> 
 
 @jax.tree_util.register_static
 class _Linearized:
-    """A `jax.custom_vjp`, linearized with respect to some of its operands.
+    """A `jax.custom_vjp` function, linearized with respect to its perturbed operands.
 
     Attributes:
-      jaxpr: computes the results and the residuals from the operands.
+      jaxpr: a jaxpr from the operands to the results and the residuals.
 
     Args:
       eqn: the equation of the function.
-      moved: the positions of these operands.
+      perturbed: the positions of the operands with respect to which the function is differentiated.
     """
 
     def __init__(self, eqn: Any, perturbed: tuple[int, ...]) -> None:
         self._perturbed = perturbed
-        self._are_zeros: list[bool] = []  # for each of these operands, whether its cotangent is a symbolic zero
+        self._are_zeros: list[bool] = []  # for each perturbed operand, whether its cotangent is a symbolic zero
         self._types = _types(eqn)
-        noting = _noting_zero_cotangents(self._are_zeros)
+        record = _recorder_of_zero_cotangents(self._are_zeros)
 
         def linearize(*primals: Any) -> Any:
             function = _as_function(eqn, primals, perturbed)
-            return jax.linearize(lambda *values: function(*noting(*values)), *(primals[n] for n in perturbed))
+
+            def recorded(*values: Any) -> Any:
+                return function(*record(*values))
+
+            return jax.linearize(recorded, *(primals[n] for n in perturbed))
 
         self.jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
         self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]
@@ -183,8 +187,8 @@ class _Linearized:
         return jaxpr, [n for n, is_zero in zip(self._perturbed, self._are_zeros, strict=True) if not is_zero]
 
 
-def _noting_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
-    """Return an identity function whose backward rule notes for each cotangent whether it is a symbolic zero."""
+def _recorder_of_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
+    """Return an identity function; its backward pass records, for each cotangent, whether it is a symbolic zero."""
 
     def backward(_: None, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
         are_zeros[:] = [isinstance(cotangent, SymbolicZero) for cotangent in cotangents]

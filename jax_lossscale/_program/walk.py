@@ -1,6 +1,7 @@
-"""A walk goes through a program: each equation once, in order, with a value for all that it takes and gives.
+"""Base class for interpreters of jaxprs, which visit each equation once, in order.
 
-A value is what a subclass makes of it: an array, several, or something that is known before the program runs.
+Each subclass chooses how to represent a value: as an array, as a tuple of arrays, or as static information that is
+available at trace time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ Datum = TypeVar("Datum")
 
 
 class Walk(Generic[Datum]):
-    """Goes through jaxprs. No value is held longer than it is needed."""
+    """Interprets jaxprs. Values are deleted after their last use."""
 
     def value_of(self, constant: Any, aval: Any) -> Datum:
-        """Return the value of a literal, or of a constant of the jaxpr, which is of the type ``aval`` there."""
+        """Return the value of a literal or of a constant, which has the type ``aval`` in the jaxpr."""
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: list[Datum]) -> Sequence[Datum]:
