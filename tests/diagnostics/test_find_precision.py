@@ -131,7 +131,8 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
         f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
-        "narrow operands, float32 result: layer 'energy', operation 'dot_general' (its result reaches 4.5e+05)\n"
+        "half-precision operands, float32 result: layer 'energy', "
+        "operation 'dot_general' (its result reaches 4.5e+05)\n"
         f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
     kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
