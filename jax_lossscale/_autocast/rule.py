@@ -225,10 +225,15 @@ class Rule:
         return None
 
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
-        """Count the rules that match the layer and the line of a `jax.custom_vjp` function as matched."""
+        """Count the rules as matched that may match an operation in the backward pass of a `jax.custom_vjp` function.
+
+        They match the line of the function, and its layer or a layer below, which only the backward pass may contain.
+        """
         location = location_within(eqn, around)
         for rule in self._policy.rules:
-            anywhere = dataclasses.replace(rule, operation="*", parameter="*", function="*")
+            is_below = not location.layer or rule.layer.startswith(f"{location.layer}/")
+            layer = "*" if is_below else rule.layer
+            anywhere = dataclasses.replace(rule, operation="*", parameter="*", function="*", layer=layer)
             if anywhere.matches("", location):
                 self.matched.add(rule)
 
