@@ -100,8 +100,8 @@ def autocast(
 
     Warns:
       UserWarning: when it is traced, if a rule of ``policy`` matches no operation. The backward rule of a
-        `jax.custom_vjp` function has not been traced yet. Therefore, there is no warning if the rule matches the line of
-        such a function, and its layer or a layer below.
+        `jax.custom_vjp` function has not been traced yet. Therefore, there is no warning if the rule matches the line
+        of such a function, and its layer or a layer below.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
