@@ -87,7 +87,7 @@ def difference_of_squares(weights, x):
 @sample(FAULTS, [random(1, 32, 16) / 4, random(2, 16, 1) / 4], jnp.linspace(0, 5000, 40))
 def positions(weights, positions):
     frequencies = 10.0 ** -jnp.linspace(0, 4, 16)
-    angles = positions[:, None] @ frequencies[None, :]
+    angles = jnp.stack([positions, positions[::-1]], axis=1) @ jnp.stack([frequencies, frequencies[::-1]])
     features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return jnp.mean((mlp(weights, features) - 1) ** 2)
 
