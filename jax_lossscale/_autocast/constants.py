@@ -113,7 +113,8 @@ def _known(value: Any) -> FindInterval | None:
 
 
 def _of_array(value: Any) -> Interval:
-    dtype = jax.dtypes.result_type(value) if np.isscalar(value) else value.dtype
+    # A user-defined array type, such as that of an extended dtype, need not have a dtype.
+    dtype = jax.dtypes.result_type(value) if np.isscalar(value) else getattr(value, "dtype", np.dtype(object))
     is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_number or not getattr(value, "is_fully_addressable", True):
         return UNKNOWN

@@ -296,3 +296,11 @@ def test_a_residual_that_is_a_constant_of_the_forward_rule():
 def test_constants_that_fit_are_half_precision_in_custom_rules(rule, transformation):
     half = jls.autocast(lambda x: jnp.sum(rule(jnp.full((N, N), 2.0))(x)))
     assert set(matmul_dtypes(transformation(half), jnp.ones((2, N)))) == {"float16"}
+
+
+def test_nothing_is_known_of_a_constant_without_a_dtype():
+    """As is an array of a user-defined extended dtype."""
+    program = inlined(jax.make_jaxpr(lambda: HALVES + 1)())
+    (constant,) = program.constants
+    constants = Constants(program._replace(constants={constant: object()}), ())
+    assert constants.of(constant)() == UNKNOWN
