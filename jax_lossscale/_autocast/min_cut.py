@@ -117,10 +117,11 @@ class MinCut(NamedTuple):
         return frozenset(graph.saved() - inputs - by_result)
 
     def _bytes(self, value: Value) -> int:
-        """Return the number of bytes of a value. Types without a size, such as random keys, count as 4 bytes."""
+        """Return the number of bytes of a value. Types without a size, such as keys and tokens, count as 4 bytes."""
         aval = self.types[value.id]
         is_half = value.is_rounding or value.id in self.half
-        return size_of(aval) * (self.dtype.itemsize if is_half else getattr(aval.dtype, "itemsize", 4))
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
+        return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
 
     def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
         """Return the operands of a node, or their roundings where the node takes float32 values in half precision."""

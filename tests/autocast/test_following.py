@@ -8,6 +8,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from reading import distance, equations, matmul_dtypes
 from small_programs import W, X
 
@@ -271,6 +273,20 @@ def test_what_holds_a_token_is_no_choice():
 
     def loss(w):
         return jnp.sum(function(X @ w) @ w)
+
+    assert distance(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W)) < 1e-2
+
+
+def test_an_operand_may_be_a_token():
+    first = Primitive("first_of_array_and_token")
+    first.def_impl(lambda x, token: x)
+    first.def_abstract_eval(lambda x, token: x)
+    mlir.register_lowering(first, lambda context, x, token: [x])
+    ad.defjvp(first, lambda tangent, x, token: tangent, None)
+    token = jax.lax.create_token()
+
+    def loss(w):
+        return jnp.sum(jnp.sin(first.bind(jnp.exp(X @ w), token)) @ w)
 
     assert distance(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W)) < 1e-2
 
