@@ -27,7 +27,7 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, largest allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and the margin per step
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # the same for the allowance, and for the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-_LOG2_MOST_MARGIN = 30  # the normal numbers of float16 end 30 bits below its limit
+_LOG2_MOST_MARGIN = 30  # including the allowance; the normal numbers of float16 end 30 bits below its limit
 _LOG2_SEARCH_TOP = 40  # target before the first gradient that is not zero: 2**40 makes gradients above 2**-65 visible
 
 _LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -65,25 +65,27 @@ class AutoLossScale(BoundedLossScale):
         overflow           the step is skipped
                            scale = min(scale, target) - 8
                            the following changes are made only if scale > target - 8
-        - below target     margin = min(margin + target - scale + 1, 30)
+        - below target     margin = min(margin + target - scale + 1, 30 - abs(allowance))
                            if 0 <= allowance <= 7: allowance = allowance + 1
         - at target        if 0 <= allowance <= 7: allowance = min(allowance + n, 8),
                                where n = 1 if margin + allowance <= 5, otherwise n = 2
-                           if allowance > 7 and margin <= 16: margin = margin + 8
-                           if allowance > 7 and margin > 16: margin = 1, allowance = -8
+                           if allowance > 7: margin = margin + 8
                            if allowance < 0: margin = 1
+        - either           if allowance > 7 and margin > 16, instead: margin = 1, allowance = -8
 
     The reasons for this rule are:
 
     - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and climbs back. If it
       overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
-      by 1 more bit. The allowance grows as well, so that the margin does not decay at once.
+      by 1 more bit. The allowance grows as well, so that the margin does not decay at once. At most 30 bits are then
+      free, because gradients underflow in float16 at lower scales.
     - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
       overflow therefore adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are free already, because the
       overflows of a rare kind of batches would otherwise come more slowly than the allowance decays.
     - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
       bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
-      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test.
+      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test. An
+      overflow below the target ends the test as well, because gradients that underflow keep the scale there.
     - **A gradient that exceeds the peak by more than 8 bits.** The peak was wrong. The margin and the allowance are
       relative to the peak, so they are discarded.
     - **Gradients that are all zero.** They do not show how large the other gradients are. The scale therefore stops 1
@@ -258,21 +260,24 @@ class AutoLossScale(BoundedLossScale):
         can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
 
         # Below the target, the scale climbs back after an overflow. A second overflow proves that it is too high.
-        proved = jnp.minimum(margin + target - s + 1, jnp.maximum(margin, _LOG2_MOST_MARGIN))
+        proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
         # At the target, the cause can be the scale or the data. Overflows first use up the allowance. The next two then
-        # test lower scales. If these overflow, too, the scale is not the cause, and the margin is reset.
+        # test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
-        tested = margin + LOG2_MOVE, allowance
-        reset = jnp.float32(_LOG2_LEAST_MARGIN), jnp.where(is_used_up, -LOG2_MOVE, allowance)
-        at_target = _where(can_grow, grown, _where(is_used_up & (margin <= 2 * LOG2_MOVE), tested, reset))
+        least = jnp.float32(_LOG2_LEAST_MARGIN)
+        at_target = _where(can_grow, grown, (jnp.where(is_used_up, margin + LOG2_MOVE, least), allowance))
+
+        # If the lowest of these scales overflows, too, at or below its target, the scale is not the cause.
+        has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
+        with_peak = _where(has_failed, (least, -LOG2_MOVE), _where(s < target, below_target, at_target))
 
         # Without a peak, the margin alone determines the target, which becomes lower than the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
-        after = _where(peak <= _LOG2_NOTHING, without_peak, _where(s < target, below_target, at_target))
+        after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
         has_climbed = s > target - LOG2_MOVE  # otherwise, this overflow directly follows another one
         margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
