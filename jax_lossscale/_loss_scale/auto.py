@@ -27,7 +27,7 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, largest allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and the margin per step
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # the same for the allowance, and for the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-_LOG2_MOST_MARGIN = 30  # including the allowance; the normal numbers of float16 end 30 bits below its limit
+_LOG2_MOST_MARGIN = 30  # plus the allowance; the normal numbers of float16 end 30 bits below its limit
 _LOG2_SEARCH_TOP = 40  # target before the first gradient that is not zero: 2**40 makes gradients above 2**-65 visible
 
 _LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -77,15 +77,15 @@ class AutoLossScale(BoundedLossScale):
 
     - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and climbs back. If it
       overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
-      by 1 more bit. The allowance grows as well, so that the margin does not decay at once. At most 30 bits are then
-      free, because gradients underflow in float16 at lower scales.
+      by 1 more bit. The allowance grows as well, so that the margin does not decay at once. The margin is limited to
+      30 bits minus the allowance, because gradients underflow in float16 at lower scales.
     - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
       overflow therefore adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are free already, because the
       overflows of a rare kind of batches would otherwise come more slowly than the allowance decays.
     - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
       bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
-      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test. An
-      overflow below the target ends the test as well, because gradients that underflow keep the scale there.
+      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test. After
+      both tests, an overflow below the target counts as well, because gradients that underflow keep the scale there.
     - **A gradient that exceeds the peak by more than 8 bits.** The peak was wrong. The margin and the allowance are
       relative to the peak, so they are discarded.
     - **Gradients that are all zero.** They do not show how large the other gradients are. The scale therefore stops 1
@@ -267,12 +267,15 @@ class AutoLossScale(BoundedLossScale):
         # test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
-        least = jnp.float32(_LOG2_LEAST_MARGIN)
-        at_target = _where(can_grow, grown, (jnp.where(is_used_up, margin + LOG2_MOVE, least), allowance))
+        tested = margin + LOG2_MOVE, allowance
+        reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
+        at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
-        # If the lowest of these scales overflows, too, at or below its target, the scale is not the cause.
+        # If the overflows do not stop, the scale is not the cause. Overflows below the target count, too, because
+        # gradients that underflow keep the scale there.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
-        with_peak = _where(has_failed, (least, -LOG2_MOVE), _where(s < target, below_target, at_target))
+        failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
+        with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
         # Without a peak, the margin alone determines the target, which becomes lower than the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance

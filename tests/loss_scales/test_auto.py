@@ -257,7 +257,7 @@ def test_an_overflow_below_the_target_can_end_the_tests_of_lower_scales():
 
 
 @pytest.mark.parametrize("allowance", [-8.0, -4.0, 0.0, 4.0])
-def test_an_overflow_below_the_target_leaves_at_most_30_bits_free(allowance):
+def test_the_margin_plus_the_allowance_before_an_overflow_below_the_target_is_at_most_30(allowance):
     most = 30 - abs(allowance)
     assert overflow_below_the_target(most - 7, allowance)[0] == most - 1
     assert overflow_below_the_target(most - 3, allowance)[0] == most
