@@ -111,7 +111,7 @@ class AutoLossScale(BoundedLossScale):
       larger, it is 42 to 51 with a NaN in 1 of 50 to 200 steps. With `DynamicLossScale`, or with NaNs alone, fewer than
       1 of 10,000 is skipped.
     - **Noise.** If the size of values inside the backward pass varies by up to 4 bits (standard deviation) around 8
-      bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 82 of 1,000 if the
+      bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 87 of 1,000 if the
       standard deviation is 6 bits. With `DynamicLossScale`, at most 11 of 1,000 are skipped.
     - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
       the gradients, 1 of 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 of 1,000 are skipped.
