@@ -26,9 +26,10 @@ _PRECISIONS = ("half", "float32", "float32_result")
 class PrecisionRule:
     """The precision of the operations that match a set of patterns.
 
-    A rule applies to an operation if all of its patterns match. In a pattern, ``*`` stands for any number of characters and ``?`` for one character. All other characters match
-    literally, including brackets: ``layer="blocks[0]"`` matches only that block, and ``layer="blocks[*]"`` matches all
-    blocks. Every layer, function and line that a report prints can therefore be used as a pattern.
+    A rule applies to an operation if all of its patterns match. In a pattern, ``*`` stands for any number of characters
+    and ``?`` for one character. All other characters match literally, including brackets: ``layer="blocks[0]"`` matches
+    only that block, and ``layer="blocks[*]"`` matches all blocks. Every layer, function and line that a report prints
+    can therefore be used as a pattern.
 
     Args:
       precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The last value applies to
