@@ -107,7 +107,9 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         if isinstance(error := made[_FLOAT32], Exception):
             if fallback is not None or not traced:
                 raise error
-            error.add_note(f"`in_half(function={function!r})` calls it in float32 here. Pass `fallback`, too.")
+            error.add_note(
+                f"`in_half(function={function!r})` called it in float32 here. Pass a `fallback` that supports float32."
+            )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # The traceback of an error refers to arrays. It is removed because a jaxpr can exist for a long time.
         programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
@@ -149,16 +151,16 @@ def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
     for const in (const for program in traced.values() for const in program.jaxpr.consts):
         if isinstance(const, jax.core.Tracer):
             raise ValueError(
-                f"{name} uses a traced array, {const.aval.str_short()}, that is none of its arguments. Make it one: "
-                "only arguments are cast."
+                f"{name} uses a traced array, {const.aval.str_short()}, that is not one of its arguments. Pass the "
+                "array as an argument, because only arguments are cast."
             )
     described = {dtype: each.filled(list(map(_described, each.jaxpr.out_avals))) for dtype, each in traced.items()}
     (expected, of_first), *others = ((result, dtype.name) for dtype, result in described.items())
     for result, dtype in others:
         if jax.tree.flatten(result) != jax.tree.flatten(expected):
             raise ValueError(
-                f"{name} returns {expected[0]} in {of_first}, and {result[0]} in {dtype}. Return arrays of the same "
-                "shapes, in the same structure, from both functions."
+                f"{name} returns {expected[0]} in {of_first}, but {result[0]} in {dtype}. Both functions must return "
+                "arrays of the same shapes in the same structure."
             )
 
 

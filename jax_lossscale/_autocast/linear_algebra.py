@@ -20,7 +20,7 @@ from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
 from jax_lossscale._program.primitives import LINEAR_ALGEBRA, is_matmul
 from jax_lossscale._program.subjaxprs import subjaxprs
 
-_FACTORED = "a factorization is made of its result"
+_FACTORED = "its result is factorized"
 _CONVERTED = "its result is converted to an integer"
 
 

@@ -146,11 +146,11 @@ def _keys(eqn: Any, location: Location) -> list[tuple[Any, ...]]:
 def _reason(nested: NestedEquation, of_plan: Mapping[str, None]) -> str:
     for eqn in nested.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
-            return f"inside `{eqn.primitive.name}`, which is computed as it was"
+            return f"inside `{eqn.primitive.name}`, which `autocast` does not rewrite"
     if is_fallback((*nested.within, nested.eqn)):
         return "in `fallback` of `in_half`"
     if of_plan:
         return "; ".join(of_plan)
     if not nested.location.is_backward:
-        return "outside of `autocast`, or made by differentiating"
-    return f"made by differentiating what is computed in {nested.eqn.outvars[0].aval.dtype.name}"
+        return "outside of `autocast`, or part of a derivative"
+    return f"the derivative of an operation in {nested.eqn.outvars[0].aval.dtype.name}"

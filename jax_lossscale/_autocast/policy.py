@@ -75,7 +75,7 @@ class PrecisionRule:
             if not isinstance(value, str) or (not value and field.default != "" and field.name != "parameter"):
                 raise ValueError(
                     f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
-                    "everything, leave it out."
+                    "everything, omit this argument."
                 )
 
     def __repr__(self) -> str:
@@ -150,8 +150,8 @@ class PrecisionPolicy:
         object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
             raise ValueError(
-                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {self.rules!r}. Put a single "
-                "one into a list."
+                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {self.rules!r}. If "
+                "you have a single rule, pass a list with this rule."
             )
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
         if self.loss_scale is not None:
@@ -167,18 +167,18 @@ class PrecisionPolicy:
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
         if self.errors is not None and self.rules:
-            lines = [f"Error against float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
+            lines = [f"Error compared with float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
         if not self.recompute:
-            lines.append("Nothing is computed again in the backward pass.")
+            lines.append("No values are recomputed in the backward pass.")
         elif self.recompute != 1:
-            lines.append(f"A byte kept for the backward pass counts as {self.recompute:g} bytes moved.")
+            lines.append(f"Saving a byte for the backward pass counts as moving {self.recompute:g} bytes.")
         if self.half_residual_stream:
-            lines.append("What goes from block to block is stored in half precision.")
+            lines.append("The residual stream is stored in half precision.")
         if self.loss_scale is not None:
-            lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
+            lines.append(f"Tested at a loss scale of 2^{math.log2(self.loss_scale):g}.")
             if self.loss_scale < 1:
                 lines.append(
-                    'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.'
+                    'This is below 1. Use the loss scale `"auto"`, or pass `min_loss_scale` to `DynamicLossScale`.'
                 )
         return "\n".join(lines)
 
@@ -195,7 +195,7 @@ class PrecisionPolicy:
         try:
             return cls(**config)
         except TypeError as error:
-            raise ValueError(f"Could not make a `PrecisionPolicy` of the config {config!r}: {error}.") from error
+            raise ValueError(f"Could not make a `PrecisionPolicy` from the config {config!r}: {error}.") from error
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -208,8 +208,8 @@ def _checked_recompute(recompute: Any) -> bool | float:
         return bool(recompute)
     if not is_number(recompute) or not 0 < float(recompute) < math.inf:
         raise ValueError(
-            f"`PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive "
-            f"number, got {recompute!r}."
+            f"`PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), "
+            f"got {recompute!r}."
         )
     return float(recompute)
 
@@ -218,15 +218,19 @@ def _as_rule(rule: Any) -> PrecisionRule:
     if isinstance(rule, PrecisionRule):
         return rule
     if not isinstance(rule, Mapping):
-        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got {rule!r}.")
+        raise ValueError(
+            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got {rule!r}."
+        )
     try:
         return PrecisionRule(**rule)
     except TypeError as error:
-        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {rule!r}: {error}.") from error
+        raise ValueError(
+            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {rule!r}: {error}."
+        ) from error
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.2g}%" if error < 1 else "wrong altogether"
+    return f"{100 * error:.2g}%" if error < 1 else "over 100%"
 
 
 def _sentence(rule: PrecisionRule) -> str:

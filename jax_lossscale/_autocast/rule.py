@@ -126,12 +126,12 @@ class Rule:
             return feeding[node.outputs[0]]
         intervals = _intervals(node, constants)
         if UNKNOWN in intervals:
-            return "nothing is known of its constant operand"
+            return "the range of its constant operand is unknown"
         return "" if all(map(self._holds, intervals)) else self._constant_reason
 
     @property
     def _constant_reason(self) -> str:
-        return f"{self._dtype.name} cannot hold its constant operand"
+        return f"its constant operand is outside the range of {self._dtype.name}"
 
     def _is_marked(self, precision: Any) -> bool:
         if not isinstance(precision, tuple):  # an algorithm

@@ -135,7 +135,7 @@ def autocast(
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
-                "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."
+                "`jls.diagnostics.autocast_report` prints the layers, operations and lines of the function."
             )
         return result
 
@@ -162,7 +162,7 @@ def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
     """Return ``dtype``, or raise a `ValueError` that names the argument if it is not float16, bfloat16 or float32."""
     dtype = checked_dtype(dtype, name)
     if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
-        raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which changes nothing), got {dtype.name}.")
+        raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which has no effect), got {dtype.name}.")
     return dtype
 
 
