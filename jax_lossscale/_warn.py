@@ -1,4 +1,4 @@
-"""Warnings point at the line of the user's code that they are about, not at a line of this library."""
+"""Warnings whose location is a line of the user's code instead of a line of this library."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from types import FrameType
 
 import jax
 
-# Frames of files in these folders lie between the user's line and the warning.
+# The folders of JAX and of this library. Stack frames of files in these folders are not part of the user's code.
 _NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost frame that is neither ours nor JAX's.
+    """Emit a `UserWarning` whose location is the innermost stack frame outside this library and JAX.
 
-    Python shows a warning once for each line. At a line of this library it would be shown once for all calls.
+    By default, Python shows a warning only once for each location. If the location were a line of this library, only
+    the first of all calls would show the warning.
     """
     level = 1
     frame: FrameType | None = sys._getframe()
