@@ -85,6 +85,9 @@ class FixedLossScale(LossScale):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor.
 
+        Returns:
+          A dictionary of JSON-serializable values.
+
         Raises:
           ValueError: if the scale is traced or is a batch of scales, because these are not JSON-serializable.
         """
