@@ -240,7 +240,8 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:  # type: ignore[operator]
         raise ValueError(
-            f"`select_tree` needs trees of the same structure, got on_true: {structure}, on_false: {other_structure}."
+            f"`select_tree` needs pytrees with the same structure, got {structure} as on_true and {other_structure} as "
+            "on_false."
         )
     chosen = [_is_chosen_between(path, a, b) for (path, a), b in zip(with_paths, others, strict=True)]
     others = [leaf for leaf, is_chosen in zip(others, chosen, strict=True) if is_chosen]
@@ -255,8 +256,9 @@ def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
         return bool(of_a.dtype != jax.dtypes.float0)  # float0 arrays contain no data
     if any(are_arrays) or not (a is b or np.array_equal(a, b)):
         raise ValueError(
-            f"`select_tree` cannot choose between {of_a!r} in on_true and {of_b!r} in on_false at "
-            f"{jax.tree_util.keystr(path)!r}: shapes and dtypes of arrays must be equal, and leaves that are none."
+            f"`select_tree` cannot select between {of_a!r} in on_true and {of_b!r} in on_false at "
+            f"{jax.tree_util.keystr(path)!r}. Arrays must have the same shape and dtype, and all other leaves must be "
+            "equal."
         )
     return False
 

@@ -103,7 +103,7 @@ def accumulate_gradients(
     """
     check_function(fun, "accumulate_gradients(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
-    whole = "With 1 the batch stays whole."
+    whole = "With 1, the batch is not split."
     num_microbatches = count(num_microbatches, "accumulate_gradients(num_microbatches=...)", 1, whole)
     differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
     batch_positions = as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
@@ -175,8 +175,8 @@ def _check_no_modules(tree: Any) -> None:
     """Raise a `ValueError` if a pytree contains an nnx module, because changes of the module would be lost."""
     if _has_nnx_module(tree):
         raise ValueError(
-            "`accumulate_gradients` got an nnx module, whose changes, such as batch statistics, would be lost. Use the "
-            "method of the optimizer: "
+            "`accumulate_gradients` got an nnx module, but changes of the module, such as updates of batch statistics, "
+            "would be lost. Use the method of the optimizer instead: "
             "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
         )
 
@@ -206,13 +206,15 @@ def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_
     for name, positions in ("argnums", argnums), ("batch_argnums", batch_argnums):
         if not all(-num_args <= position < num_args for position in positions):
             raise ValueError(
-                f"`accumulate_gradients({name}={positions})` names arguments that were not given: the function was "
-                f"called with {num_args} positional arguments. Pass the batch, and what is differentiated, by position."
+                f"`accumulate_gradients({name}={positions})` refers to arguments that were not passed: the function "
+                f"was called with {num_args} positional arguments. Pass the batch and the differentiated arguments by "
+                "position."
             )
     if {position % num_args for position in argnums} & {position % num_args for position in batch_argnums}:
         raise ValueError(
-            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` have arguments in common. "
-            "The gradients of a batch that is split cannot be added up: use `value_and_scaled_grad`."
+            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not have arguments in "
+            "common, because the gradients with respect to a batch cannot be summed over its parts. Use "
+            "`value_and_scaled_grad` instead."
         )
 
 
@@ -222,13 +224,13 @@ def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
             "`accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, "
-            f"got {jax.tree.map(jnp.shape, batch)}. Choose the batch among the arguments with `batch_argnums`."
+            f"got {jax.tree.map(jnp.shape, batch)}. Use `batch_argnums` to specify the arguments with the batch."
         )
     ((size,),) = sizes
     if size % num_microbatches or size == 0:
         raise ValueError(
-            f"`accumulate_gradients(num_microbatches={num_microbatches})` must divide the {size} examples of the batch "
-            "evenly. Drop the last few, or draw as many more."
+            f"`accumulate_gradients(num_microbatches={num_microbatches})` must evenly divide a positive number of "
+            f"examples, got a batch of {size} examples. Change the batch size, for example by omitting some examples."
         )
 
     def split(leaf: Any) -> jax.Array:

@@ -66,7 +66,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     `scale_gradient` has the correct derivatives of all orders. `jax.experimental.jet` supports this function, but not
     the gradient of this function.
     """
-    _tree.check_tree(tree, "scale_gradient(tree=...)", "Of a function, pass the result.")
+    _tree.check_tree(tree, "scale_gradient(tree=...)", "To scale the gradient of a function, pass its result.")
     _check_order(tree, "scale_gradient")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
@@ -176,8 +176,8 @@ def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
     if scale.ndim > 0:
         raise ValueError(
-            f"`{name}` holds scales of shape {scale.shape}. To use each with its member of an ensemble, map the whole "
-            "step with `jax.vmap`."
+            f"`{name}` must contain a single scale, got scales of shape {scale.shape}. For an ensemble with one scale "
+            "for each member, apply `jax.vmap` to the whole step."
         )
     return scale
 

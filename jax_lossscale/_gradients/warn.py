@@ -31,9 +31,9 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     if bound is not None and np.all(np.asarray(bound) <= largest_power):
         return False
     warn_user(
-        f"The loss is {dtype.name}, which cannot carry a loss scale above {largest_power:.0f} into the backward "
-        "pass: every gradient would overflow. Return the loss in float32 (take its last mean there), or give the "
-        f"loss scale `max_loss_scale={largest_power}`."
+        f"The loss is {dtype.name}, which cannot represent a loss scale above {largest_power:.0f}, so all gradients "
+        "would overflow. Return the loss in float32 (for example, compute its final mean in float32), or limit the "
+        f"loss scale with `max_loss_scale={largest_power}`."
     )
     return True
 
@@ -58,9 +58,9 @@ def warn_if_frozen(loss_scale: LossScale) -> bool:
     if not isinstance(jnp.logical_not(False), jax.core.Tracer):
         return False
     warn_user(
-        f"The loss scale (`{type(loss_scale).__name__}`) is no argument of the program that is being traced, but a "
-        "constant of it: it stays as it is now, while that of the optimizer state moves on. Make the gradient function "
-        "inside the step, `jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`, and pass `opt_state` to the "
-        "step as an argument."
+        f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. It "
+        "will never change, although the loss scale in the optimizer state does. Create the gradient function inside "
+        "the step, `jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`, and pass `opt_state` to the step as "
+        "an argument."
     )
     return True

@@ -52,13 +52,13 @@ class LossScale(abc.ABC):
     """
 
     checks_gradients: ClassVar[bool] = True
-    """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
+    """Whether the gradients are checked. If not, `update` returns the same loss scale without any computation."""
 
     skip_nonfinite: bool = True
-    """Whether a step whose gradients are not finite is skipped, where they are looked at."""
+    """Whether a step is skipped if its gradients are not finite. It has no effect if gradients are not checked."""
 
     needs_largest: ClassVar[bool] = False
-    """Whether `adjust` is told the largest gradient, too: ``adjust(grads_finite, largest=...)``."""
+    """Whether `adjust` needs the largest gradient, so that it is called as ``adjust(grads_finite, largest=...)``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,7 +114,8 @@ class LossScale(abc.ABC):
             return cls(**config)
         except TypeError as error:
             raise ValueError(
-                f"`{cls.__name__}.from_config(config=...)` must be its arguments, got {config!r}: {error}."
+                f"`{cls.__name__}.from_config(config=...)` must contain the arguments of the constructor, got "
+                f"{config!r}: {error}."
             ) from error
 
     def __eq__(self, other: object) -> bool:
@@ -194,7 +195,9 @@ class LossScale(abc.ABC):
         name = f"{type(self).__name__}.update(grads=...)"
         _tree.check_tree(grads, name)
         if getattr(grads, "dtype", type(grads)) in (bool, np.bool_):
-            raise ValueError(f"`{name}` must be the unscaled gradients, got {grads!r}. For a verdict, use `adjust`.")
+            raise ValueError(
+                f"`{name}` must be the unscaled gradients, got {grads!r}. To pass a boolean, use `adjust`."
+            )
         if not self.checks_gradients:
             return self, jnp.array(True)
         return _update(self, _tree.inexact_leaves(grads), axis_name)

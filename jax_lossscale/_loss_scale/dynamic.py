@@ -158,7 +158,9 @@ class DynamicLossScale(BoundedLossScale):
         """Convert the configuration of the update rule to Python numbers, and raise a `ValueError` if it is invalid."""
         to_fix = "To keep the scale fixed, use `FixedLossScale`."
         period = _check.count(self.increment_period, self._named("increment_period"), 1, to_fix)
-        hysteresis = _check.count(self.hysteresis, self._named("hysteresis"), 1, "With 1, every bad step lowers it.")
+        hysteresis = _check.count(
+            self.hysteresis, self._named("hysteresis"), 1, "With 1, every non-finite step lowers the scale."
+        )
         multiplier = _check.finite_number(self.multiplier, self._named("multiplier"))
         if not np.float32(multiplier) > 1:
             raise ValueError(
@@ -169,8 +171,8 @@ class DynamicLossScale(BoundedLossScale):
             backoff_factor = _check.finite_number(backoff_factor, self._named("backoff_factor"))
             if not 0 < np.float32(backoff_factor) < 1:
                 raise ValueError(
-                    f"`{self._named('backoff_factor')}` must be between 0 and 1, both excluded, got "
-                    f"{self.backoff_factor!r}. For `1 / multiplier`, use None."
+                    f"`{self._named('backoff_factor')}` must be more than 0 and less than 1, got "
+                    f"{self.backoff_factor!r}. To use `1 / multiplier`, pass None."
                 )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(

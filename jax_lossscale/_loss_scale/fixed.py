@@ -58,7 +58,7 @@ class FixedLossScale(LossScale):
         value: Any = self.loss_scale_value
         is_taken_as_it_is = isinstance(value, jax.core.Tracer) or np.ndim(value) > 0
         if not is_taken_as_it_is and finite_number(value, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value!r}. For no scaling at all, use `NoOpLossScale`.")
+            raise ValueError(f"`{name}` must be at least 1, got {value!r}. To disable scaling, use `NoOpLossScale`.")
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")
         object.__setattr__(self, "loss_scale_value", leaf(value, name, positive_normal_number))

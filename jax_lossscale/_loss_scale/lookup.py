@@ -19,8 +19,8 @@ _Tree = TypeVar("_Tree")
 
 # When flax restores an object of a class that is not registered with it, it returns a dictionary instead of the object.
 READ_WITHOUT_INTEROP = (
-    "has a dictionary in the place of the loss scale. If flax has read it from a checkpoint, `import "
-    "jax_lossscale.interop.flax` before, and read it again."
+    "contains a dictionary instead of a loss scale. If flax restored it from a checkpoint, `import "
+    "jax_lossscale.interop.flax` first, and restore the checkpoint again."
 )
 
 
@@ -100,8 +100,8 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
         below = "" if path is None else f" below the path {path!r}"
         paths = ", ".join(jax.tree_util.keystr(keys) for keys, _ in chosen or nodes)
         raise ValueError(
-            f"`{name}` holds {len(chosen)} of `{kind.__name__}`{below}. There are: {paths}. Pass the part of the state "
-            "that holds the one you mean, or to `get_loss_scale` its path."
+            f"`{name}` must contain exactly one `{kind.__name__}`{below}, got {len(chosen)}. A `{kind.__name__}` "
+            f"exists at: {paths}. Pass a part of the state that contains only one, or pass a path to `get_loss_scale`."
         )
     ((_, node),) = chosen
     return node

@@ -109,8 +109,8 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     kind = type(loss_scale)
     if kind.__name__ in {own.__name__ for own in OWN_KINDS} and kind not in OWN_KINDS:
         raise ValueError(
-            f"`serialize(loss_scale=...)` got a {kind.__name__} of {kind.__module__}, which `get` would take for that "
-            "of this library. Give the class a name of its own."
+            f"`serialize(loss_scale=...)` got a `{kind.__name__}` from {kind.__module__}, but `get` would construct "
+            "the class of the same name in this library. Rename the class."
         )
     return {"class_name": kind.__name__, "config": loss_scale.get_config()}
 
@@ -147,8 +147,8 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
     kind = type(loss_scale).__name__
     if jax.tree_util.all_leaves([loss_scale]):
         raise ValueError(
-            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so no state can hold it. Put "
-            "`@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
+            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of a state. "
+            "Add the decorator `@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
         )
     return loss_scale
 
@@ -157,7 +157,8 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
     kinds = _kinds()
     if not isinstance(class_name, str) or class_name not in kinds:
         raise ValueError(
-            f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
+            f"Could not construct a loss scale of the unknown class {class_name!r}. The known classes are "
+            f"{', '.join(sorted(kinds))}."
         )
     return _checked_pytree(kinds[class_name].from_config(config))
 

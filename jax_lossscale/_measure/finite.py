@@ -62,8 +62,9 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
         if number < 2:
             raise
         raise ValueError(
-            f"`all_finite(tree=...)` has leaves on {number} devices or meshes, and no one program can read them. Ask "
-            "about the leaves of each, and combine the answers on one device with `jax.device_put`."
+            f"`all_finite(tree=...)` has leaves on {number} devices or meshes, which a single program cannot process. "
+            "Call `all_finite` for the leaves on each of them, and use `jax.device_put` to combine the results on one "
+            "device."
         ) from error
 
 

@@ -23,7 +23,7 @@ _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
     "the arguments, `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
-    '"When a library takes the gradient" (docs/guide/libraries.md).'
+    '"Libraries that compute gradients themselves" (docs/guide/libraries.md).'
 )
 
 
@@ -116,33 +116,34 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
       1,000 consecutive skipped steps.
     """
-    patience = count(patience, "raise_if_stuck(patience=...)", 1, "It counts skipped steps in a row.")
+    patience = count(patience, "raise_if_stuck(patience=...)", 1, "It is a number of consecutive skipped steps.")
     state = own_numbers(opt_state, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
-            "Most likely the gradients are not scaled: in the first steps, the largest of them has shrunk by as many "
-            f"powers of two as the loss scale has grown. {HOW_TO_SCALE}"
+            "The gradients are most likely not scaled. In the first steps, the largest gradient (after unscaling) "
+            "decreased by as many powers of two as the loss scale increased. "
+            f"{HOW_TO_SCALE}"
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
     elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
-        situation = f"more than any overflow explains (the loss scale is {scale})"
+        situation = f"which overflows alone cannot explain (the loss scale is {scale})"
     else:
         return
     if not state.loss_scale.checks_gradients:
         raise RuntimeError(
-            f"The last {skips.max()} steps were skipped. Under a `{type(state.loss_scale).__name__}` gradients and "
-            "loss are not checked: look at the condition given as `skip_if`, which was true each time."
+            f"The last {skips.max()} steps were skipped. With a `{type(state.loss_scale).__name__}`, the gradients and "
+            "the loss are not checked. Check the condition passed as `skip_if`, which was true in each of these steps."
         )
     raise RuntimeError(
-        f"The last {skips.max()} steps were skipped, {situation}. Look at the gradients for a NaN that is there at "
-        "every scale (log of zero, division by zero, a mask of -1e9 in float16), at the loss (if it is not finite, the "
-        "forward pass overflows), and at the condition given as `skip_if`, if any. If the gradients are infinite "
-        "though the loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, "
-        "`jls.diagnostics.explain(opt_state)` tells which it is."
+        f"The last {skips.max()} steps were skipped, {situation}. Check the gradients for a NaN that occurs at every "
+        "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
+        "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
+        "loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` "
+        "reports the cause."
     )
 
 
@@ -179,7 +180,7 @@ def check_is_concrete(state: LossScaledState, name: str) -> None:
     """Raise a `ValueError` that names the argument if the state is traced."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.loss_scale, state.consecutive_skips))):
         raise ValueError(
-            f"`{name}` got values that are traced, of which nothing is known yet. Call it outside `jax.jit`."
+            f"`{name}` got values that are traced, so they are not known yet. Call this function outside `jax.jit`."
         )
 
 

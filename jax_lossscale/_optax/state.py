@@ -24,7 +24,7 @@ CAUSES = {
     "loss": "its loss was not finite",
     "nan": "there was a NaN in the gradients, first in {where}",
     "infinity": "there was an infinity in the gradients, first in {where}",
-    "grads_finite": "`grads_finite` said that the gradients were not finite, though every leaf was",
+    "grads_finite": "`grads_finite` was false, although all gradients were finite",
     "skip_if": "`skip_if` was true",
 }
 

@@ -66,8 +66,8 @@ class Wrapper:
         inner_state = self.inner.init(_widened(_tree.inexact_only(params), self.initial_loss_scale))
         if _holds(inner_state, LossScale):
             raise ValueError(
-                "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
-                "Wrap the whole chain once."
+                "`loss_scaled(inner=...)` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
+                "Wrap the complete optimizer once."
             )
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
@@ -102,7 +102,10 @@ class Wrapper:
     ) -> tuple[optax.Params, LossScaledState]:
         """Return the updated parameters and the new state; see `loss_scaled`."""
         if params is None:
-            raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
+            raise ValueError(
+                "`update_and_apply(params=...)` must be the parameters, got None. To compute updates without "
+                "parameters, use `update`."
+            )
         inputs = StepInputs(value, skip_if, grads_finite)
         _check_arguments("update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args)
         _tree.check_tree(params, "update_and_apply(params=...)")
@@ -231,10 +234,11 @@ def _warn_of_float16(params: optax.Params) -> None:
     paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
     if paths:
         warn_user(
-            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}: "
-            "updates below a 4096th of a parameter are lost in them. Keep them in float32, `params = "
-            "jls.cast_floating(params, jnp.float32)`. If they were not meant to be float16, initialize their layer "
-            "with a float32 input, whose dtype it took."
+            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
+            "Updates that are smaller than 1/4096 of such a parameter are lost. Cast the parameters to float32 with "
+            "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
+            "initialize their layer with a float32 input, because some layers create parameters in the dtype of their "
+            "input."
         )
 
 
@@ -254,7 +258,7 @@ def _check_arguments(
     # Without this check, `restore_from` would be passed to the inner optimizer, which would ignore it.
     if "restore_from" in extra_args:
         raise ValueError(
-            f"`{method}(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore "
+            f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
             "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
         )
     if state.loss_scale.checks_gradients:
@@ -266,8 +270,8 @@ def _check_inputs(inputs: StepInputs, method: str) -> None:
     if inputs.value is not None and not is_number(inputs.value):
         got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
         raise ValueError(
-            f"`{method}(value=...)` must be a real scalar, the true loss, got {got}. Of `(loss, aux)`, pass the loss "
-            "alone."
+            f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
+            "function returns `(loss, aux)`, pass only `loss`."
         )
     for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
         if flag is not None:
@@ -290,8 +294,8 @@ def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Para
             raise
         got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
         raise ValueError(
-            f"`{name}` must be of the structure of `params`, {expected}, got {got}. Of "
-            "`loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`."
+            f"`{name}` must have the same structure as `params`, {expected}, got {got}. If you compute "
+            "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
         ) from error
 
 
@@ -317,9 +321,9 @@ def _check_not_masked(tree: optax.Params, name: str) -> None:
     """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
     if _holds(tree, optax.MaskedNode):
         raise ValueError(
-            f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
-            "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
-            "`loss_scaled(optax.partition(...))`."
+            f"`{name}` contains an `optax.MaskedNode`, so `loss_scaled` is inside `optax.masked` or `optax.partition`. "
+            "Gradients outside the mask would remain scaled. Wrap the complete optimizer instead, as in "
+            "`loss_scaled(optax.masked(inner, mask))` or `loss_scaled(optax.partition(...))`."
         )
 
 
