@@ -63,7 +63,7 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
       ValueError: if ``dtype`` cannot be converted to a dtype. The message contains the name of the argument.
     """
     try:
-        # NumPy would convert `None` to float64, and an array to the dtype of the array.
+        # `None` and arrays are rejected because `jnp.dtype` would convert `None` to float64, and an array to its dtype.
         if dtype is None or is_array_or_scalar(dtype):
             raise TypeError
         return jnp.dtype(dtype)
@@ -182,7 +182,7 @@ def is_number(value: Any) -> bool:
 def is_array_or_scalar(value: Any) -> bool:
     """Return whether ``value`` is a NumPy or JAX array or scalar.
 
-    This includes bfloat16 scalars, which are not instances of `numbers.Real`.
+    Scalars of dtype bfloat16 are included, although they are not instances of `numbers.Real`.
     """
     return isinstance(value, (np.ndarray, np.generic, jax.Array))
 

@@ -33,9 +33,10 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
     receives unscaled gradients.
 
     Args:
-      fun: a function of float32 arrays, usually ``jls.autocast(loss_fn)``. It can have other arguments, including nnx
-        modules. ``fun`` is traced, as by `autocast`. If it modifies an nnx module, for example its batch statistics,
-        the module must be an argument of ``fun``, or ``fun`` must be the module or a method of the module.
+      fun: a function of float32 arrays, usually ``jls.autocast(loss_fn)``. Other arguments, including nnx modules, are
+        also supported. ``fun`` is traced to a jaxpr, as in `autocast`. If ``fun`` modifies an nnx module, for example
+        its batch statistics, this module must be an argument of ``fun``, or ``fun`` must be the module or a method of
+        the module.
       loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale. It is not
         updated.
 

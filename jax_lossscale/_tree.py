@@ -1,12 +1,11 @@
-"""Functions that scale, unscale, cast and select the leaves of pytrees.
+"""Functions to scale, unscale, cast and select the leaves of pytrees.
 
 A pytree of gradients can contain other leaves besides floating arrays: ``None`` for frozen parameters, integers and
-their float0 cotangents, booleans, random keys, functions and strings. All functions in this module treat these leaves
-in the same way. Inexact leaves (floating or complex, see `is_inexact`) are processed, and every other leaf is returned
-as the same object.
+their float0 cotangents, booleans, random keys, functions and strings. All functions in this module process only the
+inexact leaves (floating or complex, see `is_inexact`), and return every other leaf as the same object.
 
-The functions that compute are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single dispatch
-for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
+The computations are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single dispatch for a
+pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def is_inexact(leaf: Any) -> bool:
 def is_array(leaf: Any) -> bool:
     """Return whether ``leaf`` is an array of a dtype that JAX supports, unlike arrays of strings or objects.
 
-    Scalar types such as ``jnp.float16`` also have a ``dtype`` attribute. They are not arrays, but a model can contain
-    one as part of its configuration.
+    A scalar type such as ``jnp.float16``, which a model can contain as part of its configuration, has a ``dtype``
+    attribute but is not an array.
     """
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
@@ -118,8 +117,8 @@ def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: 
 def applied(loss_scale: ArrayLike) -> jax.Array:
     """Return the loss scale, clipped to the range from ``2**-126`` to ``2**126``, with its derivative stopped.
 
-    In this range, the reciprocal of the scale is a normal float32 number, and it is exact if the scale is a power of
-    two. All functions that scale or unscale use the clipped value, so that unscaling always reverses scaling.
+    The reciprocal of the clipped scale is a normal float32 number, which is exact if the scale is a power of two. All
+    functions that scale or unscale use the clipped value, so that unscaling always reverses scaling.
     """
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale, jnp.float32))
     return jax.lax.clamp(_SMALLEST_APPLIED, scale, _LARGEST_APPLIED)
@@ -160,8 +159,8 @@ def cast_floating(
 ) -> chex.ArrayTree:
     """Cast the floating arrays of a pytree to a dtype.
 
-    For example, this function computes a float16 copy of float32 master weights. If you differentiate through the cast,
-    the gradients of the master weights are in float32.
+    For example, use this function to compute a float16 copy of float32 master weights. If you differentiate through the
+    cast, the gradients of the master weights are in float32.
 
     Args:
       tree: any pytree. Leaves that are not floating arrays are not changed: complex, integer, boolean, float0 and
@@ -169,11 +168,11 @@ def cast_floating(
       dtype: a real floating dtype, such as ``jnp.float16``.
       where: a function ``where(path, leaf) -> bool`` that is called for each floating array and returns whether to cast
         it, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
-        ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts it to a
-        string. By default, all floating arrays are cast.
+        ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a path to
+        a string. By default, all floating arrays are cast.
 
     Returns:
-      A pytree with the structure and the shapes of ``tree``. Leaves that are not cast are the same objects.
+      A pytree with the structure and the shapes of ``tree``. Leaves that are not cast are returned as the same objects.
 
     Raises:
       ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if ``dtype`` is not a real
@@ -216,7 +215,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     Args:
       pred: ``bool[]``, whether the step was applied. Pass ``opt_state.consecutive_skips == 0``, or the
         ``should_apply`` that `LossScale.update` returns.
-      on_true: any pytree. Its arrays can have any dtype, including float0 and random keys.
+      on_true: any pytree, whose arrays can have any dtype, including float0 and random keys.
       on_false: a pytree with the structure, shapes and dtypes of ``on_true``. Leaves that are not arrays, such as
         strings and functions, must be equal in both pytrees.
 
@@ -249,7 +248,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
 
 
 def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
-    """Return whether `select_tree` must select between two leaves. Raise a `ValueError` if they are incompatible."""
+    """Return whether `select_tree` must select between two leaves, or raise a `ValueError` if they are incompatible."""
     are_arrays = _is_selectable(a), _is_selectable(b)
     of_a, of_b = (jax.typeof(leaf) if is_array else leaf for leaf, is_array in zip((a, b), are_arrays, strict=True))
     if all(are_arrays) and (of_a.shape, of_a.dtype) == (of_b.shape, of_b.dtype):

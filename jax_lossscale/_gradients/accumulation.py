@@ -53,10 +53,10 @@ def accumulate_gradients(
 ) -> Callable[..., AccumulatedGradients]:
     """Return a function that computes scaled gradients in micro-batches, with the memory of a single micro-batch.
 
-    The batch is split into ``num_microbatches`` parts, and the mean of their losses and the mean of their scaled
-    gradients are returned. If ``fun`` computes a mean over the examples of its batch, the result is the same as with
+    The batch is split into ``num_microbatches`` parts, and the result consists of the mean of their losses and the mean
+    of their scaled gradients. If ``fun`` computes a mean over the examples of its batch, the result is the same as with
     `value_and_scaled_grad` on the whole batch, up to float32 rounding. Call the returned function inside `jax.jit`, as
-    part of the training step. Otherwise, each call traces ``fun`` and compiles the loop again.
+    part of the training step. Outside `jax.jit`, each call traces ``fun`` and compiles the loop again.
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
@@ -65,9 +65,9 @@ def accumulate_gradients(
         ``i + num_microbatches``, ``i + 2 * num_microbatches``, and so on. With this order, a batch that is sharded over
         devices need not be moved between devices.
       argnums: the positional argument or arguments to differentiate, as in `jax.value_and_grad`.
-      batch_argnums: the positional argument or arguments that contain the batch. They are pytrees of arrays whose first
-        axis is the axis of the examples. All other arguments are passed to each micro-batch unchanged. This includes
-        random keys, so pass one key for each example if the micro-batches must use different keys.
+      batch_argnums: the positional argument or arguments that contain the batch, as pytrees of arrays whose first axis
+        is the axis of the examples. All other arguments are passed to each micro-batch unchanged. Random keys are also
+        passed unchanged, so pass one key for each example if the micro-batches must use different keys.
       has_aux: whether ``fun`` returns a pair of the loss and auxiliary data, as in `jax.value_and_grad`.
       allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
 
@@ -139,7 +139,7 @@ def sum_over_microbatches(
     """Return the last carry of a scan over the micro-batches, and the mean of the values and of the gradients.
 
     Args:
-      value_and_grads: a function of the carry and the positional arguments for one micro-batch. It returns the next
+      value_and_grads: a function of the carry and the positional arguments for one micro-batch, which returns the next
         carry, the value, and the scaled gradients. If ``has_aux`` is true, it returns a pair of the value and the
         auxiliary data instead of the value.
       carry: the carry before the first micro-batch.
@@ -182,7 +182,7 @@ def _check_no_modules(tree: Any) -> None:
 
 
 def _has_nnx_module(tree: Any) -> bool:
-    """Return whether a tree contains an nnx module, a method of one, or a `functools.partial` with one."""
+    """Return whether a pytree contains an nnx module, or a method or a `functools.partial` of an nnx module."""
     nnx = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
     if nnx is None:
         return False

@@ -22,7 +22,7 @@ from jax_lossscale._measure import axes_varied_over, vary
 
 
 def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
-    """Return the tree unchanged; in the backward pass, multiply its gradient by a scale.
+    """Return the pytree unchanged; in the backward pass, multiply its gradient by a scale.
 
     ::
 
@@ -77,7 +77,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
 
 def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
-    """Return the tree unchanged; in the backward pass, divide its gradient by a scale.
+    """Return the pytree unchanged; in the backward pass, divide its gradient by a scale.
 
     ::
 
@@ -93,9 +93,9 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
             ...  # the cast to float16 must be here, after `unscale_gradient`
             return jls.scale_gradient(result, branch_scale)
 
-    The gradients outside the part are not affected by ``branch_scale``. They are unscaled, or scaled with the loss
-    scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.** If a leaf is
-    in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the scale.
+    The gradients outside the part are not affected by ``branch_scale``: they are either unscaled, or scaled with the
+    loss scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.** If a leaf
+    is in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the scale.
 
     Args:
       tree: any pytree of arrays whose dtypes have at least the range of float32. Leaves that are not inexact arrays,
@@ -186,8 +186,8 @@ _Adjoint = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
-    # A cotangent must vary over the same mesh axes as its leaf. If the scale varies over an axis, the leaf is therefore
-    # marked as varying over this axis as well.
+    # A cotangent must vary over the same mesh axes as its leaf, so each leaf is marked as varying over all mesh axes
+    # over which the scale varies.
     axes = axes_varied_over(scale)
     return _tree.map_inexact(
         lambda leaves: [_identity(adjoint, vary(jnp.asarray(leaf), axes), scale) for leaf in leaves], tree
@@ -196,7 +196,7 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return ``leaf`` unchanged. Its derivative is `_linear_identity`, whose transpose is ``adjoint``."""
+    """Return ``leaf`` unchanged, with the derivative `_linear_identity`, whose transpose is ``adjoint``."""
     del adjoint, scale
     return leaf
 
@@ -212,14 +212,14 @@ def _differentiate_identity(
 def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """Return ``leaf`` as the result of a linear map whose transpose is ``adjoint``.
 
-    The transpose of the transpose is the map itself. `jax.custom_vjp` cannot be used here, because it does not support
-    forward mode, and because it would apply the scale again in a backward pass through the backward pass.
-    `jax.lax.custom_linear_solve` is the only public primitive with a custom transpose that supports `jax.vmap`. It is
-    used here to solve the system ``x = leaf``. `jax.experimental.jet` does not support this primitive, so it is applied
-    only to tangents.
+    The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` cannot be used here, because it does not
+    support forward mode, and because it would apply the scale again in a backward pass through the backward pass.
+    `jax.lax.custom_linear_solve`, which is used to solve the system ``x = leaf``, is the only public primitive with a
+    custom transpose that supports `jax.vmap`. `jax.experimental.jet` does not support `jax.lax.custom_linear_solve`, so
+    only tangents are computed with it.
     """
-    # `custom_linear_solve` also makes its arguments vary over the same axes, but only after it has traced
-    # `transpose_solve`, which uses `scale`.
+    # The scale is marked as varying here because `custom_linear_solve` makes its operands vary over the same axes only
+    # after it has traced `transpose_solve`.
     scale = vary(scale, axes_varied_over(leaf))
     return jax.lax.custom_linear_solve(
         lambda x: x,

@@ -30,7 +30,7 @@ def value_and_scaled_grad(
 
     This function replaces `jax.value_and_grad` in a training step with loss scaling. The gradients are those of
     ``scale * fun(...)``, but the value is the unscaled loss. Call this function inside the training step with the
-    current optimizer state. If you call it once before the training loop, all steps use the first scale.
+    current optimizer state. If you call this function once before the training loop, all steps use the first scale.
 
     Args:
       fun: a scalar-valued function to differentiate.
@@ -97,7 +97,7 @@ def with_scaled_gradient(
         warned_of_frozen = warned_of_frozen or warn_if_frozen(loss_scale)
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
-            return result  # `jax.grad` raises an error that describes the problem
+            return result  # if the result is not a pair, `jax.grad` raises a suitable error
         value, aux = result if has_aux else (result, None)
         warned = warned or warn_if_half(value, loss_scale)
         value = seed_gradient(value, loss_scale)

@@ -53,8 +53,8 @@ def warn_if_frozen(loss_scale: LossScale) -> bool:
     fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
     if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
         return False
-    # Inside `jax.jit`, the result of every operation is a tracer. Otherwise, there is either no trace, or only a trace
-    # for a derivative, in which a constant scale is harmless.
+    # If the result of this operation is not a tracer, the current code is not inside `jax.jit`, so a constant scale is
+    # harmless.
     if not isinstance(jnp.logical_not(False), jax.core.Tracer):
         return False
     warn_user(

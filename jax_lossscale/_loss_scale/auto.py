@@ -17,8 +17,8 @@ from jax_lossscale._loss_scale.base import register, static_field, with_state
 from jax_lossscale._loss_scale.bounded import BoundedLossScale
 from jax_lossscale._loss_scale.powers import LARGEST_EXPONENT, ceil_log2, power_of_two
 
-# The mean of the largest finite float16 number and the smallest number that rounds to infinity. With this value,
-# rounding errors of log2 do not matter.
+# The float16 limit is defined as the mean of the largest finite float16 number and the smallest number that rounds to
+# infinity in float16, so that rounding errors of log2 do not affect comparisons with the limit.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
 # The constants of the update rule, in bits (powers of two). `benchmarks/policies/constants.py` contains traces that
@@ -27,9 +27,9 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Maximum of margin plus allowance. The smallest normal float16 number is 30 bits below the largest float16 number.
+# Maximum of margin plus allowance. The range of normal float16 numbers is 30 bits large.
 _LOG2_MOST_MARGIN = 30
-# Target before the first gradient that is not zero. At the scale 2**40, gradients above 2**-65 do not underflow.
+# Target before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not underflow.
 _LOG2_SEARCH_TOP = 40
 
 _LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -44,8 +44,8 @@ class AutoLossScale(BoundedLossScale):
 
     The scale is as large as possible while the largest recent gradient, called the peak, remains a few bits (powers of
     two) below the float16 limit. Values inside the backward pass can be larger than the gradients of all parameters, so
-    the number of bits that must remain free is learned from overflows. It is the sum of a margin, which decays slowly,
-    and an allowance, which is added after each overflow and decays before the margin does.
+    the number of bits that must remain free is learned from overflows. This number is the sum of a margin and the
+    magnitude of an allowance, which increase after overflows and then decay slowly.
 
     Each step updates the state by the following rule. All quantities in the rule are base-2 logarithms, including
     ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is the largest scale with
@@ -54,8 +54,8 @@ class AutoLossScale(BoundedLossScale):
         target = floor(min(log2(65512) - log2_headroom - peak, ceiling + 1) - margin - abs(allowance))
 
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. For each event, apply the first row whose
-    condition is true, and then the row "finally". Conditions refer to the values before the step. The row "finally"
-    uses the new target, which is computed from the new peak, margin and allowance::
+    condition is true, and then the row "finally". All rows use the values before the step, except that the row
+    "finally" uses the new target, which is computed from the new peak, margin and allowance::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -79,25 +79,25 @@ class AutoLossScale(BoundedLossScale):
     ("all zero"), and some gradients are not finite ("overflow"). The allowance decays toward 0, also if it is negative.
 
     Args:
-      initial_loss_scale: the first scale. It need not be a power of two. All later scales are powers of two, unless
+      initial_loss_scale: the first scale, which need not be a power of two. All later scales are powers of two, unless
         they are equal to one of the bounds.
-      min_loss_scale: the lower bound of the scale, a positive number. It need not be a power of two.
-      max_loss_scale: the upper bound of the scale. It need not be a power of two. The default is ``2**126``.
-      log2_headroom: the number of additional bits that always remain free, at least 0. It can be a fraction.
-      current_loss_scale: the initial value of the attribute. It is part of the state, not of the configuration. Use it
-        with `dataclasses.replace` to change the state of an existing object.
+      min_loss_scale: the lower bound of the scale, a positive number that need not be a power of two.
+      max_loss_scale: the upper bound of the scale, which need not be a power of two. The default is ``2**126``.
+      log2_headroom: the number of additional bits that always remain free, a nonnegative number that can be a fraction.
+      current_loss_scale: the initial value of the attribute, which is part of the state instead of the configuration.
+        To change the state of an existing object, use this argument with `dataclasses.replace`.
       log2_peak: the initial value of the attribute, part of the state.
       log2_margin: the initial value of the attribute, part of the state.
       log2_allowance: the initial value of the attribute, part of the state.
 
     Attributes:
       current_loss_scale: ``float32[]``, the current scale, a leaf.
-      log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, a leaf. It is -127 before the first
-        gradient that is not zero.
-      log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30, a leaf. Before
-        there is a peak, it is larger, because it alone determines the target.
-      log2_allowance: ``float32[]``, from -8 to 8, a leaf. Its magnitude is the number of additional bits that remain
-        free for some time. It is negative if a lower scale did not prevent the overflows.
+      log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
+        that is not zero. The peak is a leaf.
+      log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before there is
+        a peak, the margin is larger, because it alone determines the target. The margin is a leaf.
+      log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
+        free for some time. The allowance is negative if a lower scale did not prevent the overflows. It is a leaf.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, or if ``initial_loss_scale`` is not between
@@ -198,8 +198,8 @@ class AutoLossScale(BoundedLossScale):
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     log2_headroom: float = static_field(default=0.0, kw_only=True)
 
-    # The fields of the state. The constructor replaces `...` by the initial value. Unflattening does not call the
-    # constructor (see `register`).
+    # The constructor replaces the default `...` of the state fields by their initial values. When JAX unflattens a
+    # pytree, it does not call the constructor (see `register`).
     current_loss_scale: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_peak: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_margin: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
@@ -221,8 +221,8 @@ class AutoLossScale(BoundedLossScale):
         Args:
           grads_finite: ``bool[]``, whether the gradients on all devices are finite.
           largest: ``float32[]``, the largest magnitude among the *unscaled* gradients of all devices, or 0 if all
-            gradients are zero. Pass NaN or omit the argument if it was not measured. A finite step does not change the
-            loss scale in this case. If the gradients are not finite, this argument is ignored.
+            gradients are zero. If the magnitude was not measured, omit this argument or pass NaN. The loss scale then
+            changes only if the gradients are not finite. If the gradients are not finite, this argument is ignored.
 
         Returns:
           The new loss scale, with the same tree structure, shapes and dtypes.
@@ -274,13 +274,13 @@ class AutoLossScale(BoundedLossScale):
         target = self._target(peak, margin, allowance)
         can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
 
-        # Below the target, the scale increases again after an earlier overflow. A second overflow on the way proves
-        # that this scale is too high.
+        # If another overflow occurs while the scale is still increasing toward its target, then the scale at which it
+        # occurs is too high.
         proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
-        # At the target, the cause of an overflow can be the scale or the data. The first overflows increase the
-        # allowance to its maximum. The next two overflows increase the margin, in order to test lower scales.
+        # If an overflow occurs at the target, its cause can be the scale or the data. The first overflows increase the
+        # allowance up to its maximum, and the next two overflows increase the margin in order to test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
@@ -293,8 +293,7 @@ class AutoLossScale(BoundedLossScale):
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
-        # If there is no peak, the margin alone determines the target. It is chosen so that the target is 24 bits below
-        # the scale that overflowed.
+        # If there is no peak, the margin is increased so that the target is 24 bits below the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)

@@ -27,24 +27,25 @@ KINDS: dict[str, type[LossScale]] = {}
 
 
 class LossScale(abc.ABC):
-    """Base class of loss scales. A loss scale is a factor for the loss, together with the rule that updates the factor.
+    """Base class of loss scales, which consist of a factor for the loss and a rule that updates the factor.
 
-    Loss scales are immutable pytrees. Their configuration is static, their state consists of arrays, and all methods
-    are pure functions. A loss scale can therefore be used with `jax.jit`, `jax.lax.scan`, `jax.vmap`, buffer donation
-    and checkpoints. Call its methods in the following order::
+    Loss scales are immutable pytrees whose configuration is static and whose state consists of arrays. All methods of a
+    loss scale are pure functions. A loss scale can therefore be used with `jax.jit`, `jax.lax.scan`, `jax.vmap`, buffer
+    donation and checkpoints. Call the methods of a loss scale in the following order::
 
         value, scaled_grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(params, batch)
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
 
-    To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. It must be a
-    frozen dataclass that is registered as a pytree, for example with `jax.tree_util.register_dataclass`. All functions
-    of this library accept instances of such a class. The class attributes below describe additional properties.
+    To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. The subclass
+    must be a frozen dataclass that is registered as a pytree, for example with `jax.tree_util.register_dataclass`. All
+    functions of this library accept instances of such a subclass. The class attributes below describe additional
+    properties of a loss scale.
 
     **Details.** The factor by which arrays are multiplied or divided is clipped to the range from ``2**-126`` to
-    ``2**126``, in which its reciprocal is a normal float32 number. The clipping applies to the cotangent of the loss,
-    to `scale` and to `unscale`. The state itself is not clipped, so ``loss_scale()`` can be larger. The updated state
-    is a constant with respect to differentiation.
+    ``2**126``, in which its reciprocal is a normal float32 number. The clipped factor is used for the cotangent of the
+    loss, and in `scale` and `unscale`. The state itself is not clipped, so ``loss_scale()`` can return a number outside
+    this range. The updated state is a constant with respect to differentiation.
 
     References:
       ``tf.compat.v1.mixed_precision.LossScale`` has the same interface, but assigns its state instead of returning it.
@@ -71,20 +72,20 @@ class LossScale(abc.ABC):
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Return the value below which overflows never lower the scale as a ``float32[]``, or ``None`` if unknown."""
+        """Return the lowest scale that can result from overflows as a ``float32[]``, or ``None`` if it is unknown."""
         return None
 
     @abc.abstractmethod
     def __call__(self) -> jax.Array:
-        """Return the current scale as a ``float32[]``. This is the factor itself, not its logarithm."""
+        """Return the current scale (not its logarithm) as a ``float32[]``."""
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Return the loss scale after a step, given the properties of the gradients.
 
-        If ``needs_largest`` is true, this method has an additional keyword argument ``largest``. It is a ``float32[]``
-        with the largest finite magnitude among the *unscaled* gradients of all devices. It is NaN if the gradients are
-        not finite, or if the magnitude was not measured.
+        If ``needs_largest`` is true, this method has an additional keyword argument ``largest``, a ``float32[]`` with
+        the largest finite magnitude among the *unscaled* gradients of all devices. The argument ``largest`` is NaN if
+        the gradients are not finite, or if the magnitude was not measured.
 
         Args:
           grads_finite: ``bool[]``, whether the gradients on all devices are finite, as computed by `all_finite`.
@@ -145,8 +146,8 @@ class LossScale(abc.ABC):
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Return the pytree with its floating and complex leaves multiplied by the scale.
 
-        To scale a loss, use `value_and_scaled_grad` instead. It scales only the backward pass, so the loss itself
-        cannot overflow.
+        To scale a loss, use `value_and_scaled_grad` instead, which scales only the backward pass, so that the loss
+        itself cannot overflow.
 
         Args:
           tree: any pytree.
@@ -185,9 +186,9 @@ class LossScale(abc.ABC):
             finite, as in `all_finite`.
 
         Returns:
-          ``(loss_scale, should_apply)``, where ``should_apply`` is a ``bool[]``. If it is false, discard all changes
-          made by this step, including the changes of the parameters and of the optimizer state. To do this, use
-          `select_tree`.
+          ``(loss_scale, should_apply)``, where ``should_apply`` is a ``bool[]``. If ``should_apply`` is false, use
+          `select_tree` to discard all changes made by this step, including changes of the parameters and of the
+          optimizer state.
 
         Raises:
           ValueError: if ``grads`` is a boolean, or a single leaf that is neither an array nor a number.
@@ -225,10 +226,9 @@ def static_field(**kwargs: Any) -> Any:
 def register(cls: _T) -> _T:
     """Register a frozen dataclass as a pytree, in which static fields are structure and all other fields are children.
 
-    `jax.tree_util.register_dataclass` is not used, because it calls the constructor in order to unflatten. The
-    constructor would validate the leaves and replace missing ones by defaults. However, libraries also unflatten
-    pytrees with strings, ``None`` or shapes in place of arrays. With this function, unflattening only assigns the
-    fields.
+    `jax.tree_util.register_dataclass` is not used, because it calls the constructor when a pytree is unflattened. Some
+    libraries unflatten pytrees with strings, ``None`` or shapes in place of arrays, which the constructor would reject
+    or replace by default values. With this function, unflattening only assigns the fields.
     """
     fields = dataclasses.fields(cls)
     config_names = tuple(field.name for field in fields if field.metadata.get("static"))

@@ -23,8 +23,8 @@ HysteresisRefill = Literal["growth", "finite"]
 class DynamicLossScale(BoundedLossScale):
     """A loss scale that decreases when gradients overflow, and increases after a series of finite steps.
 
-    The state consists of the scale and of the number n of finite steps since the last change. With
-    ``N = increment_period``, it is updated by the following rule::
+    The state consists of the scale and of the number n of finite steps since the last increase or non-finite step. With
+    ``N = increment_period``, the state is updated by the following rule::
 
         finite, n + 1 <  N:   scale' = scale                                             n' = n + 1
         finite, n + 1 >= N:   scale' = min(scale * multiplier, max_loss_scale)           n' = 0
@@ -46,9 +46,9 @@ class DynamicLossScale(BoundedLossScale):
       hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, it restarts after the N-th
         consecutive finite step. With ``"finite"``, it restarts after any finite step, so that only consecutive
         non-finite steps count.
-      current_loss_scale: the initial value of the attribute, any positive normal float32 number. It is part of the
-        state, not of the configuration, and it can be less than ``min_loss_scale``. Use it with `dataclasses.replace`
-        to set the scale of an existing object.
+      current_loss_scale: the initial value of the attribute, any positive normal float32 number, which can be less than
+        ``min_loss_scale``. The attribute is part of the state instead of the configuration. To set the scale of an
+        existing object, use this argument with `dataclasses.replace`.
       num_good_steps: the initial value of the attribute, part of the state.
       hysteresis_left: the initial value of the attribute, part of the state.
 
@@ -57,8 +57,8 @@ class DynamicLossScale(BoundedLossScale):
       num_good_steps: ``int32[]``, the number of finite steps since the last increase or the last non-finite step, a
         leaf.
       hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After a
-        decrease, it is 0 until the count restarts, and each non-finite step lowers the scale. If ``hysteresis`` is 1,
-        it is ``None`` instead of a leaf.
+        decrease, the number is 0 until the count restarts, and each non-finite step lowers the scale. If ``hysteresis``
+        is 1, the attribute is ``None`` instead of a leaf.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, if ``increment_period`` or ``hysteresis`` is
@@ -97,8 +97,8 @@ class DynamicLossScale(BoundedLossScale):
     hysteresis: int = static_field(default=1, kw_only=True)
     hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
 
-    # The fields of the state. The constructor replaces `...` by the initial value. Unflattening does not call the
-    # constructor (see `register`).
+    # The constructor replaces the default `...` of the state fields by their initial values. When JAX unflattens a
+    # pytree, it does not call the constructor (see `register`).
     current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None if hysteresis is 1

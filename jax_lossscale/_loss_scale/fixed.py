@@ -22,16 +22,16 @@ class FixedLossScale(LossScale):
     """A loss scale that does not change during training.
 
     By default, steps are applied even if their gradients are not finite, because skipping a step would not lower the
-    scale. To skip such steps, use ``skip_nonfinite=True``.
+    scale. To skip steps with non-finite gradients, use ``skip_nonfinite=True``.
 
     Args:
       loss_scale_value: the scale, a Python, NumPy or JAX scalar of at least 1. A power of two avoids rounding errors.
         An array of positive numbers or a tracer is also accepted, so that ``jax.vmap(FixedLossScale)(scales)`` creates
-        a batch of loss scales. For these, the lower bound of 1 is not checked.
+        a batch of loss scales. Arrays and tracers are not compared with the lower bound of 1.
       skip_nonfinite: whether to skip steps whose gradients are not finite.
 
     Attributes:
-      loss_scale_value: ``float32[]``, the scale. It is a leaf, so a different value does not lead to a recompilation.
+      loss_scale_value: ``float32[]``, the scale, a leaf. A different value does not lead to a recompilation.
 
     Raises:
       ValueError: if ``loss_scale_value`` is not a number, is a bool, is not finite, or is less than 1, or if
@@ -102,8 +102,8 @@ class FixedLossScale(LossScale):
 class NoOpLossScale(LossScale):
     """A loss scale that has no effect, for training in float32 or bfloat16.
 
-    It does not scale, check or skip anything, and it has no state. `scale` and `unscale` return their argument
-    unchanged. To check float32 gradients and skip non-finite steps without scaling, use
+    A `NoOpLossScale` does not scale, check or skip anything, and it has no state. `scale` and `unscale` return their
+    argument unchanged. To check float32 gradients and skip non-finite steps without scaling, use
     ``FixedLossScale(1, skip_nonfinite=True)``. Do not use a `NoOpLossScale` for training in float16.
 
     Examples:

@@ -17,7 +17,7 @@ from jax_lossscale._loss_scale.registry import is_serialized, made
 _Found = TypeVar("_Found")
 _Tree = TypeVar("_Tree")
 
-# When flax restores an object of a class that is not registered with it, it returns a dictionary instead of the object.
+# If a class is not registered with flax, flax restores objects of this class as dictionaries.
 READ_WITHOUT_INTEROP = (
     "contains a dictionary instead of a loss scale. If flax restored it from a checkpoint, `import "
     "jax_lossscale.interop.flax` first, and restore the checkpoint again."
@@ -75,7 +75,7 @@ def _found(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScal
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
-    """Return the only instance of a class in a pytree. Its leaves can be wrapped arrays (see `unwrapped`).
+    """Return the only instance of a class in a pytree, whose leaves can be wrapped arrays (see `unwrapped`).
 
     Args:
       tree: any pytree.
@@ -128,7 +128,8 @@ def unwrapped(tree: _Tree) -> _Tree:
     """Return the pytree with each object that has a method ``__jax_array__`` converted to an array.
 
     `nnx.Optimizer` wraps each number of an optimizer state in such an object. Apply this function only to pytrees of
-    scalars. The moments of an optimizer can be named arrays of haliax, which have this method but cannot be converted.
+    scalars. The moments of an optimizer can be named arrays of haliax, which also have a method ``__jax_array__`` but
+    cannot be converted.
     """
 
     def is_wrapped(node: Any) -> bool:

@@ -15,8 +15,8 @@ from jax_lossscale._loss_scale.base import KINDS, LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 
-# The loss scales of this library. If a user defines a class with the name of one of these, `get` still constructs the
-# class of this library from a saved dictionary.
+# These classes take precedence over user-defined classes of the same name, so that `get` can always reconstruct a saved
+# loss scale of this library.
 OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
 
 _ACCEPTED = (
@@ -38,8 +38,8 @@ def get(identifier: Any) -> LossScale:
         - ``"auto"``, for an `AutoLossScale` with default arguments;
         - ``None``, for a `NoOpLossScale`;
         - a `LossScale`, which is returned unchanged;
-        - a dictionary ``{"class_name": ..., "config": ...}`` as returned by `serialize`. The class can be defined by
-          the user.
+        - a dictionary ``{"class_name": ..., "config": ...}`` as returned by `serialize`, also for a class that is
+          defined by the user.
 
     Returns:
       The loss scale.

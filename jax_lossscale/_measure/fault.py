@@ -20,7 +20,7 @@ from jax_lossscale._measure.leaves import as_read
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
     """Return the index of the first leaf that contains a NaN or an infinity.
 
-    The index can be computed inside `jax.jit` and stored in a state. To convert it to the path of the leaf, use
+    The index can be computed inside `jax.jit` and stored in a state. To convert the index to the path of the leaf, use
     `leaf_path` outside `jax.jit`.
 
     Args:

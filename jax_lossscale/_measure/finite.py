@@ -33,17 +33,17 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
     keys) are ignored.
 
     Args:
-      tree: any pytree. Its arrays can be empty.
+      tree: any pytree, whose arrays can be empty.
       axis_name: the name or names of the axes over which the result is combined, inside `jax.shard_map`, `jax.pmap` or
-        a `jax.vmap` with an axis name. The result is then the same on all devices along these axes. In a `jax.jit` over
-        a mesh, this argument is not necessary, because arrays are global.
+        a `jax.vmap` with an axis name. All devices along these axes then return the same result. In a `jax.jit` over a
+        mesh, this argument is not necessary, because arrays are global.
 
     Returns:
       ``bool[]``, which is true if there are no floating or complex leaves.
 
     Raises:
-      ValueError: if ``tree`` is a single leaf that is neither an array nor a number. Outside `jax.jit`, if leaves are
-        on different devices that do not form a mesh.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if this function is called
+        outside `jax.jit` and leaves are on different devices that do not form a mesh.
 
     Examples:
       >>> import jax.numpy as jnp

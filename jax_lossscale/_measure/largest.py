@@ -2,7 +2,7 @@
 
 There are three implementations, which return the same result:
 
-- `of_each` uses a separate reduction for each array. XLA can partition it for any sharding of the arrays.
+- `of_each` uses a separate reduction for each array, which XLA can partition for any sharding of the array.
 - `on_cpu` is optimized for arrays on a single CPU device.
 - `anywhere` is optimized for arrays on a single device of any other platform.
 
@@ -21,11 +21,11 @@ import numpy as np
 
 from jax_lossscale._measure.leaves import alike, blocks, large
 
-# On a CPU, at least this many arrays are combined elementwise before each reduction. If there are fewer arrays of the
-# same shape and dtype, each of them is split into parts.
+# On a CPU, at least `_STREAMS` arrays are combined elementwise before each reduction. If there are fewer arrays of the
+# same shape and dtype, each array is split into parts.
 _STREAMS = 8
-# At most this many arrays are combined elementwise before each reduction, because XLA writes intermediate results to
-# memory if there are more of them.
+# At most `_TOGETHER` arrays are combined elementwise before each reduction, because XLA writes intermediate results to
+# memory if more arrays are combined.
 _TOGETHER = 32
 
 
@@ -89,7 +89,7 @@ def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
-    """Return the elements of an array as vectors of the same length. Some elements can occur in two vectors."""
+    """Return the elements of an array as vectors of the same length, where an element can occur in two vectors."""
     if number == 1:
         return [leaf]
     length = -(-leaf.size // number)

@@ -21,8 +21,8 @@ _BLOCK = 2**18
 def as_read(leaf: ArrayLike) -> jax.Array:
     """Return the leaf as an array of at least 16 bits per number, with its derivative stopped."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
-    # There are many floating dtypes of 8 bits or less, and some of them have no infinity. Float32 can represent the
-    # values of all of them.
+    # Leaves of 8 bits or less are cast to float32, which can represent all their values. Some dtypes of 8 bits or less
+    # have no infinity.
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 

@@ -37,9 +37,9 @@ def run_or_leave(
 
     if skip == "auto":
         # On a CPU, a selection takes two to three times as long as a branch, because XLA copies both operands of the
-        # selection (measured by `python -m benchmarks optimizer`). In programs compiled for a GPU, XLA fuses the
-        # selection into the kernel that computes the step, whereas a branch copies all its results and therefore reads
-        # and writes twice as many bytes (counted by `python -m benchmarks cuda`; no GPU was timed).
+        # selection (measured by `python -m benchmarks optimizer`). In programs compiled for a GPU, a branch copies all
+        # its results, and therefore reads and writes twice as many bytes as a selection, which XLA fuses into the
+        # kernel that computes the step (counted by `python -m benchmarks cuda`; no GPU was timed).
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 

@@ -1,7 +1,7 @@
-"""Decision whether a step is applied, and computation of the next loss scale.
+"""Functions that decide whether a step is applied, and compute the next loss scale.
 
-The rule is the table in the docstring of `loss_scaled`. `decide` checks the step on each device, combines the results
-of these checks over all devices, and then makes the decision.
+The docstring of `loss_scaled` contains the rule as a table. `decide` checks the step on each device, combines the
+results of these checks over all devices, and then makes the decision.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class StepChecks(NamedTuple):
     If one of the first three checks is not needed, the step counts as having passed it.
 
     Attributes:
-      grads_finite: ``bool[]``, whether all gradients are finite. Not needed if the loss scale does not check gradients
+      grads_finite: ``bool[]``, whether all gradients are finite, or ``None`` if the loss scale does not check gradients
         (`NoOpLossScale`).
-      value_finite: ``bool[]``, whether the loss is finite. Not needed if the loss scale does not check gradients, or if
-        the loss was not passed or is an integer.
-      allowed: ``bool[]``, the negation of ``skip_if``. Not needed if ``skip_if`` was not passed.
-      largest: ``float32[]``, the largest magnitude among the unscaled gradients; NaN if the gradients are not finite.
-        Not needed if the update rule of the loss scale does not use the largest gradient.
+      value_finite: ``bool[]``, whether the loss is finite, or ``None`` if the loss scale does not check gradients, or
+        if the loss was not passed or is an integer.
+      allowed: ``bool[]``, the negation of ``skip_if``, or ``None`` if ``skip_if`` was not passed.
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients, which is NaN if the gradients are not
+        finite, or ``None`` if the update rule of the loss scale does not use the largest gradient.
     """
 
     grads_finite: jax.Array | None
@@ -58,8 +58,8 @@ class StepDecision(NamedTuple):
     """The decision about one step.
 
     Attributes:
-      should_apply: ``bool[]``, whether the step is applied. ``None`` if the step is applied unconditionally, so that no
-        branch needs to be compiled.
+      should_apply: ``bool[]``, whether the step is applied, or ``None`` if the step is applied unconditionally, so that
+        no branch needs to be compiled.
       loss_scale: the loss scale of the next step.
       checks: the checks on which the decision is based.
     """

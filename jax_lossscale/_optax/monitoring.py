@@ -17,7 +17,8 @@ from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._optax import scaling_evidence
 from jax_lossscale._optax.state import LossScaledState
 
-# An overflow lowers the scale, so it cannot explain this many consecutive skipped steps. MindSpore uses the same limit.
+# An overflow lowers the scale, so overflows cannot explain 1,000 consecutive skipped steps. MindSpore uses the same
+# limit.
 _SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
 
 HOW_TO_SCALE = (
@@ -41,12 +42,11 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       - ``loss_scale``: ``float32[]``, the current loss scale.
       - ``grads_finite``: ``bool[]``, whether the gradients of the last step were finite.
       - ``applied_steps``, ``skipped_steps``, ``consecutive_skips``: ``int32[]``, as in `LossScaledState`.
-      - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step. Only available with
-        ``record_bad_steps=True``.
-      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step. It is NaN
-        before the first step, and if the gradients were not finite or not measured. Only available if the loss scale
-        uses the largest gradient, as `AutoLossScale` does. The logged values of a run can be passed to
-        `jls.diagnostics.simulate`.
+      - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step (only with
+        ``record_bad_steps=True``).
+      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before
+        the first step, and if the gradients were not finite or not measured (only if the loss scale uses the largest
+        gradient, as `AutoLossScale` does). The logged values of a run can be passed to `jls.diagnostics.simulate`.
 
     Raises:
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`.
@@ -75,13 +75,13 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     """Raise an error if a run keeps skipping steps that a lower scale cannot fix, or if its gradients are not scaled.
 
-    This function waits for the device. Call it outside `jax.jit`, for example once in 100 steps. A run is stuck in the
-    following cases:
+    This function waits for the device, so call it outside `jax.jit`, and only occasionally, for example once in 100
+    steps. A run is stuck in the following cases:
 
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
-    - The last 1,000 steps were skipped at any scale. For example, this happens if the loss is NaN in every step,
-      because a non-finite loss does not lower the scale.
+    - The last 1,000 steps were skipped, at any scale. For example, a run is stuck in this way if the loss is NaN in
+      every step, because a non-finite loss does not lower the scale.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`. In a batch of runs, one stuck run is
@@ -150,7 +150,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 def seem_unscaled(state: LossScaledState) -> np.ndarray:
     """Return whether the gradients are most likely not scaled, as a NumPy boolean.
 
-    This can be determined only for an `AutoLossScale`. For any other loss scale, the result is false.
+    The result is always false if the loss scale is not an `AutoLossScale`, because the necessary measurements are not
+    available.
     """
     if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
         return np.asarray(False)

@@ -17,7 +17,7 @@ from jax_lossscale import _tree
 
 
 def is_none(node: Any) -> bool:
-    """Return whether a node is ``None``. Used as ``is_leaf``, so that JAX treats ``None`` as a leaf."""
+    """Return whether a node is ``None``, for use as the argument ``is_leaf`` of functions in `jax.tree`."""
     return node is None
 
 

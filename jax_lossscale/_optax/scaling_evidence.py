@@ -1,8 +1,8 @@
 """Evidence of whether the gradients are scaled, collected in the first steps of a run.
 
 Let g be the largest gradient that the user passes to ``update``. The loss scale measures ``largest = g / scale``. If
-the user has scaled the gradients, as required, ``largest`` does not depend on the scale. If the user has not scaled
-them, ``largest`` is inversely proportional to the scale. A new `AutoLossScale` changes its scale by many powers of two
+the user has scaled the gradients, ``largest`` does not depend on the scale. If the user has not scaled the gradients,
+``largest`` is inversely proportional to the scale. A new `AutoLossScale` changes its scale by many powers of two
 in the first steps. In these steps, the gradients themselves change much less, so the two cases can be distinguished.
 
 If the scaled gradients are clipped to a constant norm outside of `loss_scaled`, ``largest`` is also inversely
@@ -37,8 +37,8 @@ class ScalingEvidence(NamedTuple):
       largest: the largest unscaled gradient of the first step that counts; 0 before this step.
       num_steps: the number of steps that have been counted, at most 10.
       inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
-        gradient was inversely proportional to the scale. It is negative if the scale had grown by 8 powers of two in
-        some step, but the largest gradient was not inversely proportional to it.
+        gradient was inversely proportional to the scale, or a negative number if there was a step in which the scale
+        had grown by at least 8 powers of two but the largest gradient was not inversely proportional to the scale.
     """
 
     scale: jax.Array  # shape=(), dtype=jnp.float32
@@ -83,7 +83,7 @@ def seem_unscaled(
     """Return whether the gradients of a run are most likely not scaled, as a NumPy boolean.
 
     The result is true only if the largest gradient of the last step is still far below the peak. If the user has
-    corrected the mistake, for example after loading a checkpoint, this is no longer true.
+    corrected the mistake, for example after loading a checkpoint, the largest gradient is close to the peak again.
 
     Args:
       evidence: the evidence from the first steps of the run.

@@ -18,7 +18,7 @@ from jax_lossscale._optax.branch import run_or_leave
 from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
-# Causes of bad steps, with the clause that describes each cause in a report. `BadStep.kind` is the index of the cause.
+# Causes of bad steps, with a clause that describes each cause in a report. `BadStep.kind` is an index into the keys.
 CAUSES = {
     "none": "nothing was wrong",
     "loss": "its loss was not finite",
@@ -39,7 +39,7 @@ class BadStep(NamedTuple):
         step.
       leaf: ``int32[]``, the index of the first leaf of the gradients that was not finite; -1 if all leaves were finite.
         `jls.diagnostics.leaf_path` converts the index to a path.
-      kind: ``int32[]``, the cause of the bad step as a number. The property `cause` is the same cause as a string.
+      kind: ``int32[]``, the cause of the bad step as a number, which the property `cause` converts to a string.
       loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step. If later steps at this
         scale are finite, the scale was not the cause.
     """
@@ -51,7 +51,7 @@ class BadStep(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Return the cause of the bad step as a string. This property reads from the device.
+        """Return the cause of the bad step as a string, which requires a transfer from the device to the host.
 
         Returns:
           One of the following strings. If the step had several causes, the first cause in this list that led to a
@@ -72,18 +72,18 @@ class LossScaledState(NamedTuple):
 
     Attributes:
       loss_scale: the current loss scale.
-      inner_state: the state of the inner optimizer. A skipped step does not change it.
-      grads_finite: ``bool[]``, whether the gradients of the last step were finite. Before the first step, and with a
-        `NoOpLossScale`, which does not check gradients, this is true.
+      inner_state: the state of the inner optimizer, which a skipped step does not change.
+      grads_finite: ``bool[]``, whether the gradients of the last step were finite; always true before the first step
+        and with a `NoOpLossScale`, which does not check gradients.
       applied_steps: ``int32[]``, the number of steps that changed the parameters. Learning-rate schedules in the inner
         optimizer count only these steps.
       skipped_steps: ``int32[]``, the number of steps that were skipped for any reason.
       consecutive_skips: ``int32[]``, the number of steps that have been skipped since the last applied step.
       last_bad_step: a record of the last bad step, or ``None`` unless ``record_bad_steps=True``.
-      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step. It is NaN before the
-        first step, and if the gradients were not finite or not measured. ``None`` if the loss scale does not use the
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before the
+        first step, and if the gradients were not finite or not measured; ``None`` if the loss scale does not use the
         largest gradient.
-      scaling_evidence: evidence from the first steps of whether the gradients are scaled, which `raise_if_stuck` uses.
+      scaling_evidence: evidence from the first steps of whether the gradients are scaled, which `raise_if_stuck` uses;
         ``None`` if the loss scale does not use the largest gradient.
     """
 
@@ -201,7 +201,7 @@ def _last_bad_step(
         step = _saturating_add(state.applied_steps, state.skipped_steps)
         return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 
-    # A branch is used on every platform, because bad steps are rare and the search for their cause is expensive.
+    # `jax.lax.cond` is used on every platform, because bad steps are rare and the search for their cause is expensive.
     return cast(BadStep, run_or_leave("cond", ~is_good, look, lambda: before))
 
 

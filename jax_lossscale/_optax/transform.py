@@ -24,8 +24,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation with the additional method ``update_and_apply``, as returned by `loss_scaled`.
 
     Like every optax transformation, it is a tuple ``(init, update)`` and can be used wherever such a tuple is expected.
-    Functions that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map` and ``_replace``, preserve
-    ``update_and_apply``, because the method is looked up through ``update``. An `equinox.Module` preserves it as well.
+    Functions and classes that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map`, ``_replace`` and
+    `equinox.Module`, preserve ``update_and_apply``, because the method is looked up through ``update``.
     """
 
     @functools.cached_property
@@ -44,7 +44,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             updates, state = self.update(scaled_grads, state, params, **extra_args)
             return apply_updates(params, updates), state
 
-        # Code such as `_replace` has replaced `update` by a function that is not a method of a `Wrapper`.
+        # `update` has been replaced, for example with `_replace`, by a function that is not a method of a `Wrapper`.
         return update_then_apply
 
     def __repr__(self) -> str:
@@ -63,28 +63,28 @@ def loss_scaled(
 ) -> LossScaledTransformation:
     """Wrap an optax optimizer so that it takes scaled gradients and skips non-finite steps.
 
-    The wrapper divides the gradients by the loss scale and checks whether they are finite. If they are, it runs the
-    inner optimizer on the unscaled gradients in float32. Otherwise, it skips the step: the updates are zero, and the
-    state of the inner optimizer does not change. ``inner`` must be the complete optimizer, including gradient clipping,
-    weight decay and learning-rate schedules. It must be wrapped only once.
+    The wrapper divides the gradients by the loss scale and checks whether they are finite. If all gradients are finite,
+    the wrapper runs the inner optimizer on the unscaled gradients in float32. Otherwise, the step is skipped: the
+    updates are zero, and the state of the inner optimizer does not change. ``inner`` must be the complete optimizer,
+    including gradient clipping, weight decay and learning-rate schedules, and must be wrapped only once.
 
     Args:
-      inner: any optax transformation, or an `optax.MultiSteps`. It must be a pure function, because a step outside
-        `jax.jit` is compiled as well.
+      inner: any optax transformation, or an `optax.MultiSteps`. The inner optimizer must consist of pure functions,
+        because a step outside `jax.jit` is compiled as well.
       loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree
-        whether to skip a step, so that all of them skip the same steps. This requires one small all-reduce. The wrapper
-        does not sum or average the gradients over devices. Do this yourself, and convert the gradients to float32
-        before, because a sum over devices rounds in the dtype of the gradients. This also applies to the sum that
-        `jax.shard_map` computes for replicated weights, both in float16 and in bfloat16.
+        whether to skip a step, so that all devices skip the same steps. The agreement requires one small all-reduce.
+        The wrapper does not sum or average the gradients over devices. Sum or average them yourself in float32, because
+        a sum over devices is rounded to the dtype of the gradients. The sum that `jax.shard_map` computes for the
+        gradients of replicated weights is also rounded to their dtype, both in float16 and in bfloat16.
       skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` computes the step in any case, and then selects
         the new or the old values. ``"auto"`` uses ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere,
         because a program compiled for a GPU then moves half as many bytes (we have not timed it on a GPU). The results
         are the same. Use ``"cond"`` if you differentiate through optimizer steps, as in meta-learning, because the
         derivative of ``"select"`` can be NaN if the unused values are not finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
-        the first leaf of its gradients that was not finite. This adds one branch to every step, and one reduction for
-        each leaf to the compiled program.
+        the first leaf of its gradients that was not finite. The record adds one branch to every step, and one reduction
+        for each leaf to the compiled program.
 
     Returns:
       A `LossScaledTransformation` with the methods ``init(params)``, ``update`` and ``update_and_apply``.
@@ -95,15 +95,15 @@ def loss_scaled(
 
       - ``value``: the unscaled loss, a real scalar. It is also passed to the inner optimizer.
       - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
-      - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices. Pass it if you have
-        already computed it, for example from the norm of the gradients. The gradients are then not read for this check,
-        and the argument is not verified. A loss scale with ``needs_largest`` still reads the gradients to measure them.
-      - ``extra_args``: all other arguments are passed to the inner optimizer unchanged. If there are gradients among
-        them, they must be unscaled.
+      - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
+        known, for example from the norm of the gradients. The wrapper then does not check the gradients, and does not
+        verify this argument. A loss scale with ``needs_largest`` still reads the gradients to measure them.
+      - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. Gradients among these
+        arguments must be unscaled.
 
       ``update_and_apply(scaled_grads, state, params, **kwargs)`` takes the keyword arguments of ``update`` and returns
-      ``(params, state)``. It is faster than ``update`` followed by `optax.apply_updates`, with the same result. Leaves
-      that are not inexact arrays, or whose gradient is ``None``, are returned as the same objects.
+      ``(params, state)``. The result is the same as with ``update`` and `optax.apply_updates`, but the computation is
+      faster. Leaves that are not inexact arrays, or whose gradient is ``None``, are returned as the same objects.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation or already contains a `loss_scaled`, or if

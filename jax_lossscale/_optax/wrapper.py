@@ -138,7 +138,7 @@ class Wrapper:
     def _compiled_step(self) -> Callable[..., _Stepped]:
         """Return the compiled step.
 
-        It is stored in this object, so that it is freed together with this object and the inner optimizer.
+        The compiled function is stored in this object, so that it is freed together with the inner optimizer.
         """
         return jax.jit(self._step, static_argnums=0)
 
@@ -197,7 +197,7 @@ def _no_updates(like: optax.Updates) -> optax.Updates:
 def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    The update of an array is zero. A Python number whose gradient is ``None`` is part of the configuration of the
+    The updates of arrays are zero. A Python number whose gradient is ``None`` is part of the configuration of the
     model, so its update is ``None``. If ``params`` is ``None``, the gradients themselves are returned.
     """
     if params is None:
@@ -228,7 +228,7 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
 def _warn_of_float16(params: optax.Params) -> None:
     """Warn about float16 parameters.
 
-    They can be unintended, because some layers create their parameters in the dtype of their first input.
+    Float16 parameters can be unintended, because some layers create their parameters in the dtype of their first input.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
@@ -280,7 +280,7 @@ def _check_inputs(inputs: StepInputs, method: str) -> None:
 
 @contextlib.contextmanager
 def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
-    """Replace an error inside the context by a clear message if gradients and parameters differ in structure.
+    """Raise a clearer error if the code in the context fails because gradients and parameters differ in structure.
 
     Args:
       name: the name of the argument with the gradients, for the message.
