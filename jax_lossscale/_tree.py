@@ -29,7 +29,7 @@ _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126
 _compiled = partial(jax.jit, inline=True)
 
 # JAX does not support NumPy dtypes of these kinds: objects, bytes, strings, dates and time differences.
-_KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
+_UNSUPPORTED_NUMPY_KINDS = tuple("OSUTMm")
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -45,7 +45,7 @@ def is_array(leaf: Any) -> bool:
     """
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
-    return getattr(leaf.dtype, "kind", None) not in _KINDS_OF_NUMPY_ALONE
+    return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
 
 
 def check_tree(tree: Any, name: str, cure: str = "") -> None:
@@ -266,7 +266,7 @@ def _is_selectable(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
+def _at_least_float32_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Return float32 for floating dtypes of less than 32 bits, and any other inexact dtype unchanged."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
@@ -287,7 +287,7 @@ def _at_least_float32(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
     leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     if leaf.dtype in keep:
         return leaf
-    dtype = _wide_dtype(leaf.dtype)
+    dtype = _at_least_float32_dtype(leaf.dtype)
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 import jax
 
 # Stack frames of files in these folders, which contain JAX and this library, are not part of the user's code.
-_NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
+_LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 
 def warn_user(message: str) -> None:
@@ -22,6 +22,6 @@ def warn_user(message: str) -> None:
     """
     level = 1
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)

@@ -56,8 +56,8 @@ class FixedLossScale(LossScale):
     def __post_init__(self) -> None:
         name = "FixedLossScale(loss_scale_value=...)"
         value: Any = self.loss_scale_value
-        is_taken_as_it_is = isinstance(value, jax.core.Tracer) or np.ndim(value) > 0
-        if not is_taken_as_it_is and finite_number(value, name) < 1:
+        is_traced_or_batch = isinstance(value, jax.core.Tracer) or np.ndim(value) > 0
+        if not is_traced_or_batch and finite_number(value, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value!r}. To disable scaling, use `NoOpLossScale`.")
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")

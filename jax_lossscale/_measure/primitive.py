@@ -51,11 +51,11 @@ def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
 _largest_magnitude = Primitive("largest_magnitude")
 
 
-def _type_of_answer(*types: Any) -> jax.core.ShapedArray:
+def _abstract_eval(*types: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((), width(types[0].dtype))
 
 
-def _answer_each_member(leaves: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
+def _batch(leaves: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
     return jax.vmap(of_each, in_axes=tuple(axes))(*leaves), 0
 
 
@@ -63,17 +63,17 @@ def _lower(context: mlir.LoweringRuleContext, *leaves: Any) -> Any:
     if getattr(context.module_context.axis_context, "num_devices", None) == 1:
         answer = of_local
     else:
-        answer = _of_each_shard if _say_how_they_are_split(context.avals_in) else of_each
+        answer = _of_sharded if _have_explicit_shardings(context.avals_in) else of_each
     return mlir.lower_fun(answer, multiple_results=False)(context, *leaves)
 
 
 _largest_magnitude.def_impl(of_each)  # used only inside `jax.disable_jit`
-_largest_magnitude.def_abstract_eval(_type_of_answer)
-batching.primitive_batchers[_largest_magnitude] = _answer_each_member
+_largest_magnitude.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[_largest_magnitude] = _batch
 mlir.register_lowering(_largest_magnitude, _lower)
 
 
-def _say_how_they_are_split(types: Sequence[Any]) -> bool:
+def _have_explicit_shardings(types: Sequence[Any]) -> bool:
     """Return whether the types of the arrays contain their complete shardings over a single mesh.
 
     This is true if all arrays that are on a mesh are on the same mesh, if all axes of this mesh are explicit, and if no
@@ -84,7 +84,7 @@ def _say_how_they_are_split(types: Sequence[Any]) -> bool:
     return are_explicit == [True] and not any(array.sharding.spec.unreduced for array in types)
 
 
-def _of_each_shard(*leaves: jax.Array) -> jax.Array:
+def _of_sharded(*leaves: jax.Array) -> jax.Array:
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
     mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
     split_over = {name for sharding in shardings for name in _axis_names(sharding.spec)}

@@ -14,7 +14,7 @@ from jax_lossscale._measure import axes_varied_over, vary
 Skip: TypeAlias = Literal["auto", "cond", "select"]
 
 
-def run_or_leave(
+def run_or_skip(
     skip: Skip,
     should_apply: jax.Array | None,
     run: Callable[[], chex.ArrayTree],
@@ -27,7 +27,7 @@ def run_or_leave(
     """
     if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()
-    run, leave = _varying_alike(should_apply, run, leave)
+    run, leave = _with_same_varying_axes(should_apply, run, leave)
 
     def cond() -> chex.ArrayTree:
         return jax.lax.cond(should_apply, run, leave)
@@ -44,7 +44,7 @@ def run_or_leave(
     return cond() if skip == "cond" else select()
 
 
-def _varying_alike(
+def _with_same_varying_axes(
     should_apply: jax.Array, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
 ) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
     """Return two functions whose corresponding results vary over the same mesh axes.

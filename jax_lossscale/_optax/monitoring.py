@@ -19,7 +19,7 @@ from jax_lossscale._optax.state import LossScaledState
 
 # An overflow lowers the scale, so overflows cannot explain 1,000 consecutive skipped steps. MindSpore uses the same
 # limit.
-_SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
+_MAX_CONSECUTIVE_SKIPS = 1000
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
@@ -129,7 +129,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
-    elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
+    elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
         situation = f"which overflows alone cannot explain (the loss scale is {scale})"
     else:
         return

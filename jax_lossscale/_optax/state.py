@@ -14,7 +14,7 @@ from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, first_fault
-from jax_lossscale._optax.branch import run_or_leave
+from jax_lossscale._optax.branch import run_or_skip
 from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
@@ -202,7 +202,7 @@ def _last_bad_step(
         return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 
     # `jax.lax.cond` is used on every platform, because bad steps are rare and the search for their cause is expensive.
-    return cast(BadStep, run_or_leave("cond", ~is_good, look, lambda: before))
+    return cast(BadStep, run_or_skip("cond", ~is_good, look, lambda: before))
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:

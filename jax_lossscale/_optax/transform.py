@@ -1,6 +1,6 @@
 """`loss_scaled`: an optax transformation that unscales gradients, checks them, and applies or skips the step.
 
-`decision.decide` decides whether a step is applied, `branch.run_or_leave` executes this decision, and
+`decision.decide` decides whether a step is applied, `branch.run_or_skip` executes this decision, and
 `wrapper.Wrapper` implements the methods ``init``, ``update`` and ``update_and_apply``.
 """
 

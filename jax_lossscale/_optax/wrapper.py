@@ -23,7 +23,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_bool_scalar, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax.branch import Skip, run_or_leave
+from jax_lossscale._optax.branch import Skip, run_or_skip
 from jax_lossscale._optax.decision import StepInputs, decide
 from jax_lossscale._optax.partition import combine, is_none, map_copies, only_with_gradients
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
@@ -62,7 +62,7 @@ class Wrapper:
         _tree.check_tree(params, "init(params=...)")
         if self.initial_loss_scale.checks_gradients:
             _check_not_masked(params, "init(params=...)")
-            _warn_of_float16(params)
+            _warn_about_float16(params)
         inner_state = self.inner.init(_widened(_tree.inexact_only(params), self.initial_loss_scale))
         if _holds(inner_state, LossScale):
             raise ValueError(
@@ -173,7 +173,7 @@ class Wrapper:
 
         if isinstance(decision.should_apply, jax.core.Tracer):
             run = jax.jit(run)  # `run` is used several times below, but `jax.jit` traces it only once
-        result, inner_state = run_or_leave(self.skip, decision.should_apply, run, leave)
+        result, inner_state = run_or_skip(self.skip, decision.should_apply, run, leave)
         return result, next_state(state, decision, inner_state, scaled_grads, self.axis_name)
 
 
@@ -225,7 +225,7 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     return _tree.widen(tree, keep=keep)
 
 
-def _warn_of_float16(params: optax.Params) -> None:
+def _warn_about_float16(params: optax.Params) -> None:
     """Warn about float16 parameters.
 
     Float16 parameters can be unintended, because some layers create their parameters in the dtype of their first input.
