@@ -139,7 +139,8 @@ class AutoLossScale(BoundedLossScale):
       values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
       ``min_loss_scale`` to ``max_loss_scale``.
-    - If the gradients are finite, but the largest gradient was not measured, nothing changes.
+    - If the gradients are finite, but the largest gradient was not measured, nothing changes. Gradients below the
+      smallest normal float32 number count as zero.
 
     The reasons for the rule are as follows:
 

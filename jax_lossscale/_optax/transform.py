@@ -129,7 +129,7 @@ def loss_scaled(
 
     **Details.** A step is skipped in any of the following cases:
 
-    - The gradients are not finite, and the loss scale skips such steps (see `LossScale.skip_nonfinite`).
+    - The gradients are not finite. By default, a `FixedLossScale` does not skip such steps (see ``skip_nonfinite``).
     - The loss that is passed as ``value`` is not finite.
     - The argument ``skip_if`` is true.
 
@@ -146,10 +146,10 @@ def loss_scaled(
     applied. An overflow lowers the scale even if ``skip_if`` is true. The reason is that a condition such as "the
     gradient norm exceeds a threshold" is true in every overflow, so the scale would otherwise never be lowered.
 
-    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32. It
-    does not receive leaves without gradients, such as integers and random keys. With a `NoOpLossScale`, neither the
-    gradients nor ``value`` are checked, and bfloat16 arrays are not converted to float32. The state still counts the
-    steps, and ``skip_if`` still skips steps.
+    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32.
+    Leaves without gradients, such as integers and random keys, are not passed to the inner optimizer. With a
+    `NoOpLossScale`, neither the gradients nor ``value`` are checked, and bfloat16 arrays are not converted to float32.
+    The state still counts the steps, and ``skip_if`` still skips steps.
 
     Outside `jax.jit`, the step is compiled in the first call, and the compiled function is freed together with the
     transformation. If ``extra_args`` contains anything but arrays (such as a function, a number or a flag), the step is
