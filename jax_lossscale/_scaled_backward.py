@@ -65,8 +65,8 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
     **Details.** `unscale_gradient` is applied to every array that ``fun`` uses: the arrays in its arguments, the arrays
     that it closes over, and the parameters of a module if ``fun`` is the module or a method of the module.
 
-    Forward-mode derivatives (`jax.jvp`) and higher-order derivatives are the same as those of ``fun``. The scale does
-    not protect them from underflow.
+    Forward-mode derivatives (`jax.jvp`) and higher-order derivatives are the same as for ``fun`` itself. The scale does
+    not protect these derivatives from underflow.
     """
     check_function(fun, "scaled_backward(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "scaled_backward(loss_scale=...)")

@@ -158,7 +158,7 @@ def sum_over_microbatches(
             arguments[position] = argument
         carry, result, scaled_grads = value_and_grads(carry, tuple(arguments))
         value, aux = result if has_aux else (result, None)
-        # The gradients are cast to float32 here because `NoOpLossScale.unscale` does not cast them.
+        # The gradients are cast to float32 here because `NoOpLossScale.unscale` does not cast half-precision gradients.
         return carry, _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux
 
     def add(carry_and_sums: tuple[_Carry, chex.ArrayTree], microbatch: tuple[Any, ...]) -> tuple[Any, Any]:

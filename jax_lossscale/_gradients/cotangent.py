@@ -156,7 +156,7 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
     """Raise a `ValueError` if ``tree`` is a loss scale or a state that contains one.
 
-    This check is necessary because a scalar loss would be accepted as the scale if the arguments were swapped.
+    If the arguments were swapped, a scalar loss would otherwise be accepted as the scale.
     """
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):

@@ -28,9 +28,9 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Return a function that computes the value of a function and its gradients, multiplied by a loss scale.
 
-    This function replaces `jax.value_and_grad` in a training step with loss scaling. The gradients are those of
-    ``scale * fun(...)``, but the value is the unscaled loss. Call this function inside the training step with the
-    current optimizer state. If you call this function once before the training loop, all steps use the first scale.
+    This function replaces `jax.value_and_grad` in a training step with loss scaling. The result contains the gradients
+    of ``scale * fun(...)``, but the unscaled value of ``fun(...)``. Call this function inside the training step with
+    the current optimizer state. If you call this function once before the training loop, all steps use the first scale.
 
     Args:
       fun: a scalar-valued function to differentiate.

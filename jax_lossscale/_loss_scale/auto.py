@@ -27,9 +27,10 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Maximum of margin plus allowance. The range of normal float16 numbers is 30 bits large.
+# Maximum of margin plus allowance after an overflow below the target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
-# Target before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not underflow.
+# Initial target, before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not
+# underflow in float16.
 _LOG2_SEARCH_TOP = 40
 
 _LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -199,8 +200,8 @@ class AutoLossScale(BoundedLossScale):
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     log2_headroom: float = static_field(default=0.0, kw_only=True)
 
-    # The constructor replaces the default `...` of the state fields by their initial values. When JAX unflattens a
-    # pytree, it does not call the constructor (see `register`).
+    # The constructor replaces the default `...` of the state fields by their initial values. JAX does not call the
+    # constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_peak: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_margin: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]

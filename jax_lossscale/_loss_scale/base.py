@@ -228,7 +228,7 @@ def register(cls: _T) -> _T:
 
     `jax.tree_util.register_dataclass` is not used, because it calls the constructor when a pytree is unflattened. Some
     libraries unflatten pytrees with strings, ``None`` or shapes in place of arrays, which the constructor would reject
-    or replace by default values. With this function, unflattening only assigns the fields.
+    or replace by default values. With `register`, unflattening only assigns the fields.
     """
     fields = dataclasses.fields(cls)
     config_names = tuple(field.name for field in fields if field.metadata.get("static"))

@@ -97,8 +97,8 @@ class DynamicLossScale(BoundedLossScale):
     hysteresis: int = static_field(default=1, kw_only=True)
     hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
 
-    # The constructor replaces the default `...` of the state fields by their initial values. When JAX unflattens a
-    # pytree, it does not call the constructor (see `register`).
+    # The constructor replaces the default `...` of the state fields by their initial values. JAX does not call the
+    # constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None if hysteresis is 1

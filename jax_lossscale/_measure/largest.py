@@ -21,8 +21,8 @@ import numpy as np
 
 from jax_lossscale._measure.leaves import alike, blocks, large
 
-# On a CPU, at least `_STREAMS` arrays are combined elementwise before each reduction. If there are fewer arrays of the
-# same shape and dtype, each array is split into parts.
+# On a CPU, at least `_STREAMS` arrays are combined elementwise before each reduction. If fewer than `_STREAMS` arrays
+# have the same shape and dtype, each array is split into parts.
 _STREAMS = 8
 # At most `_TOGETHER` arrays are combined elementwise before each reduction, because XLA writes intermediate results to
 # memory if more arrays are combined.

@@ -120,8 +120,8 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
     if grads_finite is None:
         return loss_scale
     adjusted = adjust(loss_scale, grads_finite, largest)
-    # The scale is lowered after an overflow even if `skip_if` is true. Otherwise, a condition that is true in every
-    # overflow, such as a limit on the gradient norm, would prevent the scale from ever being lowered.
+    # The scale is lowered after an overflow even if `skip_if` is true, because a condition that is true in every
+    # overflow, such as a limit on the gradient norm, would otherwise prevent the scale from ever being lowered.
     reacts = _all(value_finite, None if allowed is None else allowed | ~grads_finite)
     return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
 

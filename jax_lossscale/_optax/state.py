@@ -18,7 +18,8 @@ from jax_lossscale._optax.branch import run_or_skip
 from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
-# Causes of bad steps, with a clause that describes each cause in a report. `BadStep.kind` is an index into the keys.
+# Causes of bad steps, with a clause that describes each cause in a report. `BadStep.kind` is an index into the keys of
+# this dictionary.
 CAUSES = {
     "none": "nothing was wrong",
     "loss": "its loss was not finite",
@@ -105,8 +106,8 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
     """
     inner_state = _with_own_buffers(inner_state)
     return LossScaledState(
-        # The leaves are copied because the caller can donate the state and then use `loss_scale` again. An explicit
-        # dtype avoids weakly typed arrays.
+        # The leaves are copied because the caller can donate the state and then use `loss_scale` again. The explicit
+        # dtype prevents weakly typed arrays.
         loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), loss_scale),
         inner_state=with_dtypes_of(inner_state, inner_state),
         grads_finite=jnp.array(True),
