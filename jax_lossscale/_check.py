@@ -148,13 +148,10 @@ def nonnegative_number(value: Any, name: str) -> float:
 
 
 def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
-    """Return ``value`` as a Python integer, for a counter of dtype int32.
+    """Return ``value`` as a Python integer of at least ``at_least``, for a counter of dtype int32.
 
-    Args:
-      value: an integer, or a float with an integer value such as 2.0.
-      name: the name of the argument in the error message.
-      at_least: the smallest value that is accepted.
-      cure: a sentence that is added to the error message if ``value`` is out of range.
+    Floats with an integer value, such as 2.0, are also accepted. If ``value`` is out of range, the error message ends
+    with the last argument, a sentence that explains how to fix the value.
 
     Raises:
       ValueError: if ``value`` is not an integer, is less than ``at_least``, or is too large for int32.

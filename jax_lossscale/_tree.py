@@ -266,7 +266,7 @@ def _is_selectable(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _at_least_float32_dtype(dtype: DTypeLike) -> jnp.dtype:
+def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Return float32 for floating dtypes of less than 32 bits, and any other inexact dtype unchanged."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
@@ -287,7 +287,7 @@ def _at_least_float32(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
     leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     if leaf.dtype in keep:
         return leaf
-    dtype = _at_least_float32_dtype(leaf.dtype)
+    dtype = _widened_dtype(leaf.dtype)
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
