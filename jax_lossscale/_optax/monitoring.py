@@ -123,7 +123,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
-            "The gradients are most likely not scaled. In the first steps, the largest gradient (after unscaling) "
+            "Most likely the gradients are not scaled. In the first steps, the largest gradient (after unscaling) "
             "decreased by as many powers of two as the loss scale increased. "
             f"{HOW_TO_SCALE}"
         )
