@@ -1,4 +1,4 @@
-"""Which operations make a result wrong, where their error begins, and what helps."""
+"""Identification of the operations in which errors of the value and gradients begin, and suggestions to fix them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
 
-# An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
+# Relative errors above this threshold are traced to their origin. The rounding error of float16 is 0.0005, and
+# functions that work in float16 usually have errors below 0.01.
 _WRONG = 0.1
-# An error that an operation multiplies by less has come in a loop, from iteration to iteration.
+# If an operation amplifies an error by less than this factor, the error accumulated over the iterations of a loop.
 ACCUMULATED = 2
 # An operation is reported if more than this fraction of its results becomes zero.
 MANY_ZEROS = 0.5
-# Nothing but a mask is so large on purpose.
+# Values of at least this magnitude are assumed to be the fill value of a mask.
 _MASK = 1e8
 _MAY_MASK = ("add", "convert_element_type", "sub")
 
@@ -24,29 +25,35 @@ _MAY_MASK = ("add", "convert_element_type", "sub")
 def blame(
     flow: Dataflow, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
 ) -> tuple[set[int], set[int]]:
-    """Find the nodes by way of which a result becomes wrong, each wrong itself, and those where that begins.
+    """Find the operations that make the results of a function inaccurate.
 
     Args:
-      flow: the operations.
-      measured: what was measured at each node that is no carry.
-      results: the nodes that the results are.
-      least: an error above this is followed.
+      flow: the dataflow of the function.
+      measured: the statistics of each node that is not a carry.
+      results: the nodes that represent the results of the function.
+      least: the threshold for errors. Larger errors are traced to their origin.
+
+    Returns:
+      A pair of sets of nodes: the inaccurate nodes through which an error propagates to a result, and the subset of
+      nodes in which these errors begin.
     """
-    # An outlier may hide the error of the other elements, but a result is only wrong if its norm is.
+    # An outlier can hide the errors of the other elements, so `error` also accounts for the error without outliers.
+    # However, a result of the function only counts as inaccurate if its error including outliers is large.
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
+    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. It is included anyway,
+    # because the derivative of this operation may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
-    # If the iterations of a loop add up an error, no operation multiplies it. The operation that computes the carry is
-    # reported instead.
+    # If an error accumulates over the iterations of a loop, no single operation amplifies it. The operation that
+    # computes the carry is reported instead.
     ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_loops[loop]}
     return harmful, begins or harmful & ends
 
 
 def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
-    """Collect some nodes and all that they are made of, as far as a condition holds."""
+    """Return the nodes that are reached by going backwards from the results through nodes that satisfy a condition."""
     reached: set[int] = set()
     ahead = list(results)
     while ahead:
@@ -58,13 +65,13 @@ def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], b
 
 
 def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
-    """Find the rounded operands of the operations of the forward pass that make rounding errors larger.
+    """Find the half-precision values whose rounding errors are amplified by an operation of the forward pass.
 
-    Such an operation, for example the cosine of an angle, may be in float32 itself. To compute it correctly, the last
-    half-precision results before it must be computed in float32, too.
+    An operation that amplifies errors, such as the cosine of a large angle, may itself be in float32. To make its
+    result accurate, the half-precision values from which it is computed must be in float32 as well.
 
     Returns:
-      These results, each with the operation that makes its rounding error larger.
+      A dictionary from each half-precision value to the operation that amplifies its rounding error, both as nodes.
     """
     found: dict[int, int] = {}
     for origin in origins:
@@ -78,7 +85,7 @@ def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], orig
 
 
 def attention_scores(flow: Dataflow) -> set[int]:
-    """Find the matmuls of two activations whose results are exponentiated, such as the scores of an attention."""
+    """Return the matmuls of two activations whose results are exponentiated, such as attention scores."""
     sites = flow.sites
     exponentials = [node for node, site in sites.items() if site.operation == "exp"]
     matmuls = _ends(flow, exponentials, lambda node: node not in sites or sites[node].operation not in MATMULS)
@@ -86,16 +93,17 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Go back from some nodes through those that are passed, and collect the first ones that are not."""
+    """Go backwards from some nodes through nodes that satisfy a condition, and return the first nodes that do not."""
     passed = _followed(flow, [operand for node in nodes for operand in flow.made_of[node]], is_passed)
     return {operand for node in (*nodes, *passed) for operand in flow.made_of[node]} - passed
 
 
 def _adds_up_in_half(site: Site) -> bool:
+    """Return whether an operation computes a sum of many numbers in half precision."""
     return is_half(site.aval) and site.operation in SUMS_OF_MANY
 
 
-# What helps where nothing else is known of an overflow.
+# Suggestions for overflows in the forward pass, by operation, if no more specific suggestion applies.
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast it, or scale it down before the cast.",
     "dot_general": "Make the operands smaller, or give it a float32 result: with `jls.keep_float32` under `autocast`, "
@@ -124,16 +132,17 @@ def suggestion_for(
     is_score: bool = False,
     amplified_by: Site | None = None,
 ) -> str:
-    """Return a suggestion how to fix an operation; "" if nothing is wrong with it.
+    """Return a suggestion for fixing an operation, or "" if nothing is wrong with it.
 
     Args:
-      site: the operation.
-      measured: what was measured of its result.
-      is_harmful: whether it makes a result wrong, as `blame` says.
-      is_origin: whether that begins with it.
-      is_autocast: whether it is of a function under `autocast`, which makes its casts.
-      is_score: whether it computes scores of an attention, as `attention_scores` says.
-      amplified_by: the operation that makes its rounding error larger, as `sources_of_rounding` says.
+      site: the result of the operation.
+      measured: the statistics of the result.
+      is_harmful: whether an error of the result propagates to the value or a gradient, according to `blame`.
+      is_origin: whether the error begins in this operation, according to `blame`.
+      is_autocast: whether the function is under `autocast`, which adds the casts.
+      is_score: whether the operation computes attention scores, according to `attention_scores`.
+      amplified_by: the operation that amplifies the rounding error of this operation, according to
+        `sources_of_rounding`.
     """
     is_backward, operation = site.location.is_backward, site.derivative_of
     if measured.nan and not measured.overflow:

@@ -1,4 +1,4 @@
-"""How a run stands, from its state: what was bad, why, and what to do."""
+"""Explanation of the state of a training run: why steps were skipped, and how to fix the cause."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ from jax_lossscale._optax.state import CAUSES
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
 
-# A dynamic scale costs one step in `increment_period`; from here on something else is going on.
+# A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction. If a
+# larger fraction of the steps is skipped, there is another cause.
 _LARGE_SHARE_OF_SKIPS = 0.01
 _FEW_STEPS = 100
-# If more than this fraction of the steps, and at least this number, is skipped, one kind of batch can be the cause.
+# If more than this fraction of the steps and at least this number of steps are skipped, a specific kind of batch may be
+# the cause.
 _SHARE_OF_A_KIND = 1 / 500
 _SKIPS_OF_A_KIND = 5
-# It takes 15 skipped steps from the default scale, 2**15, down to 1.
+# Starting from the default loss scale, 2**15, 15 consecutive skipped steps lower the scale to 1. If more consecutive
+# steps are skipped, the cause is not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
-# Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
+# Unused headroom of the loss scale is reported if it is at least this number of bits. `AutoLossScale` always leaves a
+# few bits unused.
 _MUCH_ROOM = 6
-# From so much room on, the gradients may be unscaled, or clipped outside of `loss_scaled`, without any other sign.
+# If at least this number of bits is unused, the gradients may be unscaled, or clipped outside of `loss_scaled`.
 _ROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# Of the causes of a bad step, those in the gradients.
+# The causes of skipped steps that concern the gradients.
 _OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-# What was bad, as a clause; where nothing was recorded, what it may have been.
+# Clauses that describe the causes. The last two causes are used if the cause was not recorded.
 _WHY = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients",
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
@@ -56,7 +60,7 @@ _LOSS = (
     f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
     "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
 )
-# What to do about the causes that are not in the gradients.
+# Advice for the causes that do not concern the gradients.
 _CURES = {
     "loss": _LOSS,
     "skip_if": "That is a condition of your own; the scale stays.",
@@ -75,27 +79,23 @@ _HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_ste
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
-    """Say in plain sentences how a run stands, why steps are skipped, and what to try.
+    """Return a text that explains the state of a training run, why steps are skipped, and how to fix the cause.
 
-    Call it on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)``, it says when the
-    last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
-    the gradients are if the loss scale measures them, as `AutoLossScale` does. From step 20 on, an `AutoLossScale` also
-    shows whether the gradients are scaled, see `raise_if_stuck`. With another loss scale, if no step was skipped, the
-    text ends with a question to check. For what the state does not show, it refers to `compare_gradients` and
-    `range_report`.
+    Call this function on the host. It waits for the device.
 
     Args:
-      opt_state: any optimizer state that holds one `LossScaledState`.
-      params: the current parameters. They are checked, since a NaN in them explains all that follows, and they give the
-        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`. Without them, a part of the
-        optimizer's state that has a number for each leaf, such as a moment of Adam, gives the path.
+      opt_state: an optimizer state that contains exactly one `LossScaledState`.
+      params: the current parameters. The text reports whether they are finite, because a NaN in the parameters makes
+        every later step non-finite. They also provide the path of the non-finite leaf. ``None`` counts as a leaf, as in
+        `first_nonfinite`. Without ``params``, the path is taken from a part of the optimizer state with the same tree
+        structure, such as a moment of Adam.
 
     Returns:
       A few lines of text.
 
     Raises:
-      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` has fewer
-        leaves than the gradients, and the bad one is missing.
+      ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`; if this state is traced or contains a
+        batch of runs; if ``params`` has so few leaves that the non-finite leaf of the gradients is missing.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -110,6 +110,18 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       Of 1 step, 0 were applied and 1 skipped.
       The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
       That is how the scale finds what the gradients tolerate: there is nothing to do.
+
+    The text depends on the configuration of `loss_scaled`:
+
+    - With ``record_bad_steps=True``, the text reports when the last non-finite or skipped step occurred, which leaf was
+      not finite, and whether it contained NaN or infinity. Otherwise, the text lists the possible causes.
+    - With an `AutoLossScale`, the text reports the largest gradient. From step 20 on, it also reports if the gradients
+      do not seem to be scaled (see `raise_if_stuck`).
+    - With any other loss scale, if no step was skipped, the text ends with a question about the scaling of the
+      gradients.
+
+    The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
+    `range_report`, which find the operation.
     """
     try:
         state = own_numbers(opt_state, "explain(opt_state=...)")
@@ -129,7 +141,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
 
 
 def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
-    """Say what there is to tell of a state."""
+    """Yield the sentences of the explanation."""
     loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
     scale, kind = float(loss_scale()), type(loss_scale).__name__
     power = f"{power_of_two(scale)} = " if math.log2(scale).is_integer() else ""
@@ -154,7 +166,7 @@ def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str
             yield f"The parameters are lost. Restart from a checkpoint. {_SKIPPING}"
     else:
         yield from _before(state, params)
-    if skips and are_finite is not False:  # else no other cause is to be looked for
+    if skips and are_finite is not False:  # non-finite parameters are the cause of all later skipped steps
         yield from _suggestions(cause, state)
     elif not cause and are_finite is not False:
         yield from _of_gradients(state)
@@ -182,7 +194,7 @@ def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Find out why the last step was bad; "" if it was good."""
+    """Return why the last step was skipped or not finite, or "" if it was applied and finite."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -195,13 +207,14 @@ def _cause_of_last_step(state: LossScaledState) -> str:
 
 
 def _why(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+    """Return a clause that describes a cause, with the path of the non-finite leaf if it was recorded."""
     record = state.last_bad_step
     where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
     return _WHY[cause].format(where=where) if cause else ""
 
 
 def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """Name the bad leaf by its path in the parameters, or in a part of the optimizer's state with the same names."""
+    """Return the path of a leaf in the parameters, or in a part of the optimizer state with the same structure."""
     if params is None:
         parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) > leaf]
         named = [part for part in parts if not jax.tree_util.all_leaves([part])]
@@ -218,14 +231,14 @@ def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> 
 
 
 def _parts(inner_state: Any) -> list[Any]:
-    """List what the states of transformations hold, which are tuples."""
+    """Return the fields of the states of all inner transformations, which are tuples, as a flat list."""
     if not isinstance(inner_state, tuple):
         return [inner_state]
     return [part for each in inner_state for part in _parts(each)]
 
 
 def _suggestions(cause: str, state: LossScaledState) -> Iterator[str]:
-    """Say what to do about a step that was skipped."""
+    """Yield advice about the last step, which was skipped."""
     if cause not in _OF_GRADIENTS:
         yield _CURES[cause]
         return
@@ -254,7 +267,7 @@ def _suggestions(cause: str, state: LossScaledState) -> Iterator[str]:
 
 
 def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
-    """Look at the steps before the last, which was good."""
+    """Yield sentences about earlier steps, if the last step was applied and finite."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
@@ -293,15 +306,16 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[s
 
 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
-    """Return whether more steps are skipped than the loss scale needs to find its value."""
+    """Return whether so many steps were skipped that the search for the loss scale does not explain them."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
-    share = _SHARE_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)  # growth causes overflows, too
+    # Each growth of the loss scale may cause an overflow.
+    share = _SHARE_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
     steps = int(state.applied_steps) + int(state.skipped_steps)
     return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps
 
 
 def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
-    """Say what to do about many skipped steps, of which the last that is known had this cause."""
+    """Yield advice about frequently skipped steps; ``cause`` is the last recorded cause, or ""."""
     if cause and cause not in _OF_GRADIENTS:
         yield _CURES[cause]
     elif not loss_scale.skip_nonfinite:
@@ -317,13 +331,13 @@ def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
 
 
 def _steps_of_a_search(loss_scale: LossScale) -> float:
-    """Count the steps that may have been skipped on the way down from where the scale started."""
+    """Return the number of skipped steps that would lower the scale from its initial value to the current value."""
     start = getattr(loss_scale, "initial_loss_scale", None)
     return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
 def _of_gradients(state: LossScaledState) -> Iterator[str]:
-    """Look at the gradients of a last step that was good."""
+    """Yield sentences about the size of the gradients, if the last step was applied and finite."""
     if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())
@@ -356,7 +370,7 @@ def _steps(number: int) -> str:
 
 
 def _are_finite(params: chex.ArrayTree | None) -> bool | None:
-    """Tell whether the parameters are finite; ``None`` where they are not given, or have no values."""
+    """Return whether all parameters are finite, or None if they are not given or are not concrete arrays."""
     leaves = _tree.inexact_leaves(params)
     if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
         return None

@@ -1,4 +1,7 @@
-"""Why float16's gradients differ from float32's: from the errors by scale to one cause, with its location, in words."""
+"""Determination of why the gradients of a function in half precision differ from its float32 gradients.
+
+The result is a `Finding`: one cause, and the sentences of the verdict that `compare_gradients` prints.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,23 @@ from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
-# A leaf is reported as underflowing if at least this fraction of its elements is zero.
+# A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25
-# An error of one leaf above this is reported even if the function trains.
+# Relative errors of a single leaf above this threshold are reported even if training is expected to work.
 _REPORTED_ERROR = 0.05
 
 
 class Finding(NamedTuple):
-    """The cause, by its name in `GradientComparison`, and the sentences of the verdict about it.
+    """The cause of inaccurate gradients, and the sentences that describe it.
 
     Attributes:
-      cause: the cause.
-      sentences: the sentences of the verdict; empty strings are ignored.
-      at: the position of the scale that shows it best.
-      leaves: the leaves that are wrong there; of a function that trains, those that are wrong without a loss scale.
-      will_train: whether a scale gives right gradients.
-      loss_scale: the scale to start from.
+      cause: the name of the cause, as documented in `GradientComparison`.
+      sentences: the sentences of the verdict. Empty strings are ignored.
+      at: the index of the loss scale that shows the cause best.
+      leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, the leaves whose
+        gradients are inaccurate without a loss scale.
+      will_train: whether there is a loss scale at which all gradients are accurate.
+      loss_scale: the loss scale with which training should start.
     """
 
     cause: str
@@ -43,20 +47,21 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict: all sentences."""
+        """The verdict, which consists of all sentences."""
         return " ".join(filter(None, self.sentences))
 
 
-Ranges: TypeAlias = Callable[[float], RangeReport]  # each call compiles, so it is called only if necessary
+# A function from a loss scale to the range report. Each call compiles the program, so it is only called if necessary.
+Ranges: TypeAlias = Callable[[float], RangeReport]
 
 
 class Finder:
-    """Finds the first of the causes that the errors show, the most fundamental first, with its verdict.
+    """Determines the most fundamental cause that explains the errors of the gradients.
 
     Args:
       gradients: the traced gradients of the function.
-      errors: those of its gradients at each scale.
-      ranges: a function of a scale that gives the operations out of range.
+      errors: the errors of the gradients at each loss scale.
+      ranges: a function that returns the range report at a given loss scale.
     """
 
     def __init__(self, gradients: TracedGradients, errors: GradientErrors, ranges: Ranges) -> None:
@@ -65,7 +70,7 @@ class Finder:
         self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
     def found(self) -> Finding:
-        """Return the cause. Add sentences about divergence, gradients that are zero, and lost constants."""
+        """Return the finding, including sentences about divergence, gradients that are zero, and lost constants."""
         finding, reference = self._cause(), self._errors.reference_value
         if finding.cause == "no half precision":
             return finding
@@ -85,6 +90,7 @@ class Finder:
         return finding._replace(sentences=sentences)
 
     def _cause(self) -> Finding:
+        """Check the possible causes in order, and return the first one that applies."""
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in gradients.half_dtypes]
         is_half, why = dtype in met, counted.no_half_precision
@@ -120,7 +126,7 @@ class Finder:
             return self._does_not_train(errors.best())
         if is_half and (counted.half_matmuls or not counted.matmuls):
             return self._trains()
-        if not counted.is_autocast:  # a function that casts by hand is one that is meant to be in half precision
+        if not counted.is_autocast:  # manual casts suggest that the user wants matmuls in half precision
             none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
             suggestion = f"`jls.autocast(fun)` computes them in {dtype}."
             return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", suggestion])
@@ -128,6 +134,7 @@ class Finder:
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
     def _reference_not_finite(self, bad: Sequence[LeafGradientError], sentence: str) -> Finding:
+        """Return the finding for a loss or gradients that are not finite in float32 either."""
         gradients, faults = self._gradients, self._gradients.argument_faults
         is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
@@ -141,6 +148,7 @@ class Finder:
         return Finding("reference not finite", sentences, leaves=bad)
 
     def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
+        """Return the finding for an overflow in the forward pass, which no loss scale prevents."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         locations = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
         wrong = f"The loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32."
@@ -154,15 +162,16 @@ class Finder:
         too_large = [
             f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
             for path, largest in self._gradients.argument_faults.largest.items()
-            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
+            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # the cast operand is in float32
         ]
         sentences = [f"{wrong} No loss scale changes that.", begins, *too_large]
         return Finding("forward overflow", sentences, at, inaccurate)
 
     def _overflow_at_every_scale(self) -> Finding:
+        """Return the finding for a finite loss whose gradients are not finite at any loss scale."""
         report = self._ranges(self._errors.scales[0])
         bad = [leaf for leaf in self._errors.leaves if leaf.nonfinite[0]]
-        if report.forward_overflows():  # though the loss is finite
+        if report.forward_overflows():  # an overflow in the forward pass may leave the loss finite
             return self._forward_overflow(0, bad)
         derivatives = [operation for operation in report.bad if operation.derivative_of]
         before = [operation for operation in report.forward_error_sources() if not operation.overflow]
@@ -171,7 +180,7 @@ class Finder:
         return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
-        """Tell apart what makes gradients wrong that are finite at some scales."""
+        """Return why the gradients are inaccurate at every loss scale at which they are finite."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         inaccurate, error = errors.inaccurate_leaves(at), errors.total.relative_error[at]
         does_harm = any(operation.changes_result for operation in report.forward_overflows())
@@ -192,7 +201,7 @@ class Finder:
         lost = f"{percent(share)} of those of {_paths(leaves)} are zero"
         if error <= LARGE_ERROR:
             start = errors.start()
-            # Brings their largest gradient to the size of the largest of all.
+            # This factor scales the largest gradient of the branch up to the largest of all gradients.
             ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
             factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
             sentences = [
@@ -215,6 +224,7 @@ class Finder:
         return Finding("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
 
     def _trains(self) -> Finding:
+        """Return the finding for gradients that are accurate at some loss scale."""
         errors, counted, dtype = self._errors, self._gradients.matmuls, self._gradients.dtype
         start, cause = errors.start(), "none"
         bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
@@ -239,7 +249,7 @@ class Finder:
         elif cause == "underflow" and bare is not None:
             share = errors.total.lost[bare]
             lost = f"{percent(share)} of the gradients would be zero"
-            if share < _REPORTED_ERROR:  # they are subnormal
+            if share < _REPORTED_ERROR:  # most gradients become subnormal instead of zero
                 lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
             whose = f", most of all those of {_paths(underflowing)}" if underflowing else ""
             sentences.append(f"Without a loss scale {lost}{whose}.")
@@ -258,12 +268,13 @@ class Finder:
         return Finding(cause, sentences, at, underflowing, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
+        """Return a sentence that the loss is below the range of its dtype, or "" if it is not."""
         errors = self._errors
         too_small = f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Describe where an error begins, if this is known, and add the suggestion if ``has_suggestion``."""
+        """Return a sentence about the first location, followed by its suggestion; "" if there are no locations."""
         if not locations:
             return ""
         operation = locations[0]
