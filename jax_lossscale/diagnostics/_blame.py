@@ -103,22 +103,23 @@ def _adds_up_in_half(site: Site) -> bool:
     return is_half(site.aval) and site.operation in SUMS_OF_MANY
 
 
+_FLOAT32_RESULT = (
+    "make the matmul return float32 (with `jls.keep_float32` under `autocast`, or with `preferred_element_type` in "
+    "code with manual casts)."
+)
 # Suggestions for overflows in the forward pass, by operation, if no more specific suggestion applies.
 _FORWARD_OVERFLOWS = {
-    "convert_element_type": "Do not cast it, or scale it down before the cast.",
-    "dot_general": "Make the operands smaller, or give it a float32 result: with `jls.keep_float32` under `autocast`, "
-    "with `preferred_element_type` in code with manual casts.",
+    "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
+    "dot_general": f"Make the operands smaller, or {_FLOAT32_RESULT}",
     "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
-    "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
-    "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",
+    "reduce_sum": "Compute the sum and the subsequent division in float32: use `jnp.mean`, or divide the result of "
+    "`jnp.sum(x, dtype=jnp.float32)`.",
+    "exp": "Subtract the maximum first, as `jax.nn.softmax` and `jax.nn.logsumexp` do, or compute `exp` in float32.",
     "div": "Divide in float32, or bound the divisor from below.",
-    "mul": "Multiply in float32, or make one factor smaller before.",
+    "mul": "Multiply in float32, or make one of the factors smaller.",
 }
-
-
 _OVERFLOW_OF_SCORES = (
-    "Divide the queries by the square root of their dimension before the matmul, or give it a float32 result: with "
-    "`jls.keep_float32` under `autocast`, with `preferred_element_type` in code with manual casts."
+    f"Divide the queries by the square root of their dimension before the matmul, or {_FLOAT32_RESULT}"
 )
 
 
@@ -147,52 +148,64 @@ def suggestion_for(
     is_backward, operation = site.location.is_backward, site.derivative_of
     if measured.nan and not measured.overflow:
         return (
-            "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
-            "zero, and for 0 * inf behind a `jnp.where`."
+            "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm "
+            "of zero, and for 0 * inf hidden by a `jnp.where`."
         )
     if measured.overflow and operation:
         return (
             f"The derivative of `{operation}` is computed in the forward pass, so no loss scale helps. Compute "
-            f"`{operation}` in float32 (as all statistics of a normalization), or keep it away from zero by a larger "
-            "epsilon."
+            f"`{operation}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to keep "
+            "its operand away from zero."
         )
     if measured.overflow and is_backward:
-        return "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own."
+        return (
+            "Use a smaller loss scale. If other gradients then underflow, give this part of the model a separate loss "
+            "scale."
+        )
     if measured.overflow and is_autocast and site.operation == "convert_element_type":
         return (
-            "`autocast` casts it for the product there. Keep that product in float32, with `jls.keep_float32`, or let "
-            "`find_precision` measure what must be."
+            "`autocast` casts this operand of a matmul on the same line. Keep the matmul in float32 with "
+            "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32."
         )
     if measured.overflow and measured.largest >= _MASK and site.operation in _MAY_MASK:
         return (
-            "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
-            "must leave room for what it is added to, such as -1e4. Or take the softmax in float32."
+            "If this is the fill value of a mask, use `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. If the "
+            "mask is added to the scores, use a smaller magnitude, such as -1e4, so that the sum does not overflow. "
+            "Alternatively, compute the softmax in float32."
         )
     if measured.overflow and is_score:
         return _OVERFLOW_OF_SCORES
     if measured.overflow:
-        return _FORWARD_OVERFLOWS.get(site.operation, "Compute it in float32.")
+        return _FORWARD_OVERFLOWS.get(site.operation, f"Compute `{site.operation}` in float32.")
     vanishes = is_harmful and measured.zero > MANY_ZEROS
     if is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0)):
         return (
-            "A larger loss scale helps. If other gradients overflow then, give this branch a scale of its own: "
-            "`jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs."
+            "Use a larger loss scale. If other gradients then overflow, give this branch a separate loss scale: Apply "
+            "`jls.scale_gradient` to its result in float32, and `jls.unscale_gradient` to its parameters and inputs."
         )
     if vanishes:
-        return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
+        return (
+            "A loss scale does not affect the forward pass. Compute this operation in float32, or make its operands "
+            "larger."
+        )
     if not is_origin and amplified_by is not None:
         where = at(amplified_by.location.layer, amplified_by.location.source, amplified_by.instance)
-        suggestion = f"`{amplified_by.operation}`{where} makes its rounding error larger. Compute both in float32"
-        return f"{suggestion}, this one with `jls.keep_float32`." if is_autocast else f"{suggestion}."
+        suggestion = (
+            f"`{amplified_by.operation}`{where} amplifies the rounding error of this operation. Compute both in float32"
+        )
+        return f"{suggestion}, this operation with `jls.keep_float32`." if is_autocast else f"{suggestion}."
     if not is_origin:
         return ""
     parts = float(f"{measured.amplification:.0e}")
     if not is_half(site.aval) and site.operation in SUMS | MATMULS and parts > 1:
         return (
-            f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
-            "that many times larger in it. Compute the terms in float32, too."
+            f"The terms of this sum cancel. The result is about {parts:,.0f} times smaller than the terms, so their "
+            "rounding errors are amplified by this factor. Compute the terms in float32 as well."
         )
     if _adds_up_in_half(site) or (is_half(site.aval) and measured.amplification < ACCUMULATED):
-        return "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32."
-    them = "it and its operands in float32" if is_half(site.aval) else "them in float32, too"
-    return f"It makes the rounding errors of its operands larger. Compute {them}."
+        return (
+            "A sum in 16 bits stops changing when the added numbers are smaller than its last bit. Compute the sum in "
+            "float32."
+        )
+    where = "this operation and its operands in float32" if is_half(site.aval) else "the operands in float32 as well"
+    return f"This operation amplifies the rounding errors of its operands. Compute {where}."

@@ -22,8 +22,8 @@ from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (
-    "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
-    "compute them once in float32, or with a larger loss scale."
+    "All gradients are exactly zero. If they were computed in float16, they may have underflowed. Compute them once in "
+    "float32 or with a larger loss scale."
 )
 
 
@@ -97,10 +97,10 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     for group in [[leaf] for leaf in leaves] if per_leaf else [leaves]:
         size = sum(np.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in group)
         if size > _LARGEST_COUNT:
-            cure = "Count parts of the leaf." if per_leaf else "Use `per_leaf=True` and add up on the host."
+            fix = "Split the leaf." if per_leaf else "Use `per_leaf=True` and add the counts of the leaves on the host."
             raise ValueError(
-                f"`exponent_histogram(tree=...)` holds {size} numbers, more than a uint32 counts, {_LARGEST_COUNT}. "
-                f"{cure}"
+                f"`exponent_histogram(tree=...)` must contain at most {_LARGEST_COUNT} numbers per histogram (the "
+                f"largest uint32), got {size}. {fix}"
             )
     if per_leaf:
         return jax.tree.map(lambda leaf: _histogram_of([leaf]) if _tree.is_inexact(leaf) else None, tree)
@@ -136,7 +136,7 @@ def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
 
 
 class Underflow(NamedTuple):
-    """The fractions of numbers that a cast to half precision would make zero or subnormal. It prints as a sentence.
+    """The fractions of numbers that a cast would make zero or subnormal. `print` displays them as a short text.
 
     Attributes:
       zero: ``float32[]``, the fraction of the finite nonzero numbers that would become zero.
@@ -155,13 +155,13 @@ class Underflow(NamedTuple):
         if self.already_zero == 1:
             return _ALL_ZERO
         return (
-            f"{self.zero:.3%} would become zero, {self.subnormal:.3%} subnormal; beside these, {self.already_zero:.3%} "
-            "of all are zero already."
+            f"{self.zero:.3%} of the nonzero numbers would become zero, and {self.subnormal:.3%} would become "
+            f"subnormal.\n{self.already_zero:.3%} of all numbers are already zero."
         )
 
 
 class LossScaleSuggestion(NamedTuple):
-    """The loss scale that `suggest_loss_scale` computed from the gradients. It prints as a sentence.
+    """The loss scale that `suggest_loss_scale` computed from gradients. `print` displays it as a short text.
 
     Attributes:
       loss_scale: ``float32[]``, a power of two.
@@ -181,10 +181,11 @@ class LossScaleSuggestion(NamedTuple):
         if isinstance(self.loss_scale, jax.core.Tracer) or np.ndim(self.loss_scale):
             return repr(self)
         if self.already_zero == 1:
-            return f"No loss scale follows. {_ALL_ZERO}"
+            return f"No loss scale can be suggested. {_ALL_ZERO}"
         return (
-            f"2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits a largest gradient of "
-            f"{self.largest:.4g}, and rescues {self.rescued:.3%}; {self.already_zero:.3%} of all are zero already."
+            f"A loss scale of 2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits the largest gradient, "
+            f"{self.largest:.4g}.\nIt prevents the underflow of {self.rescued:.3%} of the nonzero gradients. "
+            f"{self.already_zero:.3%} of all gradients are already zero."
         )
 
 
@@ -219,7 +220,8 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
       >>> float(lost.zero), float(lost.subnormal)
       (0.25, 0.25)
       >>> print(lost)
-      25.000% would become zero, 25.000% subnormal; beside these, 20.000% of all are zero already.
+      25.000% of the nonzero numbers would become zero, and 25.000% would become subnormal.
+      20.000% of all numbers are already zero.
     """
     _tree.check_tree(grads, "underflow_fraction(grads=...)")
     dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
@@ -267,7 +269,8 @@ def suggest_loss_scale(
       >>> float(suggestion.loss_scale), float(suggestion.rescued)
       (4194304.0, 0.5)
       >>> print(suggestion)
-      2^22 = 4194304 fits a largest gradient of 0.001, and rescues 50.000%; 0.000% of all are zero already.
+      A loss scale of 2^22 = 4194304 fits the largest gradient, 0.001.
+      It prevents the underflow of 50.000% of the nonzero gradients. 0.000% of all gradients are already zero.
     """
     _tree.check_tree(grads, "suggest_loss_scale(grads=...)")
     dtype = checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")

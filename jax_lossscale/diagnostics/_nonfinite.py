@@ -84,7 +84,7 @@ class NonfiniteReport(Report[LeafReport]):
         if self.bad:
             return f"{len(self.bad)} of {len(self)} leaves are not finite."
         if not self:
-            return "There are no inexact leaves."
+            return "There are no floating-point or complex leaves."
         first = self[0]
         if first.largest_finite is None:  # all leaves are empty arrays
             return f"All {len(self)} leaves are finite."
@@ -139,8 +139,8 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths if _tree.is_inexact(leaf)]
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
         raise ValueError(
-            "`nonfinite_report(grads=...)` got values that are traced, of which nothing is known yet. Return the "
-            "gradients from `jax.jit`, or use `first_nonfinite`, or `loss_scaled(..., record_bad_steps=True)`."
+            "`nonfinite_report(grads=...)` got traced arrays, whose values are not known yet. Return the gradients "
+            "from `jax.jit`, or use `first_nonfinite` or `loss_scaled(..., record_bad_steps=True)`."
         )
     leaves = reports_of_named(named)
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
@@ -188,12 +188,12 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
         position = operator.index(index)  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(
-            f"`leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got {index!r}."
+            f"`leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got {index!r}."
         ) from error
     if not -1 <= position < len(paths):
         raise ValueError(
             f"`leaf_path(index=...)` must be from -1 to {len(paths) - 1} for a tree of {len(paths)} leaves, got "
-            f"{position}. Pass a tree of the structure of the gradients."
+            f"{position}. Pass a tree with the same structure as the gradients."
         )
     return None if position == -1 else paths[position]
 

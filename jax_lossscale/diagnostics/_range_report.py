@@ -175,22 +175,24 @@ class RangeReport(Report[OperationRange]):
         over = [operation for operation in self.bad if operation.overflow]
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
-            return "What is computed from it is not finite in float32 either, so nothing else can be told."
+            return (
+                "Results that depend on non-finite arguments are not finite in float32 either, so nothing else can be "
+                "determined."
+            )
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
-        counts = [f"{len(rest) - in_float32}"] * (len(rest) > in_float32) + [f"{in_float32} of float32"] * (
-            in_float32 > 0
-        )
-        also = f" In {' and '.join(counts)}, rounding changes the result." if rest else ""
+        numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
+        counts = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
+        also = f" Rounding changes the result in {counts} operation{'s' * (len(rest) > 1)}." if rest else ""
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
-        at = f"at a loss scale of {power_of_two(self.loss_scale)}"
+        scale = power_of_two(self.loss_scale)
         if not over and not zero:
-            return f"All {operations} stay in range {at}.{also}"
+            return f"All {operations} stay in range at a loss scale of {scale}.{also}"
         harmless = sum(not operation.changes_result for operation in over)
         without_harm = f" ({harmless} without changing the result)" if harmless else ""
-        return (
-            f"{len(over)} of {operations} overflow{without_harm} {at}, and more than half becomes zero in {zero}.{also}"
-        )
+        overflow = f"{len(over) or 'none'} of {operations} overflow{'s' * (len(over) < 2)}{without_harm}"
+        lost = f" In {zero} operation{'s' * (zero > 1)}, more than half of the elements become zero." if zero else ""
+        return f"At a loss scale of {scale}, {overflow}.{lost}{also}"
 
     def _rows(self) -> list[list[str]]:
         if not self.bad:
@@ -201,19 +203,19 @@ class RangeReport(Report[OperationRange]):
         return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
 
     def _notes(self) -> list[str]:
-        notes = [f"{constant}, in float32, too." for constant in self.lost_constants]
+        notes = [f"{constant}, also in the float32 reference." for constant in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
-            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more (see `report.bad`).")
         notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]
         if self.bad and self.opaque_operations:
-            notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
+            notes.append(f"Not evaluated in float32: {', '.join(self.opaque_operations)}.")
         return notes
 
     def _suggestions(self) -> list[str]:
         return list(dict.fromkeys(operation.suggestion for operation in self.bad[:_MOST_ROWS]))
 
 
-_HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "off by"]
+_HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "out of range by"]
 _HEADINGS += ["overflow", "zero", "subnormal", "input error", "error", "suggestion"]
 
 

@@ -100,7 +100,7 @@ def off(error: float) -> str:
     """Describe a relative error as the complement of a sentence, such as "off by 12%" after "The gradients are"."""
     if not math.isfinite(error):
         return "not finite"
-    return f"off by {percent(error)}" if error < 1 else "wrong altogether"
+    return f"off by {percent(error)}" if error < 1 else "off by more than 100%"
 
 
 def at(layer: str, source: str, instance: str = "") -> str:
@@ -111,5 +111,5 @@ def at(layer: str, source: str, instance: str = "") -> str:
 
 
 def end_of(dtype: str) -> str:
-    """Return a clause that states the largest finite number of a dtype, such as "float16 ends at 65504"."""
-    return f"{dtype} ends at {limits_of(dtype).largest:.5g}"
+    """Return a clause that states the largest finite number of a dtype, to be put after "but"."""
+    return f"the largest finite {dtype} number is {limits_of(dtype).largest:.5g}"

@@ -108,25 +108,26 @@ def simulate(
     """
     if not isinstance(loss_scale, LossScale):
         raise ValueError(
-            f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Make one with `jls.get`."
+            f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Create one with `jls.get`."
         )
     dtype = checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
-        raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
+        raise ValueError("`simulate` requires either `grads_finite` or `largest`. Pass exactly one of them.")
     if largest is not None:
         seen = _checked_trace(largest, "largest")
         overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
         if overflowing.shape != seen.shape:
             raise ValueError(
-                f"`simulate(max_cotangent=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}."
+                f"`simulate(max_cotangent=...)` must have the same length as `largest`, {len(seen)}, got "
+                f"{len(overflowing)}."
             )
         return _replay(loss_scale, seen, overflowing, dtype)
     if max_cotangent is not None:
         raise ValueError("`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`.")
     if loss_scale.needs_largest:
         raise ValueError(
-            f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
-            "gradient. Give `largest`."
+            f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on the "
+            "largest gradient of each step. Pass `largest` instead."
         )
     # A gradient of zero is finite at every scale, and an infinite gradient is finite at no scale.
     seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
@@ -138,19 +139,21 @@ def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
     try:
         trace = jnp.asarray(given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"`simulate({name}=...)` must be an array, one entry a step, got {given!r}.") from error
+        raise ValueError(
+            f"`simulate({name}=...)` must be an array with one element per step, got {given!r}."
+        ) from error
     if trace.ndim != 1:
-        raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
+        raise ValueError(f"`simulate({name}=...)` must have one dimension (the steps), got shape {trace.shape}.")
     if of_flags:
         if trace.dtype != jnp.bool_ and trace.size > 0:  # an empty list becomes an array of floats
-            raise ValueError(f"`simulate({name}=...)` must be booleans, got {trace.dtype}.")
+            raise ValueError(f"`simulate({name}=...)` must contain booleans, got {trace.dtype}.")
         return trace.astype(jnp.bool_)
     if jnp.issubdtype(trace.dtype, jnp.integer):
         trace = trace.astype(jnp.float32)
     if not jnp.issubdtype(trace.dtype, jnp.floating):
-        raise ValueError(f"`simulate({name}=...)` must be real numbers, got {trace.dtype}.")
+        raise ValueError(f"`simulate({name}=...)` must contain real numbers, got {trace.dtype}.")
     if not isinstance(trace, jax.core.Tracer) and bool(jnp.any(trace < 0)):
-        raise ValueError(f"`simulate({name}=...)` must be magnitudes, at least 0, got {given!r}.")
+        raise ValueError(f"`simulate({name}=...)` must contain magnitudes, which are at least 0, got {given!r}.")
     return cast(jax.Array, _tree.widen(trace))
 
 

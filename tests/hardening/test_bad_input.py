@@ -168,7 +168,7 @@ diagnostics.explain(PARAMS)
 diagnostics.explain(PARAMS, STATE)
     `explain(opt_state=...)` STATE_EXPECTED; got float32[2]. The order is `explain(opt_state, params)`.
 diagnostics.leaf_path([PARAMS], "0")
-    `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
+    `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32)
@@ -266,7 +266,7 @@ diagnostics.nonfinite_report("x")
 diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
-    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Make one with `jls.get`.
+    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Create one with `jls.get`.
 diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
     `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
 diagnostics.suggest_loss_scale("x")

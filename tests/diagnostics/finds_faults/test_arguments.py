@@ -74,11 +74,13 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
+    told = f"The loss is {loss:.2g} in float32 as well. If it became so large during training, training diverges"
     assert told in verdict
     assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
-    assert "look at the learning rate" in verdict
-    assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
+    assert "Check the learning rate" in verdict
+    assert ("`params['kernel']` reaches 1e+05, but the largest finite float16 number is 65504." in verdict) == (
+        size > 65504
+    )
 
 
 def test_a_loss_that_only_float16_makes_large_is_accused():
@@ -88,7 +90,7 @@ def test_a_loss_that_only_float16_makes_large_is_accused():
 
     verdict = compare_gradients(fun, PARAMS, X).verdict
     assert "learning rate" not in verdict
-    assert ", and float16 ends at 65504." in verdict
+    assert ", but the largest finite float16 number is 65504." in verdict
 
 
 def test_an_argument_that_is_not_cast_is_not_accused():
@@ -97,7 +99,10 @@ def test_an_argument_that_is_not_cast_is_not_accused():
         return 1e-10 * far + 1e-6 * jnp.sum(batch["time"])
 
     params, batch = {**PARAMS, "unused": jnp.full(3, 1e5)}, {"x": X, "time": jnp.full(4, 1.7e9)}
-    assert "and float16 ends at 65504." in compare_gradients(jls.autocast(loss), params, batch).verdict
+    assert (
+        "but the largest finite float16 number is 65504."
+        in compare_gradients(jls.autocast(loss), params, batch).verdict
+    )
     for name in "time", "unused":
         assert name not in compare_gradients(jls.autocast(loss), params, batch).verdict
 

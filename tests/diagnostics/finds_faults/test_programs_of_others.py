@@ -46,7 +46,7 @@ def test_every_question_has_an_answer(name, asked):
     assert "cast_floating" not in answer  # they are under `autocast` already
     if name in HALF:
         sound = {
-            "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
+            "compare_gradients": f"Training in float16 will work. Start with a loss scale of 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
             "find_precision": "No exceptions from the rule of `autocast`.",
         }
@@ -69,8 +69,8 @@ def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
 def test_a_function_without_products_is_not_told_to_cast_by_hand():
     verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
     assert verdict == (
-        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. So the gradients are "
-        "those of float32, and nothing is gained."
+        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. Therefore, the "
+        "gradients are the same as in float32, and half precision has no benefit."
     )
 
 
@@ -113,8 +113,8 @@ def test_a_cast_that_autocast_makes_has_the_place_of_its_product_and_a_cure_that
 
     verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2)).verdict
     assert f"test_programs_of_others.py:{fun.__code__.co_firstlineno + 1}) reaches " in verdict
-    assert "Keep that product in float32, with `jls.keep_float32`" in verdict
-    assert "Do not cast it" not in verdict
+    assert "Keep the matmul in float32 with `jls.keep_float32`" in verdict
+    assert "Do not cast this value" not in verdict
 
 
 def test_where_numbers_lie_is_never_at_fault():

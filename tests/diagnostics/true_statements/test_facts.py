@@ -79,7 +79,7 @@ def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(f
     counts = f"Matrix products and convolutions: 0 of {report.summary.matmuls} in float16. The first that is not: "
     assert repr(report).startswith(f"{counts}{report.summary.first_float32}.")
     assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
-    assert "It will train" not in report.verdict
+    assert "will work" not in report.verdict
     assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
 
 
@@ -90,13 +90,13 @@ def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
 
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
     assert (report.summary.matmuls, report.summary.half_matmuls) == (4, 2)
-    assert report.verdict.startswith("It will train, with 2 of 4 products in float16, without a loss scale.")
+    assert report.verdict.startswith("Training with 2 of 4 matmuls in float16 will work. No loss scale is needed.")
 
 
 def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
     report = compare_gradients(*workloads.healthy(), loss_scales=[1.0])
     assert repr(report).splitlines()[0] == "Matrix products and convolutions: 5 of 5 in float16."
-    assert report.verdict == "It will train, without a loss scale."
+    assert report.verdict == "Training in float16 will work. No loss scale is needed."
 
 
 def test_arguments_without_names():
