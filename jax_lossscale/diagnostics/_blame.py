@@ -13,7 +13,7 @@ from jax_lossscale.diagnostics._sites import Dataflow, Site
 # Relative errors above this threshold are traced to their origin. The rounding error of float16 is 0.0005, and
 # functions that work in float16 usually have errors below 0.01.
 _WRONG = 0.1
-# If an operation amplifies an error by less than this factor, the error accumulated over the iterations of a loop.
+# If an operation amplifies an error by less than this factor, the error is assumed to accumulate in a loop.
 ACCUMULATED = 2
 # An operation is reported if more than this fraction of its results becomes zero.
 MANY_ZEROS = 0.5
@@ -42,8 +42,8 @@ def blame(
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. It is included anyway,
-    # because the derivative of this operation may be wrong.
+    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. The overflow is included
+    # anyway, because the derivative of this operation may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # If an error accumulates over the iterations of a loop, no single operation amplifies it. The operation that
@@ -53,7 +53,7 @@ def blame(
 
 
 def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
-    """Return the nodes that are reached by going backwards from the results through nodes that satisfy a condition."""
+    """Search backwards from the results, through nodes that satisfy a condition, and return the visited nodes."""
     reached: set[int] = set()
     ahead = list(results)
     while ahead:
@@ -93,7 +93,7 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Go backwards from some nodes through nodes that satisfy a condition, and return the first nodes that do not."""
+    """Search backwards from some nodes, and return the first node of each path that does not satisfy a condition."""
     passed = _followed(flow, [operand for node in nodes for operand in flow.made_of[node]], is_passed)
     return {operand for node in (*nodes, *passed) for operand in flow.made_of[node]} - passed
 

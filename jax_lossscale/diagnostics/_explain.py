@@ -89,14 +89,14 @@ _HOW_TO_RECORD = (
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
     """Return a text that explains the state of a training run, why steps are skipped, and how to fix the cause.
 
-    Call this function on the host. It waits for the device.
+    Call this function on the host, because it waits for the device.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
       params: the current parameters. The text reports whether they are finite, because a NaN in the parameters makes
-        every later step non-finite. They also provide the path of the non-finite leaf. ``None`` counts as a leaf, as in
-        `first_nonfinite`. Without ``params``, the path is taken from a part of the optimizer state with the same tree
-        structure, such as a moment of Adam.
+        every later step non-finite. The parameters also provide the path of the non-finite leaf. ``None`` counts as a
+        leaf, as in `first_nonfinite`. Without ``params``, the path is taken from a part of the optimizer state with the
+        same tree structure, such as a moment of Adam.
 
     Returns:
       A few lines of text.

@@ -136,7 +136,7 @@ def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
 
 
 class Underflow(NamedTuple):
-    """The fractions of numbers that a cast would make zero or subnormal. `print` displays them as a short text.
+    """The fractions of numbers that a cast would make zero or subnormal. `print` displays the fractions as text.
 
     Attributes:
       zero: ``float32[]``, the fraction of the finite nonzero numbers that would become zero.
@@ -161,7 +161,7 @@ class Underflow(NamedTuple):
 
 
 class LossScaleSuggestion(NamedTuple):
-    """The loss scale that `suggest_loss_scale` computed from gradients. `print` displays it as a short text.
+    """The loss scale that `suggest_loss_scale` computed from gradients. `print` displays the suggestion as text.
 
     Attributes:
       loss_scale: ``float32[]``, a power of two.
@@ -257,7 +257,7 @@ def suggest_loss_scale(
       headroom: the factor by which the gradients may grow before they overflow, at least 1.
 
     Returns:
-      A `LossScaleSuggestion`. If there is no finite nonzero gradient, its loss scale is 1.
+      A `LossScaleSuggestion`. If there is no finite nonzero gradient, the suggested loss scale is 1.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype, or if ``headroom`` is less than 1 or not finite.
@@ -338,7 +338,7 @@ def _total(counts: list[_Counts]) -> _Counts:
 
 
 def _sum(counts: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum of the counts in float32, because it may exceed the range of ``uint32``."""
+    """Return the sum of the counts in float32, because the sum may exceed the range of ``uint32``."""
     return jnp.stack([jnp.uint32(0), *counts]).astype(jnp.float32).sum()
 
 

@@ -1,4 +1,4 @@
-"""Determination of why the gradients of a function in half precision differ from its float32 gradients.
+"""Diagnosis of the differences between the half-precision gradients and the float32 gradients of a function.
 
 The result is a `Finding`: one cause, and the sentences of the verdict that `compare_gradients` prints.
 """
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict, which consists of all sentences."""
+        """All sentences of the verdict, joined by spaces."""
         return " ".join(filter(None, self.sentences))
 
 
@@ -285,13 +285,13 @@ class Finder:
         return Finding(cause, sentences, at, underflowing, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
-        """Return a sentence that the loss is below the range of its dtype, or "" if it is not."""
+        """Return a sentence that reports a loss below the range of its dtype, or "" if the loss is in range."""
         errors = self._errors
         too_small = f"The loss is {errors.reference_value:.2g}, which is too small for {errors.loss_dtype.name}."
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Return a sentence about the first location, followed by its suggestion; "" if there are no locations."""
+        """Describe the error at the first location, with its suggestion. Return "" if there are no locations."""
         if not locations:
             return ""
         operation = locations[0]

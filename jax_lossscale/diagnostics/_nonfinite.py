@@ -108,8 +108,9 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     """Count the NaN and infinite elements of each leaf, and find the first one.
 
-    Call this function on the host. It waits for the device and transfers a few numbers per leaf. Inside `jax.jit`, use
-    `first_nonfinite` instead, or record the first non-finite leaf with ``loss_scaled(..., record_bad_steps=True)``.
+    Call this function on the host, because it waits for the device and transfers a few numbers per leaf. Inside
+    `jax.jit`, use `first_nonfinite` instead, or record the first non-finite leaf with
+    ``loss_scaled(..., record_bad_steps=True)``.
 
     Args:
       grads: a pytree of gradients, scaled or unscaled. Leaves that are neither floating nor complex, such as integers
@@ -148,7 +149,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
 
 
 def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
-    """Return a report for each leaf, in the given order. Leaves with the same shape and dtype are compiled once."""
+    """Return a report for each leaf, in the given order. Equal shapes and dtypes share one compiled program."""
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
     reports = []
     for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):

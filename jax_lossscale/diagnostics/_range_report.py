@@ -61,16 +61,16 @@ class OperationRange:
         number, otherwise 0.
       suggestion: a suggestion for fixing the operation; "" if nothing is wrong with it.
       error: the relative error of the result, ``norm(result - reference) / norm(reference)``, where the reference is
-        computed in float32. If there are outliers, which are elements that are far larger than all other elements, such
-        as the fill value of a mask, this is the maximum of the errors with and without outliers. The error is 0 if the
+        computed in float32. If there are outliers (elements that are far larger than all other elements, such as the
+        fill value of a mask), ``error`` is the maximum of the errors with and without outliers. ``error`` is 0 if the
         terms of a sum cancel almost completely, because such a sum is not accurate in float32 either.
       input_error: the largest error of the operands.
       amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
       changes_result: whether the error propagates to the value or a gradient through a chain of inaccurate results. For
         example, the rounding error of a large angle propagates through its cosine.
-      instance: if the line is executed more than once, a label of this execution. It is the path of the most recently
-        used parameter, such as ``model.blocks[2].kernel``. If this does not distinguish all executions of the forward
-        pass, it includes a number, such as ``run 2 of 5``.
+      instance: if the line is executed more than once, a label of this execution. The label is the path of the most
+        recently used parameter, such as ``model.blocks[2].kernel``. If the path does not distinguish all executions of
+        the forward pass, the label includes a number, such as ``run 2 of 5``.
     """
 
     operation: str
@@ -98,8 +98,8 @@ class OperationRange:
 class RangeReport(Report[OperationRange]):
     """A sequence of `OperationRange`, sorted such that the worst operation comes first.
 
-    It contains all operations whose result is in half precision, and all float32 operations with a suggestion. They are
-    sorted by the following criteria, in this order:
+    The report contains all operations whose result is in half precision, and all float32 operations with a suggestion.
+    The operations are sorted by the following criteria, in this order:
 
     1. Operations with a suggestion whose error changes the value or a gradient come first.
     2. Operations of the forward pass come before operations of the backward pass.
@@ -149,7 +149,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in self.operations if operation.suggestion)
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the forward pass that overflow. They overflow at every loss scale."""
+        """Return the operations of the forward pass that overflow, which happens at every loss scale."""
         return tuple(
             operation
             for operation in self.bad
@@ -161,7 +161,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
 
     def underflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the backward pass whose results underflow. A larger loss scale prevents this."""
+        """Return the operations of the backward pass whose results underflow, which a larger loss scale prevents."""
         finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
         return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
@@ -367,7 +367,7 @@ def _severity(operation: OperationRange) -> Any:
 
 
 def _scale_of(loss_scale: Any) -> float:
-    """Return the loss scale as a float. A number may be less than 1, although a `FixedLossScale` may not."""
+    """Return the loss scale as a float. Unlike the value of a `FixedLossScale`, a number may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
     if not 0 < float(loss_scale) < math.inf:

@@ -97,19 +97,19 @@ def listed(paths: Sequence[str]) -> str:
 
 
 def off(error: float) -> str:
-    """Describe a relative error as the complement of a sentence, such as "off by 12%" after "The gradients are"."""
+    """Describe a relative error in words that can follow "is" or "are", such as "off by 12%"."""
     if not math.isfinite(error):
         return "not finite"
     return f"off by {percent(error)}" if error < 1 else "off by more than 100%"
 
 
 def at(layer: str, source: str, instance: str = "") -> str:
-    """Describe the location of an operation, such as " in block1 (model.py:12; run 2 of 5)" after its name."""
+    """Describe a location in words that can follow a name, such as " in block1 (model.py:12; run 2 of 5)"."""
     return (
         f"{f' in {layer}' if layer else ''} ({'; '.join(filter(None, [source or 'no line of your code', instance]))})"
     )
 
 
 def end_of(dtype: str) -> str:
-    """Return a clause that states the largest finite number of a dtype, to be put after "but"."""
+    """Return a clause that states the largest finite number of a dtype."""
     return f"the largest finite {dtype} number is {limits_of(dtype).largest:.5g}"

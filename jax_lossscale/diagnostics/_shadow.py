@@ -231,7 +231,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half-precision dtype with whose range the results are compared.
-      total: the expected number of rows, or 0. If it is positive, a line is printed after each tenth of the rows.
+      total: the expected number of rows, or 0. If ``total`` is positive, a line is printed after each tenth of it.
     """
 
     fields = len(Statistics._fields)

@@ -54,8 +54,8 @@ def simulate(
     The simulation is compiled and takes far less time than the run. There are two kinds of traces:
 
     - ``grads_finite`` contains, for each step, whether the gradients were finite.
-    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. The simulation computes
-      from it whether the gradients are finite at the current loss scale.
+    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From these
+      magnitudes, the simulation computes whether the gradients are finite at the current loss scale.
 
     With ``largest``, each step computes::
 

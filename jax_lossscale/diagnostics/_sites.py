@@ -173,7 +173,7 @@ class Dataflow(Propagation[Ancestry]):
         )
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
-        """Give each cast that `autocast` adds the location of the operation for which the operand is cast."""
+        """Assign the location of an operation to the casts that `autocast` added to its operands."""
         for node in operands:
             site = self.sites.get(node)
             if site is None or not location.source:
@@ -188,7 +188,10 @@ class Dataflow(Propagation[Ancestry]):
         return len(self.made_of) - 1
 
     def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
-        """Return the operation of the same expression whose derivative an equation computes, or "" if there is none."""
+        """Return the name of the operation whose derivative an equation computes, or "" if there is none.
+
+        The equation must come from the same expression of the source code as the operation.
+        """
         name = eqn.primitive.name
         if name not in _OF_A_DERIVATIVE or "jvp(" not in location.stack:
             return ""
@@ -226,7 +229,7 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
     - Otherwise, the label is the most recently used parameter. In the backward pass, this is the parameter of the
       operation that is differentiated.
 
-    If sites of the forward pass still have the same label, they are numbered.
+    If several sites of the forward pass still have the same label, a number is appended to each label.
 
     Args:
       flow: the dataflow of the jaxpr that computes the value and the gradients.
