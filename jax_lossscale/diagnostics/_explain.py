@@ -198,7 +198,7 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
         if (largest.largest_finite or 0.0) ** 2 > limits_of(jnp.float16).largest:
             where = largest.path or "the only leaf"
             yield (
-                f"The largest parameter is {largest.largest_finite:.2g}, in {where}. It may exceed the range of "
+                f"The largest parameter is {largest.largest_finite:.2g}, in {where}, and may exceed the range of "
                 "float16 if it is cast or multiplied."
             )
             yield "If it became so large during training, restart from a checkpoint with a smaller learning rate."
@@ -364,7 +364,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
         return
     if largest == 0:
         yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32."
-        yield "If not, they underflowed in float16 or were not scaled. Use `jls.value_and_scaled_grad`."
+        yield "If they are not, they underflowed in float16 or were not scaled. Use `jls.value_and_scaled_grad`."
         return
     yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))

@@ -185,7 +185,10 @@ class Finder:
         derivatives = [operation for operation in report.bad if operation.derivative_of]
         before = [operation for operation in report.forward_error_sources() if not operation.overflow]
         locations = derivatives or before or [operation for operation in report.bad if operation.overflow]
-        sentence = f"The loss is finite, but the gradients of {_paths(bad)} overflow at every loss scale compared."
+        sentence = (
+            f"The loss is finite, but the gradients of {_paths(bad)} are not finite at any of the loss scales that "
+            "were compared."
+        )
         return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:

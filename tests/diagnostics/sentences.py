@@ -46,12 +46,12 @@ LINES = {
     "If the loss does not decrease, check whether the gradients are scaled. Compute *": "question",
     "The largest gradient of the last step could not be measured. *": "not measured",
     "All gradients of the last step were exactly zero. *": "all zero",
-    "If not, they underflowed in float16 or were not scaled. *": "",
+    "If they are not, they underflowed in float16 or were not scaled. *": "",
     "The parameters are not finite, first in *. Most likely, a step *": "parameters",
     "Restart from a checkpoint. To skip such steps, use *": "",
     "The parameters are not finite, first in *. Restart from a checkpoint.": "parameters, skipping",
     "Check the initial parameters and the learning rate, and make sure that `value_and_scaled_grad` *": "",
-    "The largest parameter is *, in *. It may exceed the range of float16 *": "large",
+    "The largest parameter is *, in *, and may exceed the range of float16 *": "large",
     "If it became so large during training, restart from a checkpoint with a smaller learning rate.": "",
 }
 NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")

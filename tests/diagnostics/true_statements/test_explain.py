@@ -283,7 +283,7 @@ def test_a_parameter_that_is_too_large_is_named_where_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
     assert told_in(text).endswith(" | large")
-    assert "\nThe largest parameter is 3e+02, in ['kernel']." in text
+    assert "\nThe largest parameter is 3e+02, in ['kernel'], and" in text
 
 
 def test_a_step_that_was_applied_without_harm():
