@@ -48,7 +48,7 @@ def blame(
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # If an error accumulates over the iterations of a loop, no single operation amplifies it. The operation that
     # computes the carry is reported instead.
-    ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_loops[loop]}
+    ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_carries[loop]}
     return harmful, begins or harmful & ends
 
 
@@ -60,7 +60,7 @@ def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], b
         node = ahead.pop()
         if node not in reached and holds(node):
             reached.add(node)
-            ahead += flow.made_of[node]
+            ahead += flow.sources[node]
     return reached
 
 
@@ -94,8 +94,8 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
     """Search backwards from some nodes, and return the first node of each path that does not satisfy a condition."""
-    passed = _followed(flow, [operand for node in nodes for operand in flow.made_of[node]], is_passed)
-    return {operand for node in (*nodes, *passed) for operand in flow.made_of[node]} - passed
+    passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
+    return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
 
 
 def _adds_up_in_half(site: Site) -> bool:

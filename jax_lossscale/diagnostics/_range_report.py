@@ -183,14 +183,16 @@ class RangeReport(Report[OperationRange]):
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
         numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
         counts = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
-        also = f" Rounding changes the result in {counts} operation{'s' * (len(rest) > 1)}." if rest else ""
+        rounding = f" Rounding in {counts} operation{'s' * (len(rest) > 1)} changes the value or a gradient."
+        also = rounding if rest else ""
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
         scale = power_of_two(self.loss_scale)
         if not over and not zero:
             return f"All {operations} stay in range at a loss scale of {scale}.{also}"
         harmless = sum(not operation.changes_result for operation in over)
         without_harm = f" ({harmless} without changing the result)" if harmless else ""
-        overflow = f"{len(over) or 'none'} of {operations} overflow{'s' * (len(over) < 2)}{without_harm}"
+        counted = f"{len(over)} of {operations}" if over else f"none of the {operations}"
+        overflow = f"{counted} overflow{'s' * (len(over) < 2)}{without_harm}"
         lost = f" In {zero} operation{'s' * (zero > 1)}, more than half of the elements become zero." if zero else ""
         return f"At a loss scale of {scale}, {overflow}.{lost}{also}"
 

@@ -27,11 +27,11 @@ from jax_lossscale._program.propagation import Propagation
 
 # Operations that are not measured. Except for the sign, their results only contain numbers of their operands, which
 # have already been measured.
-_MOVES = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
+_UNMEASURED = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
 # Operations whose derivative may be out of range although the result of the operation is not.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
 # Primitives that occur in the derivatives of the operations in `_STEEP`.
-_OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
+_DERIVATIVE_PRIMITIVES = ("mul", "div", "neg", "integer_pow", "pow")
 
 
 class Parameter(NamedTuple):
@@ -97,15 +97,15 @@ class Dataflow(Propagation[Ancestry]):
 
     Attributes:
       sites: a dictionary from each node that is a measured result to its `Site`.
-      made_of: for each node, the nodes from which it is computed.
-      ends_of_loops: a dictionary from each node that is a carry to the nodes from which its value at the end of an
+      sources: for each node, the nodes from which it is computed.
+      ends_of_carries: a dictionary from each node that is a carry to the nodes from which its value at the end of an
         iteration is computed.
     """
 
     def __init__(self, is_autocast: bool = False) -> None:
         self.sites: dict[int, Site] = {}
-        self.made_of: list[frozenset[int]] = []
-        self.ends_of_loops: dict[int, frozenset[int]] = {}
+        self.sources: list[frozenset[int]] = []
+        self.ends_of_carries: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
         self._is_autocast = is_autocast  # `autocast` adds the casts of the operands of matmuls
 
@@ -120,8 +120,8 @@ class Dataflow(Propagation[Ancestry]):
 
     def carried_on(self, within: Ancestry, at_end: Ancestry) -> None:
         (node,) = within.nodes
-        self.made_of[node] |= at_end.nodes
-        self.ends_of_loops[node] = at_end.nodes
+        self.sources[node] |= at_end.nodes
+        self.ends_of_carries[node] = at_end.nodes
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
         """Add a site for each measured result of an equation, and return the ancestry of every result."""
@@ -132,23 +132,23 @@ class Dataflow(Propagation[Ancestry]):
             self._divisions.add(location.column)
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operands)
         parameter = self._entered(eqn, location, [operand.parameter for operand in operands if operand.parameter])
-        made_here = Ancestry(nodes, name, location.column, derivative_of, parameter)
+        computed_here = Ancestry(nodes, name, location.column, derivative_of, parameter)
         # An `integer_pow` in the derivative of a division is reported as a division.
         is_of_division = derivative_of == "div" and name == "integer_pow"
         operation = "div" if is_of_division else _operation(name, operands)
         takes_parameter = self._takes_parameter(name, nodes, operands)
-        moved = moved_operands(eqn) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
+        moved = moved_operands(eqn) or [range(len(operands) * (name in _UNMEASURED))] * len(eqn.outvars)
         results = []
         for variable, taken in zip(eqn.outvars, moved, strict=True):
             if is_measured(eqn, variable):
                 node = self._node(nodes)
                 self.sites[node] = Site(operation, location, variable.aval, derivative_of, parameter, takes_parameter)
-                results.append(made_here._replace(nodes=frozenset({node})))
+                results.append(computed_here._replace(nodes=frozenset({node})))
             else:
                 # Data movement does not change the origin of a value. If the operands have several origins, the first
                 # known origin is used.
                 origins = sorted((operands[n] for n in taken), key=lambda origin: not origin.operation)
-                origin = origins[0] if origins else made_here
+                origin = origins[0] if origins else computed_here
                 results.append(origin._replace(nodes=nodes, parameter=parameter))
         return results
 
@@ -183,9 +183,9 @@ class Dataflow(Propagation[Ancestry]):
                 own = {name: getattr(site.location, name) for name in ("is_backward", "instructions")}
                 self.sites[node] = site._replace(location=location._replace(**own))
 
-    def _node(self, made_of: frozenset[int]) -> int:
-        self.made_of.append(made_of)
-        return len(self.made_of) - 1
+    def _node(self, sources: frozenset[int]) -> int:
+        self.sources.append(sources)
+        return len(self.sources) - 1
 
     def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.
@@ -193,7 +193,7 @@ class Dataflow(Propagation[Ancestry]):
         The equation must come from the same expression of the source code as the operation.
         """
         name = eqn.primitive.name
-        if name not in _OF_A_DERIVATIVE or "jvp(" not in location.stack:
+        if name not in _DERIVATIVE_PRIMITIVES or "jvp(" not in location.stack:
             return ""
         if name == "integer_pow" and eqn.params["y"] == -2 and location.column in self._divisions:
             return "div"
@@ -209,7 +209,7 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
-    return is_float and name not in _MOVES
+    return is_float and name not in _UNMEASURED
 
 
 def _operation(name: str, operands: Sequence[Ancestry]) -> str:
@@ -235,7 +235,7 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
       flow: the dataflow of the jaxpr that computes the value and the gradients.
       gradients: for each name of a parameter, the nodes that represent its gradient.
     """
-    only = _parts_of_one(flow, gradients)
+    only = _contributions_to_one_gradient(flow, gradients)
     parameters = []
     for time, (node, site) in enumerate(flow.sites.items()):
         entered = site.parameter
@@ -255,7 +255,7 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
     return sites
 
 
-def _parts_of_one(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
+def _contributions_to_one_gradient(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
     """Return, for each node, the name of the only gradient to which it contributes, or None if there are several."""
     whose: dict[int, str | None] = {}
     ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
@@ -264,7 +264,7 @@ def _parts_of_one(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> d
         name = name if whose.get(node, name) == name else None
         if node not in whose or whose[node] != name:
             whose[node] = name
-            ahead += [(each, name) for each in flow.made_of[node]]
+            ahead += [(each, name) for each in flow.sources[node]]
     return whose
 
 
