@@ -79,26 +79,30 @@ class GradientComparison(Report[LeafGradientError]):
     _entries: ClassVar[str] = "leaves"
 
     def _header(self) -> str:
-        lines = [str(self.summary), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        losses = f"Loss: {self.value:.6g}; float32 reference: {self.reference_value:.6g}."
+        lines = [str(self.summary), self.verdict, losses]
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
-            lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
+            lines.append(f"All gradients are accurate at the compared loss scales from {' to '.join(ends)}.")
         if self.run_time_errors and self.cause != "run-time error":
             (first, message), *_ = self.run_time_errors
             lines.append(
-                f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {message} So "
-                "would a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set "
-                "the environment variable EQX_ON_ERROR=nan: then such a step is skipped."
+                f"At a loss scale of {power_of_two(first)}, the program raises an error, which counts as an overflow: "
+                f"{message} A training step at this loss scale would raise it as well. If equinox raises the error "
+                "(lineax, optimistix and diffrax use equinox), set the environment variable EQX_ON_ERROR=nan so that "
+                "the step is skipped instead."
             )
         if self.opaque_operations:
             names = ", ".join(self.opaque_operations)
-            lines.append(f"Not followed, and in half precision in the reference, too: {names}.")
+            lines.append(f"The float32 reference also computes these operations in half precision: {names}.")
         if any(leaf.is_rounding for leaf in self):
             lines.append(
-                "*: in float32, too, rounding alone changes its gradient by more than 5%, so its errors say nothing."
+                "*: Even in float32, rounding errors change this gradient by more than 5%, so its errors are "
+                "meaningless."
             )
         lines.append(
-            "Relative error of the gradients, by loss scale, where it changes (lost: zero, where the reference is not):"
+            "Relative error of the gradients, for the loss scales at which it changes (lost: nonzero elements that "
+            "become zero):"
         )
         return "\n".join(lines)
 
@@ -120,7 +124,7 @@ class GradientComparison(Report[LeafGradientError]):
             name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
             rows.append(row(name, str(list(leaf.shape)), leaf))
         rest = [f"... {len(shown_leaves) - _MOST_ROWS} more"] * (len(shown_leaves) > _MOST_ROWS)
-        rest += [f"{zero} that {'is' if zero == 1 else 'are'} zero in float32"] * (zero > 0)
+        rest += [f"{zero} {'leaf' if zero == 1 else 'leaves'} with zero gradients in float32"] * (zero > 0)
         return [*rows, *([name, *[""] * (3 + len(shown))] for name in rest)]
 
     def _shown(self, leaves: Sequence[LeafGradientError]) -> list[int]:
@@ -253,7 +257,7 @@ def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
     are_positive = all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales)
     if not scales or not are_positive or not all(map(is_number, numbers)):
         raise ValueError(
-            f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
-            "useful ones are chosen."
+            f"`compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got {loss_scales!r}. "
+            "Omit this argument to use the default scales."
         )
     return scales

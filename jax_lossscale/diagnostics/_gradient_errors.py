@@ -364,8 +364,8 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
     zero = [leaf for leaf in leaves if leaf.is_zero]
     share = sum(math.prod(leaf.shape) for leaf in zero) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
     return (
-        f"{len(zero)} of {len(leaves)} leaves, {share:.1%} of all gradients, are zero in float32, too, so nothing is "
-        "known of them: ask again after a step of training."
+        f"The gradients of {len(zero)} of {len(leaves)} leaves ({share:.1%} of all elements) are zero even in float32, "
+        "so they cannot be compared. Repeat the analysis after a training step."
         if zero
         else ""
     )

@@ -144,7 +144,7 @@ def test_the_range_of_scales_that_work_is_told():
     report = compare_gradients(*ATTENTION)
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
-    assert f"those from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f} work." in repr(report)
+    assert f"loss scales from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
     for scale in report.loss_scales:
         loss_scale = jls.DynamicLossScale(current_loss_scale=jnp.float32(scale))
         grads = jls.scaled_grad(attention, loss_scale)(*ATTENTION[1:])
@@ -181,7 +181,7 @@ def test_a_sum_by_hand_has_a_sentence_and_a_place():
 REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
 REPORTS["range_report"] = range_report
 FLOATING = "must be a real floating dtype, got int32"
-NUMBERS = "must be positive finite numbers, got"
+NUMBERS = "must be a sequence of positive finite numbers, got"
 REFUSED = [
     ("autocast_report", {"policy": "float32"}, "policy=...)` must be"),
     ("autocast_report", {"has_aux": 1}, "has_aux=...)` must be"),

@@ -279,7 +279,7 @@ def test_what_is_not_followed_is_listed():
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.opaque_operations == ("pure_callback",)
-    assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
+    assert "The float32 reference also computes these operations in half precision: pure_callback." in repr(report)
 
 
 # Print and notebook.
