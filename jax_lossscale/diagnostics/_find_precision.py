@@ -131,16 +131,16 @@ def find_precision(
     if not jax.tree.leaves([call.args[position] for position in call.positions]):
         raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
     if progress:
-        plan = f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients"
+        plan = f"compiles two programs, and computes the gradients at most {MOST_GRADIENTS} times per batch"
         report_progress("find_precision", plan)
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
     if not search.is_exact_finite():
         faults = argument_faults(call)
-        why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` tells where it begins."
+        why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
         warn_user(
-            "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
-            f"with. {why} The policy has no rules."
+            "`find_precision`: The value or the gradients are not finite in float32 either, so there is no reference "
+            f"for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionPolicy()
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in search.leaves) > 0:
@@ -149,25 +149,25 @@ def find_precision(
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(rules_for(search.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
-    search.report(f"{search.numbers.sum()} products at {len(search.sites)} places, {len(of_batches)} batches")
+    search.report(f"{search.numbers.sum()} matmuls at {len(search.sites)} locations; batches: {len(of_batches)}")
     first, best = search.found()
     while True:
         ratio, error, where = search.verified(policy(best))
-        search.report(f"under `autocast`, {where} is {off(error)}")
+        search.report(f"verification under `autocast`: {where} is {off(error)}")
         if ratio <= 1 or not (best.levels < FLOAT32).any():
             break
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
     if ratio > 1:
         warn_user(
-            f"`find_precision`: with every product in float32, {where} is {off(error)}, more than the "
-            f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
+            f"`find_precision`: Even with all matmuls in float32, {where} is {off(error)}, which exceeds the tolerance "
+            f"of {percent(tolerance)}. Therefore, {dtype.name} is not the cause of the error."
         )
     in_half = int(search.numbers[best.levels < FLOAT32].sum())
     if 2 * in_half < search.numbers.sum():
         warn_user(
-            f"`find_precision`: only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so little is "
-            "gained. `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with "
-            f"{dtype.name} there."
+            f"`find_precision`: Only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so `autocast` "
+            "saves little time and memory. Use `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` to find out "
+            f"why the function is not accurate in {dtype.name}."
         )
     before_and_after = min(first.error, 1.0), min(error, 1.0)
     return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)
@@ -179,14 +179,14 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
         return [args]
     if not isinstance(batches, Sequence) or isinstance(batches, str) or len(batches) == 0:
         raise ValueError(
-            f"`find_precision(batches=...)` must be a sequence of values for the last argument, got {batches!r}. Put a "
-            "single one into a list."
+            "`find_precision(batches=...)` must be a sequence of values for the last positional argument of `fun`, got "
+            f"{batches!r}. To pass a single batch, put it into a list."
         )
     types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each) for each in (args[-1], *batches)]
     for other in types[1:]:
         if other != types[0]:
             raise ValueError(
-                "`find_precision(batches=...)` must hold values like the last argument, of the same structure, shapes "
-                f"and dtypes; that is {types[0]}, and one is {other}."
+                "`find_precision(batches=...)` must contain values with the structure, shapes and dtypes of the last "
+                f"positional argument of `fun`: expected {types[0]}, got {other}."
             )
     return [args, *((*args[:-1], batch) for batch in batches)]

@@ -261,7 +261,7 @@ class Search:
     def report(self, text: str) -> None:
         """Print a line about the progress of the search if ``progress`` is true."""
         if self._progress:
-            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients; {text}")
+            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients computed; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
         """Return the loss scale for a trial: a power of two at which no cotangent in half precision overflows."""
@@ -361,7 +361,7 @@ class Search:
             if not reason and self.spent < MOST_GRADIENTS:
                 without = self._trial(levels)
                 reason = f"in half precision, {without.where} is {off(without.error)}"
-            reasons[site] = reason or "what is made of it is sensitive to rounding"
+            reasons[site] = reason or "the rest of the computation is sensitive to its rounding errors"
         return reasons
 
     def _out_of_range(self, measured: Measured, site: int, levels: np.ndarray, scale: float) -> str:
@@ -381,25 +381,26 @@ class Search:
         for role, what in of_values:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
-                return f"{what} is at most {largest:.2g}, much of it too small for {self._dtype.name}"
+                return f"{what} is at most {largest:.2g}, and many of its elements are too small for {self._dtype.name}"
         gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
         is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
         if is_lost[site] and log2 >= 1:
             largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
             return (
-                f"its gradients are at most {largest:.2g}, too small for {self._dtype.name}, at a loss scale of "
-                f"{power_of_two(scale)}, above which others overflow; to have it in half precision, give its part a "
-                f"scale of its own: `jls.scale_gradient(result, 2.0**{log2})`, "
+                f"its gradients are at most {largest:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
+                f"for {self._dtype.name}, and other gradients overflow at larger scales; to compute it in half "
+                "precision, give this part of the model a separate loss scale: "
+                f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
         # Otherwise, the matmuls at this site have both large and small gradients, or the gradients of other matmuls in
         # half precision underflow because the largest gradient at this site limits the loss scale.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
-                f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which others are too "
-                f"small for {self._dtype.name}; to have it in half precision, give the small ones a scale of their "
-                "own, with `jls.scale_gradient` and `jls.unscale_gradient`"
+                f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "
+                f"too small for {self._dtype.name}; to compute it in half precision, give the part of the model with "
+                "the small gradients a separate loss scale, with `jls.scale_gradient` and `jls.unscale_gradient`"
             )
         return ""
 
