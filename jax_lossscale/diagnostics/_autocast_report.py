@@ -28,7 +28,7 @@ from jax_lossscale.diagnostics._operations import (
 from jax_lossscale.diagnostics._report import Report, percent
 
 _MOST_ROWS = 16
-_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "why"]
+_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "reason"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -88,12 +88,12 @@ class AutocastReport(Report[OperationPrecision]):
     def _header(self) -> str:
         forward = sum(operation.count for operation in self.matmuls if not operation.is_backward)
         backward = sum(operation.count for operation in self.matmuls if operation.is_backward)
-        without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
+        without = "" if self.bytes_before is None else f" ({_in_bytes(self.bytes_before)} without `autocast`)"
         return (
             f"{self.summary}\n"
-            f"Forward pass: {forward}. Backward pass: {backward}. "
-            f"{percent(self.half_share)} of their work is in {self.dtype}.\n"
-            f"Kept for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
+            f"Forward pass: {forward} matmuls. Backward pass: {backward} matmuls. "
+            f"{percent(self.half_share)} of their floating-point operations are in {self.dtype}.\n"
+            f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
         )
 
     def _rows(self) -> list[list[str]]:
@@ -101,12 +101,12 @@ class AutocastReport(Report[OperationPrecision]):
 
     def _notes(self) -> list[str]:
         more = len(self.matmuls) - _MOST_ROWS
-        notes = [f"... and {more} more: `report.matmuls`."] if more > 0 else []
+        notes = [f"... and {more} more (see `report.matmuls`)."] if more > 0 else []
         notes += self.arguments
         if self.opaque_operations:
-            notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
+            notes.append(f"Computed as written, without conversion: {', '.join(self.opaque_operations)}.")
         if self.not_in_half:
-            notes.append(f"`fallback` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
+            notes.append(f"`in_half` functions that use their `fallback`: {'; '.join(self.not_in_half)}.")
         return notes
 
 
