@@ -72,7 +72,10 @@ class LossCall(NamedTuple):
 
     def _checked(self, traced: Traced) -> Traced:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
-            raise ValueError(f"`{self.caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
+            raise ValueError(
+                f"`{self.caller}(*args)` got traced values. Call `{self.caller}` outside of `jax.jit` and other "
+                "transformations."
+            )
         return traced
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
@@ -180,10 +183,10 @@ def _has_values(leaf: Any) -> bool:
 def _nonfinite(leaf: LeafReport) -> str:
     """Return a sentence about the NaNs or infinities in a leaf."""
     number = leaf.nan or leaf.nonfinite
-    what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
+    name = ("NaN" if leaf.nan else "infinity") if number == 1 else ("NaNs" if leaf.nan else "infinities")
     first = ", at" if number == 1 else ", the first at"
     where = f"{first} {list(leaf.first_bad_index)}" if leaf.first_bad_index else ""
-    return f"`{leaf.path}` holds {number} {what}{where}."
+    return f"`{leaf.path}` contains {number} {name}{where}."
 
 
 def argument_faults(call: LossCall) -> ArgumentFaults:

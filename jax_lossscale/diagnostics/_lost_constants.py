@@ -37,7 +37,7 @@ class LostConstant(NamedTuple):
     def __str__(self) -> str:
         name = "epsilon" if self.is_epsilon else "constant"
         where = at(self.location.layer, self.location.source)
-        return f"The {name} in `{self.operation}`{where} is {self.value:g} in 16 bits"
+        return f"The {name} in `{self.operation}`{where} rounds to {self.value:g} in half precision"
 
 
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:

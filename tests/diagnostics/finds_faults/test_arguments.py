@@ -38,11 +38,11 @@ FAULTS = {
     "NaN in the batch": (
         (PARAMS, X.at[5, 5].set(NAN).at[7, 1].set(INF).at[9, 1].set(NAN)),
         {},
-        "`batch` holds 2 NaN, the first at [5, 5].",
+        "`batch` contains 2 NaNs, the first at [5, 5].",
     ),
-    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` holds 1 NaN, at [2, 3]."),
-    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` holds 1 NaN"),
-    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` holds 4 NaN, the first at [0]."),
+    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` contains 1 NaN, at [2, 3]."),
+    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` contains 1 NaN"),
+    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` contains 4 NaNs, the first at [0]."),
 }
 
 
@@ -57,9 +57,9 @@ def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, s
 @pytest.mark.slow
 def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
     infinite = (PARAMS, X.at[5, 5].set(INF))
-    assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
-    assert "`batch` holds 1 infinity" in ASKED["range_report"](*infinite)
-    assert "`batch` holds 1 infinity" in warned(*infinite)
+    assert "`batch` contains 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
+    assert "`batch` contains 1 infinity" in ASKED["range_report"](*infinite)
+    assert "`batch` contains 1 infinity" in warned(*infinite)
 
     def masked(params, batch, mask):
         return -jnp.mean(jax.nn.log_softmax(batch @ params["kernel"] + mask)[:, 0])
