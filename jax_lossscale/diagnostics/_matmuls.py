@@ -1,4 +1,4 @@
-"""The number of matmuls in half precision, and why the first other matmul is not."""
+"""The number of matmuls in half precision, and the origin of the float32 operands of other matmuls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class MatmulSummary(NamedTuple):
 
     Attributes:
       dtype: the name of the half-precision dtype.
-      matmuls: the number of matmuls in value and gradients. A matmul in the body of a loop counts once.
-      half_matmuls: the number of matmuls whose operands have this dtype.
-      first_float32: the location of the first other matmul, and the reason for its dtype; "" if there is none.
-      half_share: the fraction of the floating-point operations of all matmuls that is done in this dtype; 1 if there
-        are no matmuls.
+      matmuls: the number of matmuls in the value and the gradients. A matmul in the body of a loop counts once.
+      half_matmuls: the number of matmuls whose operands have the half-precision dtype.
+      first_float32: the location of the first matmul in another dtype, with the reason; "" if there is none.
+      half_share: the fraction of the floating-point operations of all matmuls that is done in half precision; 1 if
+        there are no matmuls.
       is_autocast: whether the function, or a part of it, is under `autocast`.
     """
 
@@ -47,7 +47,7 @@ class MatmulSummary(NamedTuple):
 
     @property
     def no_half_precision(self) -> str:
-        """The explanation to print if nothing is computed in the dtype."""
+        """The explanation in a report if nothing is computed in the half-precision dtype."""
         if self.is_autocast and not self.matmuls:
             return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
         if self.is_autocast:
@@ -60,7 +60,13 @@ class MatmulSummary(NamedTuple):
 
 
 def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
-    """Summarize the matmuls among operations."""
+    """Summarize the matmuls in a list of operations.
+
+    Args:
+      entries: the operations of the value and the gradients.
+      dtype: the name of the half-precision dtype.
+      is_autocast: whether the function, or a part of it, is under `autocast`.
+    """
     matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
     others = sorted(
@@ -83,7 +89,7 @@ class Float32Origin(NamedTuple):
 
     Attributes:
       location: the location of the matmul.
-      reason: why its operands are float32; "" if this is not known.
+      reason: the reason why the operands of the matmul are float32; "" if it is unknown.
     """
 
     location: Location
@@ -108,14 +114,14 @@ def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]
 
 
 class _Origin(NamedTuple):
-    """Where a float32 value comes from; of several, the one with the lowest rank is told.
+    """The origin of a float32 value. If a value has several origins, the origin with the lowest rank is reported.
 
     Attributes:
-      rank: 0, where half precision was promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
-        which were float32 at the beginning; 4, of what is not float32.
-      why: the same in words, of a product that takes the value.
+      rank: the kind of origin. It is 0 for an operation that promotes half precision to float32, 1 for a cast to
+        float32, 2 for an argument that is float32, and 3 for a constant. It is 4 if the value is not float32.
+      why: an explanation of the origin, phrased as the reason why a matmul with this operand is in float32.
       given: the name of the argument, or "a constant".
-      column: where the cast stands.
+      column: the position of the cast in the source code.
     """
 
     rank: int
@@ -129,7 +135,12 @@ def _given(rank: int, name: str) -> _Origin:
 
 
 class _Origins(Propagation[_Origin]):
-    """Propagation of the origins of float32 values; ``float32_operands``: the matmuls with such operands."""
+    """Propagation of the origins of float32 values.
+
+    Attributes:
+      dtype: the half-precision dtype.
+      float32_operands: the location of each matmul with a float32 operand, and the origin of the operand.
+    """
 
     follows = Propagation.follows | {"shard_map"}
 
@@ -163,5 +174,5 @@ def _is_wide_float(aval: Any) -> bool:
 
 
 def _named(at: Location | OperationPrecision) -> str:
-    """Name a layer and a line; "" if neither is known."""
+    """Return the layer and the line of an operation as text; "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source
