@@ -96,8 +96,8 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
         if evaluator.opaque_operations:
             warnings.warn(
-                f"`in_precision` cannot follow {', '.join(evaluator.opaque_operations)}, and evaluates what it meets "
-                "there as it is, in its own dtype.",
+                "`in_precision` cannot convert these operations, so it evaluates them in their original dtype: "
+                f"{', '.join(evaluator.opaque_operations)}.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -38,24 +38,28 @@ class MatmulSummary(NamedTuple):
 
     def __str__(self) -> str:
         if not self.matmuls:
-            return "Matrix products and convolutions: none."
-        counts = f"Matrix products and convolutions: {self.half_matmuls} of {self.matmuls} in {self.dtype}"
+            return "Matrix multiplications and convolutions (matmuls): none."
+        counts = (
+            f"Matrix multiplications and convolutions (matmuls): {self.half_matmuls} of {self.matmuls} in {self.dtype}"
+        )
         if not self.first_float32:
             return f"{counts}."
-        work = f", {percent(self.half_share)} of their work" if self.half_matmuls else ""
-        return f"{counts}{work}. The first that is not: {self.first_float32}."
+        flops = f", with {percent(self.half_share)} of the floating-point operations" if self.half_matmuls else ""
+        return f"{counts}{flops}. The first matmul that is not in {self.dtype}: {self.first_float32}."
 
     @property
     def no_half_precision(self) -> str:
         """The explanation in a report if nothing is computed in the half-precision dtype."""
         if self.is_autocast and not self.matmuls:
-            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
+            return (
+                f"`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in {self.dtype}."
+            )
         if self.is_autocast:
-            left = f"all {self.matmuls} matrix products and convolutions"
-            return f"`autocast` leaves {left} as they are: {self.first_float32}."
+            matmuls = f"of the {self.matmuls} matrix multiplications and convolutions"
+            return f"`autocast` computes none {matmuls} in {self.dtype}. The first one: {self.first_float32}."
         return (
-            f"`fun` computes nothing in {self.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
-            "`fun`, with `jls.cast_floating`."
+            f"`fun` computes nothing in {self.dtype}. Use `jls.autocast(fun)`, or cast the parameters and inputs "
+            "inside `fun` with `jls.cast_floating`."
         )
 
 
@@ -131,7 +135,7 @@ class _Origin(NamedTuple):
 
 
 def _given(rank: int, name: str) -> _Origin:
-    return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
+    return _Origin(rank, f"its operand comes from {name}, which is float32", name)
 
 
 class _Origins(Propagation[_Origin]):
@@ -160,12 +164,12 @@ class _Origins(Propagation[_Origin]):
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
         if given and (takes_narrow or (location.column and location.column in [each.column for each in origins])):
-            met = f"{self.dtype.name} met float32 {given[0]} at {_named(location)}"
-            origin = _Origin(0, f"its input is float32 since {met}")
+            promotion = f"{given[0]} promotes {self.dtype.name} to float32 at {_named(location)}"
+            origin = _Origin(0, f"its operand is float32 because {promotion}")
         if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.float32_operands.append((location, origin))
         if takes_narrow and not origins:
-            origin = _Origin(1, f"its input becomes float32 at {_named(location)}", column=location.column)
+            origin = _Origin(1, f"its operand is converted to float32 at {_named(location)}", column=location.column)
         return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]
 
 
