@@ -47,7 +47,8 @@ class GradientComparison(Report[LeafGradientError]):
         ``will_train`` is True.
       dtype: the name of the half-precision dtype.
       loss_scales: the loss scales that were compared, in ascending order.
-      leaves: a `LeafGradientError` for each leaf, with the largest errors first.
+      leaves: a `LeafGradientError` for each leaf, with the largest errors first. Leaves whose float32 gradients consist
+        of rounding errors come last.
       total: a `LeafGradientError` for all leaves together.
       value: the value of the function in half precision. It does not depend on the loss scale.
       reference_value: the value of the float32 reference.

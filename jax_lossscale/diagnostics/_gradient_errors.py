@@ -99,7 +99,7 @@ class Measurement(NamedTuple):
       squares: the sum of the squares of the float32 gradient, divided by ``largest**2``.
       squared_errors: the sum of the squares of the difference between the gradients, divided by ``largest**2``.
       nonzero: the number of nonzero elements of the float32 gradient.
-      lost: the number of these elements that are zero in half precision.
+      lost: the number of nonzero elements of the float32 gradient that are zero in half precision.
       nonfinite: the number of elements that are not finite in half precision.
     """
 
@@ -173,7 +173,7 @@ def reports_of(
         [*exact, "all leaves"],
         [*map(np.shape, exact.values()), (int(sizes.sum()),)],
         with_all(norms, norm),
-        with_all(of.largest[0], np.max(of.largest[0])),  # `np.max` propagates NaN
+        with_all(of.largest[0], np.max(of.largest[0])),  # `np.max` returns NaN if any element is NaN.
         with_all(of.smallest[0], np.min(of.smallest[0])),
         with_all(nonzero, nonzero.sum()),
         with_all(relative, relative_of_all),
@@ -194,7 +194,7 @@ def reports_of(
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
     """Return the relative error above which the error of a loss is reported.
 
-    It is 0.01 for float16, and larger for dtypes with less precision.
+    The limit is 0.01 for float16, and larger for dtypes with less precision.
     """
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
@@ -276,8 +276,9 @@ class GradientErrors(NamedTuple):
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
-        The best scale has the fewest inaccurate leaves and then the smallest error of all leaves together. If several
-        scales are equally good, the largest is returned, because the fewest gradients underflow there.
+        The best scale has the fewest inaccurate leaves. Among scales with the same number of inaccurate leaves, it has
+        the smallest error of all leaves together. If several scales are equally good, the largest is returned, because
+        the fewest gradients underflow there.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -388,8 +389,8 @@ def first_sentence(error: Exception) -> str:
 def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
     """Return the powers of two to compare by default.
 
-    The default scales lie between 2**-8 and 2**24. Another scale maps the largest gradient to the largest finite number
-    of the dtype. If it is outside of 2**-4 to 2**20, powers of two around it are added.
+    The default scales lie between 2**-8 and 2**24. If the scale that brings the largest gradient close to the largest
+    finite number of the dtype is outside of 2**-4 to 2**20, powers of two around that scale are added.
     """
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:

@@ -69,16 +69,16 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
       Array(500., dtype=float32)
 
     Notes:
-      The conversion includes casts, constants and the dtypes in the parameters of operations. It includes the functions
-      inside `jax.jit`, scans, while loops, conditionals, `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp`,
-      `jax.custom_vjp` and `jax.custom_batching.custom_vmap`. The new function can be differentiated, vectorized and
-      compiled. Both ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` use the custom derivatives that
-      ``fun`` defines.
+      The conversion applies to casts, constants and the dtypes in the parameters of operations. It also applies inside
+      `jax.jit`, scans, while loops, conditionals, `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp`, `jax.custom_vjp`
+      and `jax.custom_batching.custom_vmap`. The new function can be differentiated, vectorized and compiled. Both
+      ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` use the custom derivatives that ``fun``
+      defines.
 
       The conversion has the following limits:
 
       - Constants have already been rounded to half precision, so the conversion does not restore their lost digits.
-      - Numbers that ``fun`` chooses for a dtype, such as those of `jnp.finfo`, do not change.
+      - Numbers that ``fun`` chooses for a dtype, such as the values in `jnp.finfo`, do not change.
       - `jax.lax.bitcast_convert_type` operates on the bits of the half-precision value, and the result is cast to
         ``dtype`` afterwards. For example, JAX generates random float16 numbers in this way.
       - Kernels (Pallas, FFI calls) and host callbacks are evaluated in half precision.

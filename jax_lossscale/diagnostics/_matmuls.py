@@ -104,7 +104,7 @@ class Float32Origin(NamedTuple):
 
 
 def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
-    """Return the origins of the float32 operands of matmuls, those of the forward pass first.
+    """Return the origins of the float32 operands of all matmuls. Matmuls of the forward pass come first.
 
     Args:
       program: the program.

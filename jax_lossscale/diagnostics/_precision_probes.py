@@ -157,7 +157,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 
     def measured_of(self, eqn: Any) -> list[Any]:
-        """Return the site and the role of a probe. The roles of cotangents follow those of values."""
+        """Return the site and the role of a probe. The roles of cotangents follow the roles of values."""
         if eqn.primitive is not _probe_primitive or eqn.params["kind"] == "tangent":
             return []
         roles = COTANGENTS if eqn.params["kind"] == "cotangent" else VALUES
