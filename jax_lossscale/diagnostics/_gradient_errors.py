@@ -347,7 +347,7 @@ def errors_by_scale(
             del result, leaves
         # If a callback raises an exception, JAX raises one of these types, depending on the program.
         except (RuntimeError, ValueError) as error:
-            if not is_of_the_program(error):
+            if not is_raised_in_callback(error):
                 raise
             run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
@@ -372,7 +372,7 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
     )
 
 
-def is_of_the_program(error: Exception) -> bool:
+def is_raised_in_callback(error: Exception) -> bool:
     """Return whether an error was raised in a callback of the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.

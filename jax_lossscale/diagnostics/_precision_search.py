@@ -33,7 +33,7 @@ from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
 # The maximum number of evaluations of the gradients per batch.
 MOST_GRADIENTS = 30
 # The number of evaluations that are reserved for verifying the policy and for determining the reasons of its rules.
-_OF_VERIFYING = 6
+_RESERVED_GRADIENTS = 6
 # Without this setting, XLA may remove a cast to half precision that is followed by a cast back to float32.
 _EXACT = {"xla_allow_excess_precision": False}
 # The loss scale of a trial is this many powers of two below the largest scale at which no gradient overflows, because
@@ -92,7 +92,7 @@ class _Exact(NamedTuple):
     tolerances: list[float]
     total: float
 
-    def judged(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
+    def errors_of(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
         """Return the ratio of the error to the tolerance, the error, and the name of each quantity of a result.
 
         Args:
@@ -153,7 +153,7 @@ class Search:
 
         # Derive the tolerances from the effects of two nudges (small changes of the parameters) in float32.
         fine, coarse = (self._run(in_float32, 1.0, self._nudged(by))[0] for by in (errors.NUDGE, _COARSE))
-        self._exact = [self._judged(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
+        self._exact = [self._with_tolerances(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
         rounding = self._exact[0].rounding
         self.leaves, _ = errors.reports_of(self._exact[0].leaves, [rounding], rounding)
 
@@ -167,7 +167,7 @@ class Search:
         """Return the arguments for each batch, with the parameters changed by the fraction ``by``."""
         return [errors.nudged(batch, keep_dtypes=False, by=by) for batch in self._batches]
 
-    def _judged(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
+    def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Return the float32 results for a batch, with the tolerances of all errors.
 
         The fine nudge changes the parameters by about the rounding errors of float32. If it causes an error of more
@@ -229,10 +229,10 @@ class Search:
         found = [(0.0, 0.0, "nothing")]
         try:
             for (value, leaves), exact in zip(results(), self._exact, strict=True):
-                found += exact.judged(value, leaves, scale)
+                found += exact.errors_of(value, leaves, scale)
         # For example, linear solvers raise an error if their input is not finite.
         except (RuntimeError, ValueError) as error:
-            if not errors.is_of_the_program(error):
+            if not errors.is_raised_in_callback(error):
                 raise
             found.append((math.inf, math.inf, "the value"))
         return max(found)
@@ -295,7 +295,7 @@ class Search:
             lost = _levels(self._too_small(self._measured_at(trial.scale)), COTANGENTS)
             trial = self._trial(np.maximum(trial.levels, lost))
         most = 1
-        while not trial.is_right and most < self._damages.size and self._may_go_on():
+        while not trial.is_right and most < self._damages.size and self._can_continue():
             trial = self.raise_levels(trial, most)
             most *= 2
         return first, self._lowered(trial if trial.is_right else self._trial(np.full_like(trial.levels, FLOAT32)))
@@ -310,7 +310,7 @@ class Search:
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
         raised = trial.levels.copy()
         np.maximum.at(raised, sites[left], levels[left])
-        is_last = self.spent >= MOST_GRADIENTS - _OF_VERIFYING // 2 or len(left) == 0
+        is_last = self.spent >= MOST_GRADIENTS - _RESERVED_GRADIENTS // 2 or len(left) == 0
         return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
 
     def _lowered(self, best: Trial) -> Trial:
@@ -323,7 +323,7 @@ class Search:
             for level in (HALF, FLOAT32_RESULT):
                 higher = order[best.levels[order] > level]
                 parts = [higher] if len(higher) else []
-                while parts and self._may_go_on():
+                while parts and self._can_continue():
                     part = parts.pop(0)
                     levels = best.levels.copy()
                     levels[part] = level
@@ -334,8 +334,8 @@ class Search:
                         parts = [part[: len(part) // 2], part[len(part) // 2 :], *parts]
         return best
 
-    def _may_go_on(self) -> bool:
-        return self.spent < MOST_GRADIENTS - _OF_VERIFYING
+    def _can_continue(self) -> bool:
+        return self.spent < MOST_GRADIENTS - _RESERVED_GRADIENTS
 
     def _too_small(self, measured: Measured) -> np.ndarray:
         """Return a mask of the values that underflow.
@@ -375,13 +375,15 @@ class Search:
         """
         too_large, too_small = np.asarray(measured.largest >= self._overflow), self._too_small(measured)
         of_values = ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result"))
-        for role, what in of_values:
+        for role, value in of_values:
             if too_large[site, role]:
-                return f"{what} reaches {measured.largest[site, role]:.2g}"
-        for role, what in of_values:
+                return f"{value} reaches {measured.largest[site, role]:.2g}"
+        for role, value in of_values:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
-                return f"{what} is at most {largest:.2g}, and many of its elements are too small for {self._dtype.name}"
+                return (
+                    f"{value} is at most {largest:.2g}, and many of its elements are too small for {self._dtype.name}"
+                )
         gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
         is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
