@@ -222,7 +222,10 @@ def compare_gradients(
     with_progress = progress if callable(progress) else _with_progress if progress else iter
     errors = errors_by_scale(gradients, float32_program, scales, with_progress)
     if errors is None:
-        raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
+        raise ValueError(
+            f"`compare_gradients(argnums={argnums})` selects no floating or complex argument. Select an argument with "
+            "parameters."
+        )
     ranges = functools.cache(lambda scale: ranges_at(gradients, scale, progress is True))
     finding = Finder(gradients, errors, ranges).found()
     at = finding.at
@@ -249,7 +252,7 @@ def compare_gradients(
 def _with_progress(scales: Sequence[float]) -> Iterator[float]:
     for done, scale in enumerate(scales, 1):
         yield scale
-        report_progress("compare_gradients", f"{done} of {len(scales)} loss scales; {power_of_two(scale)}")
+        report_progress("compare_gradients", f"compared {done} of {len(scales)} loss scales ({power_of_two(scale)})")
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:

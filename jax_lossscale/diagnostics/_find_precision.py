@@ -129,7 +129,10 @@ def find_precision(
     tolerance = float(tolerance)
     of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
     if not jax.tree.leaves([call.args[position] for position in call.positions]):
-        raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
+        raise ValueError(
+            f"`find_precision(argnums={argnums})` selects no floating or complex argument. Select an argument with "
+            "parameters."
+        )
     if progress:
         plan = f"compiles two programs, and computes the gradients at most {MOST_GRADIENTS} times per batch"
         report_progress("find_precision", plan)

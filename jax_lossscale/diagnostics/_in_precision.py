@@ -115,7 +115,7 @@ def checked_precision(dtype: Any, name: str) -> jnp.dtype:
     """
     dtype = checked_floating_dtype(dtype, name)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"`{name}` got {dtype.name}, which needs `jax.enable_x64`.")
+        raise ValueError(f"`{name}` got {dtype.name}, which requires `jax.enable_x64`.")
     return dtype
 
 
