@@ -153,7 +153,7 @@ def reports_of(
     Args:
       exact: the float32 gradients by path.
       measured: the measurements for each loss scale and each leaf.
-      rounding: the measurements of the float32 gradients at nudged parameters, for each leaf.
+      rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
     """
     # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row is ``rounding``. The
     # fields that only depend on the float32 gradients are equal in all rows.
@@ -332,7 +332,7 @@ def errors_by_scale(
         return None
     of_moved = computed(*float32_program.inputs_from(moved, call.kwargs))
     rounding = measure(value_and_leaves(float32_program.result(of_moved), call.has_aux)[1], exact, 1.0)
-    # Free the nudged gradients, so that only the reference and the gradients for one scale are in memory at a time.
+    # Free these gradients, so that only the reference and the gradients for one scale are in memory at a time.
     del of_moved
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})

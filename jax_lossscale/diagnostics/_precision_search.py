@@ -81,7 +81,8 @@ class _Exact(NamedTuple):
     Attributes:
       value: the value of the function.
       leaves: the gradients by path.
-      rounding: the measurements of the gradients of each leaf at nudged parameters, which show rounding errors.
+      rounding: the measurements of the gradients of each leaf at slightly changed parameters. The changes of the
+        gradients show rounding errors.
       tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored.
       total: the norm of the whole gradient.
     """
@@ -138,7 +139,7 @@ class Search:
         self._traced = self._call._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        # The row names are pairs of a site and a role.
+        # Each row of measurements is named by the site of its matmul and by the role of the probed value.
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
@@ -286,7 +287,7 @@ class Search:
         return self._known[levels.tobytes()]
 
     def found(self) -> tuple[Trial, Trial]:
-        """Return the trial with all matmuls in half precision, and the accurate trial with the lowest levels."""
+        """Return the trial with all matmuls in half precision, and the accurate trial with the lowest precision."""
         first = trial = self._trial(np.full(len(self.sites), HALF))
         if not trial.is_right:
             # Overflows in the forward pass are fixed first, because they do not depend on the loss scale.
@@ -301,9 +302,9 @@ class Search:
         return first, self._lowered(trial if trial.is_right else self._trial(np.full_like(trial.levels, FLOAT32)))
 
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
-        """Return a trial with up to ``most`` raised levels. Matmuls with the largest damage are raised first.
+        """Return a trial in which up to ``most`` levels of precision are raised, starting with the largest damage.
 
-        If only few evaluations are left, or no level can be raised, the trial has all matmuls in float32.
+        If only few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
         """
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, FLOAT32, FLOAT32_RESULT)
@@ -314,8 +315,8 @@ class Search:
         return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
 
     def _lowered(self, best: Trial) -> Trial:
-        """Lower the levels of matmuls that do not need float32, by bisection, until no level can be lowered."""
-        # Matmuls with the least damage are lowered first.
+        """Lower the precision of matmuls that do not need float32, by bisection, until nothing can be lowered."""
+        # The precision of the matmuls with the least damage is lowered first.
         order = np.argsort(self._damages.max(axis=1), kind="stable")
         before = None
         while before is not best:
@@ -370,7 +371,7 @@ class Search:
         Args:
           measured: the measurements in float32 at the loss scale.
           site: the index of the matmul.
-          levels: the levels of all matmuls, of which this one is in half precision.
+          levels: the levels of precision of all matmuls. The level of this matmul is `HALF`.
           scale: the best loss scale for these levels.
         """
         too_large, too_small = np.asarray(measured.largest >= self._overflow), self._too_small(measured)
