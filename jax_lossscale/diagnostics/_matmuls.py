@@ -55,8 +55,10 @@ class MatmulSummary(NamedTuple):
                 f"`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in {self.dtype}."
             )
         if self.is_autocast:
-            matmuls = f"of the {self.matmuls} matrix multiplications and convolutions"
-            return f"`autocast` computes none {matmuls} in {self.dtype}. The first one: {self.first_float32}."
+            return (
+                f"`autocast` computes none of the {self.matmuls} matrix multiplications and convolutions in "
+                f"{self.dtype}. The first one: {self.first_float32}."
+            )
         return (
             f"`fun` computes nothing in {self.dtype}. Use `jls.autocast(fun)`, or cast the parameters and inputs "
             "inside `fun` with `jls.cast_floating`."
@@ -164,8 +166,10 @@ class _Origins(Propagation[_Origin]):
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
         if given and (takes_narrow or (location.column and location.column in [each.column for each in origins])):
-            promotion = f"{given[0]} promotes {self.dtype.name} to float32 at {_named(location)}"
-            origin = _Origin(0, f"its operand is float32 because {promotion}")
+            where = _named(location)
+            origin = _Origin(
+                0, f"its operand is float32 because {given[0]} promotes {self.dtype.name} to float32 at {where}"
+            )
         if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.float32_operands.append((location, origin))
         if takes_narrow and not origins:
