@@ -36,9 +36,9 @@ class AutocastReport(Report[OperationPrecision]):
     """The result of `autocast_report`: the dtype, location and reason for each operation.
 
     The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision,
-    and the location of the first other matmul. A table then lists the matmuls. Notebooks display the report as HTML.
-    Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar operations on floats.
-    Matmuls that are not in half precision come first, then all other matmuls, then the other operations.
+    and the location of the first matmul in another dtype. A table then lists the matmuls. Notebooks display the report
+    as HTML. Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar operations on
+    floats. Matmuls that are not in half precision come first, then all other matmuls, then the other operations.
 
     Attributes:
       operations: the operations of the value and the gradient.
@@ -82,7 +82,7 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def summary(self) -> MatmulSummary:
-        """The number of matmuls, the number in half precision, and the reason why the first other matmul is not."""
+        """The number of matmuls in half precision, and the reason why the first other matmul is in another dtype."""
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
@@ -124,8 +124,8 @@ def autocast_report(
     The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, but not run.
 
     Args:
-      fun: a scalar-valued function written for float32. If it contains manual casts, or already uses `autocast`, these
-        casts are included in the report.
+      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, or already uses `autocast`,
+        the report includes these casts.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`.
       dtype: the half-precision dtype, as in `autocast`.

@@ -50,7 +50,7 @@ class GradientComparison(Report[LeafGradientError]):
       leaves: a `LeafGradientError` for each leaf, with the largest errors first. Leaves whose float32 gradients consist
         of rounding errors come last.
       total: a `LeafGradientError` for all leaves together.
-      value: the value of the function in half precision. It does not depend on the loss scale.
+      value: the value of the function in half precision, which does not depend on the loss scale.
       reference_value: the value of the float32 reference.
       opaque_operations: the operations that `in_precision` cannot evaluate in float32. The reference also computes
         these operations in half precision.
@@ -152,8 +152,8 @@ def compare_gradients(
 ) -> GradientComparison:
     """Compare the half-precision gradients of a function with its float32 gradients at several loss scales.
 
-    The comparison shows whether the function will train in half precision, and with which initial loss scale. It is
-    valid for one batch and one set of parameters, so repeat it after some training.
+    The comparison shows whether the function will train in half precision, and with which initial loss scale. The
+    result is valid for one batch and one set of parameters, so repeat the comparison after some training.
 
     Args:
       fun: a scalar-valued function that casts to ``dtype`` internally, as it does in the training step.
@@ -164,8 +164,8 @@ def compare_gradients(
       dtype: the half-precision dtype in which ``fun`` computes.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
         ``2**-8`` and ``2**24`` are compared, and further powers of two if the gradients are very large or very small.
-      reference: a float32 version of ``fun`` with the same arguments. By default, it is derived from ``fun``, as by
-        `in_precision`.
+      reference: a float32 version of ``fun`` with the same arguments. By default, the reference is derived from
+        ``fun``, as by `in_precision`.
       progress: whether to print a line to standard error for each loss scale. If it is a function, such as
         ``tqdm.tqdm`` or ``rich.progress.track``, this function wraps the sequence of loss scales.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of

@@ -64,8 +64,8 @@ class LeafGradientError:
         precision.
       nonfinite: for each loss scale, the fraction of the elements that are not finite in half precision.
       rounding: the relative change of the float32 gradient if the parameters change by a few units in the last place.
-        If it is large, the float32 gradient consists of rounding errors, and ``relative_error`` is meaningless. An
-        example is the gradient of a bias in front of a batch normalization.
+        If this change is large, the float32 gradient consists of rounding errors, and ``relative_error`` is
+        meaningless. An example is the gradient of a bias in front of a batch normalization.
     """
 
     path: str
@@ -276,9 +276,9 @@ class GradientErrors(NamedTuple):
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
-        The best scale has the fewest inaccurate leaves. Among scales with the same number of inaccurate leaves, it has
-        the smallest error of all leaves together. If several scales are equally good, the largest is returned, because
-        the fewest gradients underflow there.
+        The best scale has the fewest inaccurate leaves. Among scales with equally many inaccurate leaves, the best
+        scale has the smallest error of all leaves together. If several scales are equally good, the largest is
+        returned, because the fewest gradients underflow at this scale.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -332,11 +332,12 @@ def errors_by_scale(
         return None
     of_moved = computed(*float32_program.inputs_from(moved, call.kwargs))
     rounding = measure(value_and_leaves(float32_program.result(of_moved), call.has_aux)[1], exact, 1.0)
-    # Free these gradients, so that only the reference and the gradients for one scale are in memory at a time.
+    # Free the gradients at the changed parameters, so that the loop below has more memory.
     del of_moved
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    # The value of the function does not depend on the loss scale. It stays NaN if the program fails at every scale.
+    # The value of the function does not depend on the loss scale. If the program fails at every scale, the value is
+    # NaN.
     value: Any = math.nan
     measured, run_time_errors = [], dict[float, str]()
     for scale in progress(scales):
@@ -406,8 +407,8 @@ def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]
 
     Args:
       call: the call.
-      keep_dtypes: whether to cast the changed leaves back to their original dtypes. Otherwise, they are at least
-        float32.
+      keep_dtypes: whether to cast the changed leaves back to their original dtypes. If False, the dtypes of the changed
+        leaves are at least float32.
       by: the relative size of the change.
     """
     chosen = [call.args[position] for position in call.positions]

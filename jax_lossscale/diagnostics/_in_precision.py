@@ -1,6 +1,6 @@
 """Evaluation of a function with all half-precision values in a wider dtype.
 
-A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 by the new dtype, no
+A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
 matter how a value was computed, and keeps all other dtypes. The new dtypes of an equation therefore only depend on its
 original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same parameters as
 before, except that the dtypes in the parameters are replaced as well.
@@ -107,7 +107,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
 
 
 def checked_precision(dtype: Any, name: str) -> jnp.dtype:
-    """Return the dtype. Raise a `ValueError` if it is not a real floating dtype, or is not enabled.
+    """Return the dtype, or raise a `ValueError` if it is not a real floating dtype or is not enabled.
 
     Args:
       dtype: the dtype.
@@ -140,7 +140,7 @@ class Evaluator(Walk[Any]):
         """Return the value of a variable with the type ``aval``, cast to the new dtype of the variable."""
         if is_half(aval):
             return as_dtype(constant, self.dtype)
-        # For example, if ``dtype`` is float64, a matmul that returned float32 in the jaxpr returns float64.
+        # For example, if ``dtype`` is float64, a matmul may return float64 although its result is float32 in the jaxpr.
         return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ class LossCall(NamedTuple):
 
     Attributes:
       caller: the name of the report, for error messages.
-      fun: the function. It accepts `Leaves` instead of the differentiated arguments. A differentiated argument can
+      fun: the function, which accepts `Leaves` instead of the differentiated arguments. A differentiated argument can
         therefore be a whole model that contains leaves without gradients, such as functions, keys and counters.
       args: the positional arguments. `Leaves` replace the differentiated arguments.
       kwargs: the keyword arguments.

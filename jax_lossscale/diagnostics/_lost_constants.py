@@ -43,7 +43,7 @@ class LostConstant(NamedTuple):
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
     """Return the constants of the forward pass that became zero or infinite in half precision.
 
-    Epsilons come first. Otherwise, the constants are in program order.
+    Epsilons come first. All other constants follow in program order.
 
     Args:
       traced: the program.
@@ -92,7 +92,8 @@ class _Constants(Propagation[_Value]):
                 # A maximum with zero is often intended, as in ReLU, so its operand is not an epsilon.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
-            # Under `autocast`, a zero in half precision that is used in float32 was zero before it was rounded.
+            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so it is
+            # not a lost constant.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):

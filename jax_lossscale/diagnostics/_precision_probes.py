@@ -35,8 +35,8 @@ from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
 # The levels of precision of a matmul, in ascending order.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
-# The roles of the probed values of a matmul. The role of a cotangent is the role of its value plus 3, so the two slices
-# select the roles of all values and the roles of all cotangents.
+# Each probed value of a matmul has one of three roles. The role of a cotangent is the role of its value plus 3, so the
+# two slices select the roles of all values and the roles of all cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
       largest: the largest magnitude.
       error: the sum of the rounding errors in half precision, divided by the sum of the magnitudes.
       damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of the corresponding
-        value. It estimates to first order how much the result of the program changes if the value is rounded.
+        value. The damage estimates to first order how much the result of the program changes if the value is rounded.
     """
 
     largest: Any
@@ -104,7 +104,7 @@ def with_probes(
     return probed
 
 
-# The first operand of a probe is returned. The second operand is the corresponding value of the forward pass.
+# A probe returns its first operand. The second operand is the corresponding value of the forward pass.
 _probe_primitive = Primitive("probe")
 _probe_primitive.def_impl(lambda number, value, **_: number)
 _probe_primitive.def_abstract_eval(lambda number, value, **_: number)
@@ -142,8 +142,8 @@ class RoundingEvaluator(MeasuringEvaluator):
     Args:
       dtype: the half-precision dtype.
       strengths: which values are rounded, an array ``float32[2, sites]`` of zeros and ones. The first row determines
-        whether the result of each matmul is rounded. The second row determines whether its operands and cotangents are
-        rounded.
+        whether the result of each matmul is rounded. The second row determines whether the operands and cotangents of
+        each matmul are rounded.
       axes: the names of the mesh axes inside `jax.shard_map`.
     """
 
@@ -175,7 +175,10 @@ class RoundingEvaluator(MeasuringEvaluator):
         return bind(eqn, inputs, eqn.params)
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
-        """Evaluate a `jax.shard_map`. The measurements of all shards are additional outputs, divided over the mesh."""
+        """Evaluate a `jax.shard_map`.
+
+        The measurements of each shard are returned as additional outputs that are divided over the mesh.
+        """
         axes = custom_rules.axes_of_shard_map(eqn)
         of_shards = RoundingEvaluator(self._dtype, self._strengths, axes)
 

@@ -40,8 +40,8 @@ _EXACT = {"xla_allow_excess_precision": False}
 # the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
-# every layer does. Errors that this change also causes in float32 are not attributed to the matmuls, so the tolerance
-# increases by up to the factor `_MOST_SENSITIVE`.
+# every layer does. If such a change of the parameters also causes large errors in float32, the precision of the matmuls
+# is not the cause. The tolerance then increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its error may be
@@ -144,7 +144,7 @@ class Search:
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
         # Measure the float32 program without a loss scale. The array of largest magnitudes has the shape
-        # ``[sites, 2 * roles]``. The array of damages has the shape ``[sites, 2]``. It contains the estimated change of
+        # ``[sites, 2 * roles]``. The array of damages has the shape ``[sites, 2]`` and contains the estimated change of
         # the value if the result of a matmul is rounded, and if the operands of the matmul are rounded.
         in_float32 = np.full(len(self.sites), FLOAT32)
         exact, measured = self._run(in_float32, 1.0)
@@ -171,10 +171,10 @@ class Search:
     def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Return the float32 results for a batch, with the tolerances of all errors.
 
-        The fine nudge changes the parameters by about the rounding errors of float32. If it causes an error of more
-        than half the tolerance, this error is ignored in trials. The coarse nudge changes the parameters by about the
-        rounding errors of half precision. If its error is disproportionately larger, for example because the inputs of
-        ReLUs change sign, the tolerance is increased.
+        The fine nudge changes the parameters by about the rounding errors of float32. If the fine nudge causes an error
+        of more than half the tolerance, the quantity is ignored in trials. The coarse nudge changes the parameters by
+        about the rounding errors of half precision. If the coarse nudge causes a disproportionately larger error, for
+        example because the inputs of ReLUs change sign, the tolerance is increased.
 
         Args:
           exact: the value and the gradients in float32.
@@ -189,7 +189,7 @@ class Search:
         def allowed(coarse: float, fine: float) -> float:
             """Return the tolerance of a quantity that the coarse and the fine nudge change by these errors.
 
-            Without kinks, such as those of ReLUs, the errors are proportional to the sizes of the nudges.
+            If the function has no kinks, such as ReLUs, the errors are proportional to the sizes of the nudges.
             """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
                 return self._tolerance

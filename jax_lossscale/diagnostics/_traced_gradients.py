@@ -63,9 +63,9 @@ class TracedGradients:
 
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
-        """The number of matmuls, the number in half precision, and the reason why the first other matmul is not."""
+        """The number of matmuls in half precision, and the reason why the first other matmul is in another dtype."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
-        # Under `autocast`, the plan of `autocast` contains a more precise reason than the origin of the operands.
+        # Under `autocast`, the summary already contains a reason that is more precise than the origin of the operands.
         has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
         return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
 
