@@ -250,8 +250,8 @@ jls.serialize(8)
 diagnostics.autocast_report(None, PARAMS)
     `autocast_report(fun=...)` must be a function, got None.
 diagnostics.compare_gradients(square, PARAMS, loss_scales=[0.0])
-    `compare_gradients(loss_scales=...)` must be positive finite numbers, got [0.0]. By default useful ones are
-    chosen.
+    `compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got [0.0]. Omit this argument
+    to use the default scales.
 diagnostics.exponent_histogram(PARAMS, per_leaf=1)
     `exponent_histogram(per_leaf=...)` must be True or False, got 1.
 diagnostics.exponent_histogram("x")

@@ -282,7 +282,7 @@ def test_what_is_not_followed_is_listed():
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.opaque_operations == ("pure_callback",)
-    assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
+    assert "The float32 reference also computes these operations in half precision: pure_callback." in repr(report)
 
 
 # Print and notebook.
@@ -291,7 +291,7 @@ def test_what_is_not_followed_is_listed():
 def test_the_report_prints_as_a_table_the_worst_leaf_first():
     report = compared("two_branches")
     matmuls, verdict, loss, explanation, headings, total, lost, first, *_ = repr(report).splitlines()
-    assert matmuls == "Matrix products and convolutions: 7 of 7 in float16."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): 7 of 7 in float16."
     assert verdict == report.verdict
     assert loss.startswith("Loss: 5.5707")
     assert explanation.startswith("Relative error")

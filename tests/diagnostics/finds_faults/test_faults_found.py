@@ -114,7 +114,10 @@ EMPTY_ROW = X.at[3].set(0.0)
 HOLE = X.at[5, 2].set(jnp.nan)
 FOUND = {
     # what is asked; what the answer names
-    "NaN in the data": (lambda: verdict(square_error, PARAMS, HOLE), ["`batch` holds 1 NaN, at [5, 2].", "in float32"]),
+    "NaN in the data": (
+        lambda: verdict(square_error, PARAMS, HOLE),
+        ["`batch` contains 1 NaN, at [5, 2].", "in float32"],
+    ),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],
         ["the cause was that batch, not the scale", "check the batch for NaN"],
@@ -151,7 +154,7 @@ FOUND = {
     "a gradient that is stopped": (lambda: verdict(stopped, PARAMS, X), ["zero in float32 as well", "stop_gradient"]),
     "an epsilon that float16 does not hold": (
         lambda: verdict(epsilon_of_a_norm, PARAMS, EMPTY_ROW, cast=as_it_is),
-        ["epsilon", line(epsilon_of_a_norm), "is 0 in 16 bits"],
+        ["epsilon", line(epsilon_of_a_norm), "rounds to 0 in half precision"],
     ),
     "sums of pixels": (
         lambda: verdict(sum_of_pixels, PARAMS, X),

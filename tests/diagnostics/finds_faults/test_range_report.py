@@ -60,7 +60,7 @@ def test_what_stays_in_range_is_said_to(name, loss_scale):
     report = reported(name, loss_scale)
     assert report.bad == ()
     matmuls, summary = repr(report).splitlines()
-    assert matmuls == "Matrix products and convolutions: 5 of 5 in float16."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): 5 of 5 in float16."
     assert summary.startswith(f"All {len(report)} float16 operations stay in range at a loss scale of 2^")
 
 
@@ -303,7 +303,7 @@ def test_what_is_not_followed_is_listed():
 
 def test_the_report_prints_as_a_table_with_cures_below():
     matmuls, summary, headings, first, second, *notes = repr(reported("layer_norm")).splitlines()
-    assert matmuls == "Matrix products and convolutions: none."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): none."
     assert summary == "At a loss scale of 2^0, 2 of 25 float16 operations overflow."
     names = (
         "operation layer line pass shape largest out of range by overflow zero subnormal input error error suggestion"

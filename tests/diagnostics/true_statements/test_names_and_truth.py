@@ -150,30 +150,36 @@ def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
     assert report.will_train
     assert report.verdict == (
         "Training in float16 will work. No loss scale is needed. "
-        f"The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, also in the "
+        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, also in the "
         "float32 reference. Keep this constant in float32."
     )
-    assert f"The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, also in the float32 reference." in repr(
-        range_report(epsilon, *args, loss_scale=1.0)
+    assert (
+        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, also in the float32 reference."
+        in repr(range_report(epsilon, *args, loss_scale=1.0))
     )
 
 
 @pytest.mark.parametrize(
     ("fun", "x", "cause", "words"),
     [
-        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
-        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
-        (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
-        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) is inf in 16 bits"),
-        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) is 0 in 16 bits"),
-        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) is -inf in 16 bits"),
+        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
+        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
+        (
+            epsilon_used_in_float32,
+            0.0,
+            "reference not finite",
+            "The epsilon in `add` ({}) rounds to 0 in half precision",
+        ),
+        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) rounds to inf in half"),
+        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) rounds to 0 in half precision"),
+        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) rounds to -inf in half precision"),
     ],
 )
 def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
     assert report.verdict.startswith(words.format(line(fun)))
-    assert report.verdict.count("in 16 bits") == 1
+    assert report.verdict.count("in half precision") == 1
 
 
 def with_a_zero(w, x):
@@ -189,10 +195,11 @@ def with_a_zero_and_a_root_of_zero(w, x):
 
 def test_a_zero_that_is_used_in_float32_is_not_called_lost():
     args = jnp.eye(8), jnp.ones((16, 8))
-    assert "in 16 bits" not in compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
-    assert "in 16 bits" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
+    verdict = compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
+    assert "rounds to" not in verdict
+    assert "rounds to" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
     verdict = compare_gradients(autocast(with_a_zero_and_a_root_of_zero), *args, loss_scales=[1.0]).verdict
-    assert "in 16 bits" not in verdict
+    assert "rounds to" not in verdict
     assert "a square root" in verdict
 
 
