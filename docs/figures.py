@@ -1,4 +1,4 @@
-"""Draw two figures of the documentation: ``python docs/figures.py``. This needs the extras demo and plot.
+"""Draw two figures of the documentation: ``python docs/figures.py``. The script needs the extras demo and plot.
 
 The demo and the benchmarks draw the other figures.
 """

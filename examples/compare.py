@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 FOLDER = Path(__file__).parent
-# The results that each example prints. The first one is the objective of the training.
+# The results that each example prints. The first result is the objective of the training.
 MEASURES = {
     "linen_classifier": ["test loss", "test accuracy"],
     "linen_ppo": ["points of an episode"],

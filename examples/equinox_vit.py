@@ -1,4 +1,4 @@
-"""An equinox vision transformer, trained in float16 with the loss function for float32 and one decorator.
+"""An equinox vision transformer, trained in float16 with a loss function that is written for float32.
 
 It classifies the handwritten digits of scikit-learn, in patches of 2 x 2 pixels. The model is written in float32 for
 one image, and is mapped over the batch. `jls.autocast` computes its matrix multiplications in ``--dtype``. The

@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
         if manager:
             manager.save(step + 1, args=ocp.args.StandardSave(state))
     if manager:
-        manager.close()  # This waits for pending writes.
+        manager.close()  # `close` waits for pending writes.
 
     if options.figure and history:
         jls.plotting.plot_run(history)[0].figure.savefig(options.figure)

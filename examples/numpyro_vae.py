@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     svi = SVI(model, guide, LossScaledOptim(tx, dtype), Trace_ELBO())
     train_step = jax.jit(svi.update)
 
-    digits = (load_digits().data > 7).astype(np.float32)  # A Bernoulli distribution has two values.
+    digits = (load_digits().data > 7).astype(np.float32)  # The pixels become 0 or 1.
     random = np.random.default_rng(options.seed)
     state = svi.init(jax.random.key(options.seed), digits[:BATCH_SIZE])
     history = []

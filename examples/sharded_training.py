@@ -127,7 +127,7 @@ def run_process(process: int, port: int, options: argparse.Namespace) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
     train(options)
-    jax.distributed.shutdown()  # This waits for the other process.
+    jax.distributed.shutdown()  # `shutdown` waits for the other process.
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -38,11 +38,11 @@ class HouseStyle(griffe.Extension):
 
 
 class _Field(griffe.ExprName):
-    """The name `dataclasses.field` in a module that does not import it."""
+    """An expression for `dataclasses.field` in a module that does not import `dataclasses`."""
 
     @property
     def canonical_path(self) -> str:
-        """The full path to which the name refers."""
+        """The full path of `dataclasses.field`."""
         return "dataclasses.field"
 
 

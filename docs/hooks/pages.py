@@ -1,9 +1,9 @@
 """Pages of the site that are created from files outside `docs`, and links to them.
 
 The README, the changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are files of the
-repository. Each of them is also a page of the site, and the README is the front page. All links are written as relative
-paths in the repository, so that they also work there. This hook replaces each link to one of these files with a link to
-its page. A link to a file without a page is not changed, so that mkdocs reports it as an error.
+repository. Each of these files is also a page of the site, and the README is the front page. All links are written as
+relative paths in the repository, so that they also work there. This hook replaces each link to one of these files
+with a link to its page. A link to a file without a page is not changed, so that mkdocs reports it as an error.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             content, pictures = notebook.as_markdown(content, path.stem)
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
-            inclusion = InclusionLevel.NOT_IN_NAV  # The page of the examples links to it.
+            inclusion = InclusionLevel.NOT_IN_NAV  # The page of the examples links to the programs.
         if page.startswith("results"):
-            inclusion = InclusionLevel.NOT_IN_NAV  # The page on performance links to them.
+            inclusion = InclusionLevel.NOT_IN_NAV  # The page on performance links to the results.
         content = with_links_to_pages(content, source, page)
         files.append(File.generated(config, page, content=content, inclusion=inclusion))
         for name, picture in pictures.items():
