@@ -142,7 +142,7 @@ overhead                                     performance/#overhead-of-the-optimi
 tf32                                         performance/#is-it-faster-than-float32-what-an-h100-would-do
 loss scale keeps decreasing                  troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor
 loss is nan                                  troubleshooting/
-gradients are zero                           troubleshooting/#the-loss-does-not-fall-and-nothing-is-skipped-gradients-are-zero
+gradients are zero                           troubleshooting/#the-loss-does-not-fall-and-no-step-is-skipped-gradients-are-zero
 which layer overflows                        troubleshooting/#which-layer-is-nan
 mixed precision policy per layer             guide/precision/#a-mixed-precision-policy-per-layer-what-autocast-should-keep-in-float32
 rotary                                       guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
@@ -173,7 +173,7 @@ lbfgs                                        guide/step/#line-searches-and-other
 numpyro                                      guide/libraries/#or-let-the-optimizer-compute-the-gradient-numpyro
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
-gradients are not scaled                     troubleshooting/#are-the-gradients-scaled
+gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
 trainer computes gradients                   guide/libraries/#do-not-pass-loss_scaled-to-a-trainer-that-computes-gradients-itself
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
