@@ -23,6 +23,7 @@ from jax_lossscale._program.jaxpr import (
     bind_differentiated,
     bind_here,
     has_effects,
+    in_context,
     jaxprs_of,
     size_of,
     with_dtype,
@@ -180,7 +181,7 @@ class Rule:
         """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
-        with eqn.ctx.manager:
+        with in_context(eqn):
             try:
                 derivative, _ = derivative_of(eqn, floats, bind_differentiated)
             except RuleError:
@@ -206,7 +207,7 @@ class Rule:
             return False
         types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
-            with eqn.ctx.manager:
+            with in_context(eqn):
                 results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, params_in_half(eqn)), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
