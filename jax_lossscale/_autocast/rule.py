@@ -29,7 +29,7 @@ from jax_lossscale._program.jaxpr import (
     with_dtype,
 )
 from jax_lossscale._program.location import is_in_scope, location_within
-from jax_lossscale._program.parameters import Path, path_of
+from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import (
     COMPUTED_ONCE,
     DATA_MOVEMENT,
@@ -218,7 +218,7 @@ class Rule:
         """Return the first rule of the policy that matches the equation."""
         if not self._policy.rules:
             return None
-        location = location_within(eqn, around)._replace(parameter=self._parameters.get(path_of(around, eqn), ""))
+        location = location_within(eqn, around)._replace(parameter=self._parameters.get((*around, eqn), ""))
         for rule in self._policy.rules:
             if rule.matches(eqn.primitive.name, location):
                 self.matched.add(rule)
