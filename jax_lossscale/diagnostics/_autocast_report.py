@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
@@ -168,6 +169,9 @@ def autocast_report(
     under_autocast = call._replace(fun=half)
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
     program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
+    original = Traced(call.fun, call.args, call.kwargs)
+    with adding_reasons():
+        forward = Traced(half, call.args, call.kwargs)
     entries = operations(program)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
@@ -182,7 +186,7 @@ def autocast_report(
         casts=casts(program.used.jaxpr),
         opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
         arguments=tuple(argument_faults(call).nan),
-        not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, program.float32_matmuls)),
+        not_in_half=tuple(not_in_half(original.jaxpr.jaxpr, [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr])),
     )
 
 
