@@ -71,7 +71,7 @@ def with_probes(
         traced = Traced(fun, args, kwargs)
         parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
-        def product(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
+        def probed_matmul(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
             location = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
             site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get((*within, eqn), "")))
             found.setdefault(site, set()).add(eqn)
@@ -83,7 +83,7 @@ def with_probes(
 
         planner = Planner(dtype, PrecisionPolicy(recompute=False))
         plan = planner.plan(traced.jaxpr)
-        return traced.result(Rewriting(planner, measured=product).declared(plan, traced.jaxpr, traced.inputs))
+        return traced.result(Rewriting(planner, measured=probed_matmul).declared(plan, traced.jaxpr, traced.inputs))
 
     return probed
 
