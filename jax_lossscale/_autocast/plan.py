@@ -23,10 +23,10 @@ class NodeKind(enum.Enum):
 
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
-    SELECTION = enum.auto()  # has the dtype of its operands, like data movement, but its derivative needs a mask
-    BY_RESULT = enum.auto()  # a function that is differentiated from its result
-    CALL = enum.auto()  # contains jaxprs that are rewritten
-    IN_HALF = enum.auto()  # a function of `in_half`
+    SELECTION = enum.auto()  # Like data movement, it has the dtype of its operands. Its derivative needs a mask.
+    BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
+    CALL = enum.auto()  # An equation that contains jaxprs, which are rewritten.
+    IN_HALF = enum.auto()  # A function of `in_half`.
     OTHER = enum.auto()
 
 
@@ -50,7 +50,7 @@ class NodePlan(NamedTuple):
     by_result: Any = None
 
 
-# The results have the dtype of the operands.
+# Kinds of nodes whose results have the dtype of their operands.
 FOLLOWING = (NodeKind.DATA_MOVEMENT, NodeKind.SELECTION)
 
 
