@@ -118,9 +118,9 @@ def test_the_automatic_scale_compared_with_version_0_5():
     """The column of version 0.5 is not checked, because its results are not in this version of the file."""
     inside = {row[0]: (row[3], row[4]) for row in rows(RESULTS / "policies.md", "### Synthetic traces of 20,000 steps")}
     random = {row[0]: (row[2], row[6]) for row in rows(RESULTS / "policies.md", "### Random traces of several lengths")}
-    told = rows(ROOT / "docs" / "choosing.md", "**Compared with version 0.5.**")
-    assert len(told) == 8
-    for trace, measured, auto, _, dynamic in told:
+    stated = rows(ROOT / "docs" / "choosing.md", "**Compared with version 0.5.**")
+    assert len(stated) == 8
+    for trace, measured, auto, _, dynamic in stated:
         if trace in inside:
             place = 1 if measured == "unused bits" else 0
             expected = tuple(cell.split(" / ")[place] for cell in inside[trace])
