@@ -174,7 +174,8 @@ class Evaluator(Walk[Any]):
         if translated is None:
             types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
             translated = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            if not closed.consts:  # The same jaxpr may have other constants elsewhere.
+            # A jaxpr with constants is not cached, because another `ClosedJaxpr` may contain it with other constants.
+            if not closed.consts:
                 self._translated[closed.jaxpr] = translated
         return translated
 

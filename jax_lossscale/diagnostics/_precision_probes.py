@@ -53,7 +53,7 @@ class MatmulSite(NamedTuple):
     location: Location
 
 
-MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # the equations at each site
+MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A site maps to the set of its equations.
 
 
 class Measured(NamedTuple):
