@@ -147,7 +147,7 @@ def nonnegative_number(value: Any, name: str) -> float:
     return number
 
 
-def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
+def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int:
     """Return ``value`` as a Python integer of at least ``at_least``, for a counter of dtype int32.
 
     Floats with an integer value, such as 2.0, are also accepted. If ``value`` is out of range, the error message ends
@@ -163,7 +163,9 @@ def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
     if not number.is_integer():
         raise ValueError(f"`{name}` must be an integer, got {shown(value)}.")
     if not at_least <= number <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be at least {at_least} and fit into int32, got {value!r}. {cure}".rstrip())
+        raise ValueError(
+            f"`{name}` must be at least {at_least} and fit into int32, got {value!r}. {suggestion}".rstrip()
+        )
     return int(number)
 
 

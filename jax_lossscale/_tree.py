@@ -48,7 +48,7 @@ def is_array(leaf: Any) -> bool:
     return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
 
 
-def check_tree(tree: Any, name: str, cure: str = "") -> None:
+def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
     """Raise a `ValueError` that names the argument if ``tree`` is a single leaf that is neither an array nor a number.
 
     Inside a larger pytree, leaves of all types are accepted, because modules can contain functions and strings. A
@@ -56,7 +56,7 @@ def check_tree(tree: Any, name: str, cure: str = "") -> None:
     """
     is_number = is_array(tree) or isinstance(tree, (bool, int, float, complex))
     if jax.tree_util.all_leaves([tree]) and not is_number:
-        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {cure}".rstrip())
+        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {suggestion}".rstrip())
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:

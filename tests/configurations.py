@@ -26,10 +26,10 @@ CORE = (
     "tests/measure/test_finite.py",
     "tests/gradients/test_gradients.py",
     "tests/wrapper/test_transform.py",
-    "tests/wrapper/test_told.py",
+    "tests/wrapper/test_step_inputs.py",
 )
 # Under the last two nothing is compiled once and run again: all of the core would take hours.
-WRAPPER = ("tests/wrapper/test_told.py",)
+WRAPPER = ("tests/wrapper/test_step_inputs.py",)
 
 # Name: (what sets it, the tests, {part of a test's name: why it is left out})
 CONFIGURATIONS = {

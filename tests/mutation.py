@@ -476,7 +476,7 @@ def report(files, results, save):
 
 def saved_rows():
     """The rows of the table as it was saved, by file."""
-    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if line.startswith("| _")]
+    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if ".py |" in line]
     return {file: row for file, *row in lines}
 
 

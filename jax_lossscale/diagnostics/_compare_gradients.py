@@ -34,8 +34,8 @@ class GradientComparison(Report[LeafGradientError]):
     `LeafGradientError` per leaf.
 
     Attributes:
-      verdict: a few sentences that state whether the function will train. If it will, they recommend an initial loss
-        scale. If it will not, they explain the cause and suggest a fix.
+      verdict: a few sentences that state whether the function will train. They recommend an initial loss scale, or
+        explain why the function will not train and suggest a fix.
       cause: the main numerical problem: ``"none"``, ``"no half precision"``, ``"reference not finite"``,
         ``"no gradients"``, ``"forward overflow"``, ``"backward overflow"``, ``"underflow"``, ``"branch underflow"``,
         ``"forward rounding"``, or ``"run-time error"``. The function can train in spite of a problem that a loss scale

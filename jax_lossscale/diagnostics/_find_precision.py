@@ -53,8 +53,8 @@ def find_precision(
       tolerance: the largest accepted error, relative to the float32 result, of the value, of the gradient of each leaf
         and of the gradient of all leaves together. The default is 0.01 for float16 and 0.08 for bfloat16. The notes
         below describe exceptions for small leaves.
-      batches: further batches for which the policy must be accurate. Each one replaces the last element of ``args`` and
-        must have the same structure, shapes and dtypes.
+      batches: further batches for which the policy must be accurate. Each batch replaces the last element of ``args``
+        and must have the same structure, shapes and dtypes.
       progress: whether to print a line to standard error for each trial.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
         must be bound to ``fun`` beforehand, with `functools.partial`.

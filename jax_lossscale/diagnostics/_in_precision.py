@@ -130,7 +130,7 @@ class Evaluator(Walk[Any]):
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
         self.opaque_operations: dict[str, None] = {}
-        self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
+        self._translated: dict[Jaxpr, ClosedJaxpr] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
         """Return the outputs of a jaxpr. Each input has either its original dtype or the new dtype."""
@@ -170,12 +170,14 @@ class Evaluator(Walk[Any]):
         """Return a jaxpr in which ``dtype`` replaces all half-precision dtypes."""
         if not half_dtypes(closed.jaxpr):
             return closed
-        key = (id(closed.jaxpr), *map(id, closed.consts))
-        if key not in self._translated:
+        translated = self._translated.get(closed.jaxpr)
+        if translated is None:
             types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
             translated = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            self._translated[key] = (closed, translated)  # the first is kept, lest its ids be taken by others
-        return self._translated[key][1]
+            # A jaxpr with constants is not cached, because another `ClosedJaxpr` may contain it with other constants.
+            if not closed.consts:
+                self._translated[closed.jaxpr] = translated
+        return translated
 
     def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]

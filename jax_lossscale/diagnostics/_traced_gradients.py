@@ -36,7 +36,7 @@ class TracedGradients:
 
     @property
     def program(self) -> Traced:
-        """The program of the value and the scaled gradients. Its first input is the loss scale."""
+        """The program of the value and the scaled gradients. The first input of the program is the loss scale."""
         return self.traced_matmuls.traced
 
     @property

@@ -17,7 +17,7 @@ def distance_of_all(tree, other):
     return norms[0] / norms[1]
 
 
-def assert_narrow(fun, *args):
+def assert_half_precision(fun, *args):
     """Every product of a program, and there are some, is float16."""
     found = matmul_dtypes(fun, *args)
     assert set(found) == {"float16"}, found
@@ -25,9 +25,9 @@ def assert_narrow(fun, *args):
 
 def assert_like_float32(fun, *args, tolerance=1e-2):
     """Of a function with other results: narrow products; of all that it gives the dtypes and, closely, the values."""
-    narrow = jls.autocast(fun)
-    assert_narrow(jax.grad(narrow, has_aux=True), *args)
-    (value, others), grads = jax.jit(jax.value_and_grad(narrow, has_aux=True))(*args)
+    in_half = jls.autocast(fun)
+    assert_half_precision(jax.grad(in_half, has_aux=True), *args)
+    (value, others), grads = jax.jit(jax.value_and_grad(in_half, has_aux=True))(*args)
     (expected, expected_others), expected_grads = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
     np.testing.assert_allclose(value, expected, rtol=tolerance)
     assert 0 < distance_of_all(expected_grads, grads) < tolerance

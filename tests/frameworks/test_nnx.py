@@ -99,13 +99,13 @@ def test_our_optimizer_and_flaxs_own_give_what_optax_gives(compiled):
 
 
 @pytest.mark.parametrize(
-    "told", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
+    "options", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
 )
-def test_the_optimizer_is_told_what_loss_scaled_is_told(told):
+def test_the_optimizer_is_told_what_loss_scaled_is_told(options):
     model = Line()
     opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
     grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
-    opt.update(model, grads, **told)
+    opt.update(model, grads, **options)
     assert (opt.opt_state.skipped_steps[...], opt.step[...]) == (1, 1)
     np.testing.assert_array_equal(model.slope[...], 1.0)
 

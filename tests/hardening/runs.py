@@ -111,8 +111,8 @@ def arguments_of(inputs):
     return grads, {name: inputs[name] for name in ("value", "skip_if")}
 
 
-def by_update(tx, grads, state, params, **told):
-    updates, state = tx.update(grads, state, params, **told)
+def by_update(tx, grads, state, params, **kwargs):
+    updates, state = tx.update(grads, state, params, **kwargs)
     # As `optax.apply_updates` does it, beside what has no gradient.
     return jax.tree.map(lambda p, u: p if u is None else jnp.asarray(p + u).astype(p.dtype), params, updates), state
 

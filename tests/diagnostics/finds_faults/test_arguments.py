@@ -28,7 +28,7 @@ def warned(*args, **kwargs):
     return str(warnings[0].message)
 
 
-ASKED = {
+TEXTS = {
     "compare_gradients": lambda *args, **kwargs: compare_gradients(jls.autocast(loss_fn), *args, **kwargs).verdict,
     "range_report": lambda *args, **kwargs: repr(range_report(jls.autocast(loss_fn), *args, **kwargs)),
     "autocast_report": lambda *args, **kwargs: repr(autocast_report(loss_fn, *args, **kwargs)),
@@ -46,10 +46,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize(("args", "kwargs", "said"), FAULTS.values(), ids=FAULTS)
-def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, said):
-    text = ASKED[asked](*args, **kwargs)
+def test_what_is_no_number_in_the_arguments_is_said_first(kind, args, kwargs, said):
+    text = TEXTS[kind](*args, **kwargs)
     assert said in text
     assert "stay in range" not in text
 
@@ -57,8 +57,8 @@ def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, s
 @pytest.mark.slow
 def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
     infinite = (PARAMS, X.at[5, 5].set(INF))
-    assert "`batch` contains 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
-    assert "`batch` contains 1 infinity" in ASKED["range_report"](*infinite)
+    assert "`batch` contains 1 infinity, at [5, 5]." in TEXTS["compare_gradients"](*infinite)
+    assert "`batch` contains 1 infinity" in TEXTS["range_report"](*infinite)
     assert "`batch` contains 1 infinity" in warned(*infinite)
 
     def masked(params, batch, mask):

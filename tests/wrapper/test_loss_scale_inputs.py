@@ -42,18 +42,18 @@ class Listening(jls.LossScale):
 START = Listening(jnp.array(True), jnp.float32(0))
 
 
-def assert_told(told, finite, largest):
+def assert_reported(reported, finite, largest):
     """``None`` for the largest: that it was not measured."""
-    assert bool(told.finite) == finite
+    assert bool(reported.finite) == finite
     if largest is None:
-        assert not 0 < told.largest < np.inf
-        assert not (finite and told.largest == 0)
+        assert not 0 < reported.largest < np.inf
+        assert not (finite and reported.largest == 0)
     else:
-        assert told.largest == largest
+        assert reported.largest == largest
 
 
 FINITE, OVERFLOWED = np.array([-3.0, 1.0], np.float32), np.array([-np.inf, 1.0], np.float32)
-TOLD = {  # the true gradients, what the caller says of them: what the kind is told
+REPORTED = {  # the true gradients, what the caller says of them: what the kind is told
     "nothing, and they are finite": (FINITE, None, True, 3.0),
     "nothing, and they are not": (OVERFLOWED, None, False, None),
     "rightly that they are finite": (FINITE, True, True, 3.0),
@@ -64,11 +64,11 @@ TOLD = {  # the true gradients, what the caller says of them: what the kind is t
 }
 
 
-@pytest.mark.parametrize(("grads", "said", "finite", "largest"), TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize(("grads", "said", "finite", "largest"), REPORTED.values(), ids=REPORTED)
 def test_what_the_caller_says_of_the_gradients_is_passed_on_and_the_largest_with_it(grads, said, finite, largest):
     tx = jls.loss_scaled(optax.sgd(0.1), START)
     _, state = tx.update(grads * SCALE, tx.init(FINITE), FINITE, grads_finite=said)
-    assert_told(state.loss_scale, finite, largest)
+    assert_reported(state.loss_scale, finite, largest)
 
 
 @pytest.mark.parametrize("grads", [FINITE, OVERFLOWED, OVERFLOWED[::-1]], ids=["none", "the first", "the last"])
@@ -76,9 +76,9 @@ def test_if_one_device_overflows_the_largest_of_another_is_not_told(grads):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = jls.loss_scaled(optax.sgd(0.1), START, axis_name="data")
 
-    def told(grads):
+    def reported(grads):
         return tx.update(grads, tx.init(grads), grads)[1].loss_scale
 
-    told = jax.jit(jax.shard_map(told, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    reported = jax.jit(jax.shard_map(reported, mesh=mesh, in_specs=P("data"), out_specs=P()))
     is_finite = bool(np.isfinite(grads).all())
-    assert_told(told(grads * SCALE), is_finite, 3.0 if is_finite else None)
+    assert_reported(reported(grads * SCALE), is_finite, 3.0 if is_finite else None)
