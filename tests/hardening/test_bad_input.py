@@ -95,18 +95,19 @@ jls.FixedLossScale(0.5)
     `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. For no scaling at all, use
     `NoOpLossScale`.
 jls.PrecisionPolicy([{"precision": "float32", "layers": "a"}])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'float32', 'layers': 'a'}:
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {'precision': 'float32', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(rules=[3])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got 3.
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got 3.
 jls.PrecisionPolicy(recompute=-1.0)
-    `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
-    number, got -1.0.
+    `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
+    -1.0.
 jls.PrecisionPolicy(rules=3)
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 3. Put a single one into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. If you have a single
+    rule, pass a list with this rule.
 jls.PrecisionPolicy({"precision": "float32"})
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'float32'}. Put a single one
-    into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
+    If you have a single rule, pass a list with this rule.
 jls.PrecisionPolicy(errors=0.5)
     `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
 jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
@@ -114,9 +115,9 @@ jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
 jls.PrecisionPolicy(half_residual_stream=1)
     `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, omit this argument.
 jls.PrecisionRule("float32", layer=3)
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, omit this argument.
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
@@ -140,7 +141,7 @@ jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
-    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
+    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
 jls.all_finite("x")
@@ -168,7 +169,7 @@ diagnostics.explain(PARAMS)
 diagnostics.explain(PARAMS, STATE)
     `explain(opt_state=...)` STATE_EXPECTED; got float32[2]. The order is `explain(opt_state, params)`.
 diagnostics.leaf_path([PARAMS], "0")
-    `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
+    `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32)
@@ -249,8 +250,8 @@ jls.serialize(8)
 diagnostics.autocast_report(None, PARAMS)
     `autocast_report(fun=...)` must be a function, got None.
 diagnostics.compare_gradients(square, PARAMS, loss_scales=[0.0])
-    `compare_gradients(loss_scales=...)` must be positive finite numbers, got [0.0]. By default useful ones are
-    chosen.
+    `compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got [0.0]. Omit this argument
+    to use the default scales.
 diagnostics.exponent_histogram(PARAMS, per_leaf=1)
     `exponent_histogram(per_leaf=...)` must be True or False, got 1.
 diagnostics.exponent_histogram("x")
@@ -266,7 +267,7 @@ diagnostics.nonfinite_report("x")
 diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
-    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Make one with `jls.get`.
+    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Create one with `jls.get`.
 diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
     `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
 diagnostics.suggest_loss_scale("x")
