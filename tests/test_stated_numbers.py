@@ -38,8 +38,8 @@ def test_what_the_readme_begins_with():
     start = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     time, temporaries = [sorted(float(row[column]) for row in stated) for column in (1, 3)]
-    assert f"need {temporaries[0]} to {temporaries[-1]} of float32's temporary memory" in start
-    assert f"{time[0]} to {time[-1]} of its time" in start
+    assert f"uses {temporaries[0]} to {temporaries[-1]} times the temporary memory of float32" in start
+    assert f"{time[0]} to {time[-1]} times its run time" in start
     ours = rows(ROOT / "README.md", "## What it costs")[0]
     assert "auto" in ours[0]
     assert f"[{number(ours[1])} times as long]" in start
@@ -49,7 +49,7 @@ def test_what_the_readme_begins_with():
 CONTENDERS = {
     '`update_and_apply`, `"auto"`': "ours, update_and_apply, 'auto'",
     '`update_and_apply`, `"dynamic"`': "ours, update_and_apply",
-    "`optax.apply_if_finite`, with a loss scale by hand": "apply_if_finite",
+    "`optax.apply_if_finite`, with a manual loss scale": "apply_if_finite",
     "jmp": "jmp",
     "flax": "flax",
 }

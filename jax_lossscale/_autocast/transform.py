@@ -71,7 +71,7 @@ def autocast(
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
       >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).summary)
-      Matrix products and convolutions: 4 of 4 in float16.
+      Matrix multiplications and convolutions (matmuls): 4 of 4 in float16.
 
       As a decorator:
 

@@ -537,6 +537,6 @@ def test_the_report_says_where_the_other_function_is_computed_and_why(loss, poli
     [entry] = report.not_in_half
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
-    assert f"`fallback` of `in_half` is computed: {entry}." in str(report)
+    assert f"`in_half` functions that use their `fallback`: {entry}." in str(report)
     float32 = [each.reason for each in report.matmuls if each.dtype == "float32"]
     assert set(float32) == (set() if "differentiated" in reason else {"in `fallback` of `in_half`"})

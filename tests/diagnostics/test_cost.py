@@ -156,8 +156,8 @@ def test_progress_is_told_on_standard_error(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     first, second, *rows = captured.err.splitlines()
-    assert first == "compare_gradients: 1 of 2 loss scales; 2^0"
-    assert second == "compare_gradients: 2 of 2 loss scales; 2^3"
+    assert first == "compare_gradients: compared 1 of 2 loss scales (2^0)"
+    assert second == "compare_gradients: compared 2 of 2 loss scales (2^3)"
     total = rows[-1].split()[1]
     assert rows[-1] == f"range_report: {total} of {total} operations"
     assert len(rows) == 10

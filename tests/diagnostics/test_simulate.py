@@ -172,7 +172,7 @@ BAD_ARGUMENTS = {
     "two traces": (lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), largest=jnp.ones(2)), "one of them"),
     "magnitudes that are flags": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)),
-        "must be real numbers",
+        "must contain real numbers",
     ),
     "a scalar trace": (lambda: simulate(jls.get("dynamic"), jnp.array(True)), r"one dimension.*\(\)"),
     "dtype": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), dtype=int), "floating dtype"),
@@ -182,9 +182,9 @@ BAD_ARGUMENTS = {
     ),
     "max_cotangent of another length": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), max_cotangent=jnp.ones(3)),
-        "as long as `largest`, 2, got 3",
+        "the same length as `largest`, 2, got 3",
     ),
-    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Give `largest`"),
+    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Pass `largest`"),
 }
 
 

@@ -169,7 +169,7 @@ diagnostics.explain(PARAMS)
 diagnostics.explain(PARAMS, STATE)
     `explain(opt_state=...)` STATE_EXPECTED; got float32[2]. The order is `explain(opt_state, params)`.
 diagnostics.leaf_path([PARAMS], "0")
-    `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
+    `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32)
@@ -253,8 +253,8 @@ jls.serialize(8)
 diagnostics.autocast_report(None, PARAMS)
     `autocast_report(fun=...)` must be a function, got None.
 diagnostics.compare_gradients(square, PARAMS, loss_scales=[0.0])
-    `compare_gradients(loss_scales=...)` must be positive finite numbers, got [0.0]. By default useful ones are
-    chosen.
+    `compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got [0.0]. Omit this argument
+    to use the default scales.
 diagnostics.exponent_histogram(PARAMS, per_leaf=1)
     `exponent_histogram(per_leaf=...)` must be True or False, got 1.
 diagnostics.exponent_histogram("x")
@@ -270,7 +270,7 @@ diagnostics.nonfinite_report("x")
 diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
-    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Make one with `jls.get`.
+    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Create one with `jls.get`.
 diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
     `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
 diagnostics.suggest_loss_scale("x")

@@ -123,7 +123,7 @@ def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
     low = state._replace(loss_scale=Measuring(jnp.float32(1.0)))
     with pytest.raises(RuntimeError, match="cannot go lower"):
         jls.raise_if_stuck(low)
-    assert "cannot go lower" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
+    assert "is at its lower bound" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
 
 
 def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_steps(monkeypatch):

@@ -20,7 +20,7 @@ from jax_lossscale.diagnostics._precision_search import Search
 pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
-UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")  # which is told by a test of its own, too
+UNUSED = pytest.mark.filterwarnings("ignore:.*zero even in float32")  # which is told by a test of its own, too
 # A separate test checks this warning.
 FEW_IN_HALF = pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 ERROR = re.compile(r"([\d.]+)%")
@@ -29,7 +29,7 @@ ERROR = re.compile(r"([\d.]+)%")
 # differ from processor to processor in the last digit that is shown.
 FOUND = {
     "squares": (0, 1, "its result reaches 6.7e+05"),
-    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, much of it too small for float16"),
+    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, and many of its elements are too small for float16"),
     "large_logits": (1, 0, "an operand reaches 1.1e+05"),
     "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
     "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
@@ -41,8 +41,12 @@ FOUND = {
     "large_activations": (1, 0, "an operand reaches 1e+05"),
     "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # a matter of the loss scale
-    "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
-    "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "two_branches": (3, 0, "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**"),
+    "two_branches_of_the_same_lines": (
+        3,
+        0,
+        "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**",
+    ),
     "a_loop": (3, 0, ""),
     # That with the values shares its function, and that it takes no parameter, with that of the scores.
     "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
@@ -315,7 +319,7 @@ def test_where_most_gradients_are_zero_in_float32_it_is_said():
         return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
 
     params = {"body": draw(8, 16, seed=1), "head": jnp.zeros((16, 1))}
-    with pytest.warns(UserWarning, match=r"1 of 2 leaves, 88.9% of all gradients, are zero in float32, too"):
+    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
         assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
 
 
@@ -345,7 +349,7 @@ def test_what_no_policy_cures_is_said(monkeypatch):
         return 20.0, 0.2, "the value"
 
     monkeypatch.setattr(Search, "verified", wrong)
-    with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
+    with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
     matmuls = matmuls_of(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
     assert {dtype for _, dtype in matmuls} == {"float32"}

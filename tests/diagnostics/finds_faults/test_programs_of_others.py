@@ -46,7 +46,7 @@ def test_every_question_has_an_answer(name, kind):
     assert "cast_floating" not in answer  # they are under `autocast` already
     if name in HALF:
         sound = {
-            "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
+            "compare_gradients": f"Training in float16 will work. Start with a loss scale of 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
             "find_precision": "No exceptions from the rule of `autocast`.",
         }
@@ -69,8 +69,8 @@ def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
 def test_a_function_without_products_is_not_told_to_cast_by_hand():
     verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
     assert verdict == (
-        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. So the gradients are "
-        "those of float32, and nothing is gained."
+        "`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in float16. "
+        "Therefore, the gradients are the same as in float32, and half precision has no benefit."
     )
 
 
@@ -85,7 +85,9 @@ def test_the_share_of_work_stands_beside_the_number_of_products():
     report = autocast_report(fun, *args)
     assert (summary.half_matmuls, summary.matmuls) == (3, 5)
     assert summary.half_share == report.half_share
-    assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(summary)
+    assert "3 of 5 in float16, with 16% of the floating-point operations. The first matmul that is not in" in str(
+        summary
+    )
 
 
 def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
@@ -113,8 +115,8 @@ def test_a_cast_that_autocast_makes_has_the_place_of_its_product_and_a_cure_that
 
     verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2)).verdict
     assert f"test_programs_of_others.py:{fun.__code__.co_firstlineno + 1}) reaches " in verdict
-    assert "Keep that product in float32, with `jls.keep_float32`" in verdict
-    assert "Do not cast it" not in verdict
+    assert "Keep the matmul in float32 with `jls.keep_float32`" in verdict
+    assert "Do not cast this value" not in verdict
 
 
 def test_where_numbers_lie_is_never_at_fault():
@@ -210,7 +212,7 @@ def test_of_a_policy_that_leaves_little_narrow_it_warns():
             x = jnp.log1p(jnp.square(x @ (3e5 * kernel)))
         return jnp.mean(x)
 
-    with pytest.warns(UserWarning, match=r"only 0 of 3 matmuls stay in half precision"):
+    with pytest.warns(UserWarning, match=r"Only 0 of 3 matmuls stay in half precision"):
         policy = find_precision(fun, [draw(8, 8, seed=n) + 1 for n in range(3)], draw(4, 8, seed=9))
     assert policy.rules
 

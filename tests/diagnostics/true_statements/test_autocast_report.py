@@ -37,11 +37,14 @@ def test_a_program_without_layers_gets_none_of_this_library():
 
 
 def test_first_it_says_how_many_products_are_narrow_and_where_the_first_is_that_is_not():
-    counts = "Matrix products and convolutions: {} of 5 in {}"
+    counts = "Matrix multiplications and convolutions (matmuls): {} of 5 in {}"
     assert str(autocast_report(plain, W, X)).splitlines()[0] == counts.format(5, "float16") + "."
     assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).summary) == counts.format(5, "bfloat16") + "."
     summary = str(autocast_report(network, W, X).summary)
-    assert summary.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
+    assert summary.startswith(
+        f"{counts.format(2, 'float16')}, with 40% of the floating-point operations. "
+        "The first matmul that is not in float16: `head` ("
+    )
     assert f"test_autocast_report.py:{HEAD}); marked with the precision" in summary
 
 
@@ -59,8 +62,8 @@ def test_printed_it_is_a_table_of_the_products():
 def test_reasons_stand_on_the_left_also_where_there_are_none():
     report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
     heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
-    assert heading.endswith("flops  why")
-    assert '<th style="text-align: left">why</th>' in report._repr_html_()
+    assert heading.endswith("flops  reason")
+    assert '<th style="text-align: left">reason</th>' in report._repr_html_()
 
 
 def test_long_tables_are_cut():
@@ -72,7 +75,7 @@ def test_long_tables_are_cut():
 
     report = autocast_report(many, W, X)
     assert len(report.matmuls) == 40
-    assert "... and 24 more: `report.matmuls`." in str(report)
+    assert "... and 24 more (see `report.matmuls`)." in str(report)
 
 
 def test_work_is_counted_in_floating_point_operations():
@@ -201,7 +204,7 @@ def test_what_is_not_followed_is_told(function, reason, opaque):
     assert bool(in_float32) == (reason is not None)
     assert all(each.reason.startswith(reason) for each in in_float32 if "differentiating" not in each.reason)
     assert [each.partition(" ")[0] for each in report.opaque_operations] == ([opaque] if opaque else [])
-    assert ("Not followed" in str(report)) == (opaque is not None)
+    assert ("Computed as written" in str(report)) == (opaque is not None)
 
 
 def test_a_policy_is_followed_and_named():
@@ -231,7 +234,10 @@ def test_a_function_cast_by_hand():
         y = x.astype(jnp.float16) @ w.astype(jnp.float16)
         return jnp.sum(y.astype(jnp.float32))
 
-    assert str(autocast_report(by_hand, W, X).summary) == "Matrix products and convolutions: 2 of 2 in float16."
+    assert (
+        str(autocast_report(by_hand, W, X).summary)
+        == "Matrix multiplications and convolutions (matmuls): 2 of 2 in float16."
+    )
     other = autocast_report(by_hand, W, X, dtype=jnp.bfloat16)
     assert "0 of 2 in bfloat16" in str(other.summary)
     assert str(other.summary).endswith("float16 in the source.")
@@ -239,7 +245,7 @@ def test_a_function_cast_by_hand():
 
 def test_a_function_without_products():
     report = autocast_report(lambda x: jnp.sum(jnp.sin(x)), X)
-    assert str(report.summary) == "Matrix products and convolutions: none."
+    assert str(report.summary) == "Matrix multiplications and convolutions (matmuls): none."
     assert report.matmuls == ()
     assert "dot_general" not in str(report)
 

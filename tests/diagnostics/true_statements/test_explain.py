@@ -53,7 +53,7 @@ EXPLAINED = {
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
     "often": (SHORT, True, TENTH, "bad step ago | often | rarer"),
-    "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer"),
+    "often, not recorded": (SHORT, False, TENTH, "often | not recorded | rarer"),
     "often, after the automatic scale has given up": (
         GIVEN_UP,
         False,
@@ -107,14 +107,14 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
 @pytest.mark.parametrize(
     ("loss_scale", "steps", "said"),
     [
-        (10.0, [GOOD], ["The loss scale is 10 (FixedLossScale).", "Of 1 step, 1 were applied and 0 skipped."]),
+        (10.0, [GOOD], ["The loss scale is 10 (FixedLossScale).", "Of 1 step, 1 was applied and 0 were skipped."]),
         (None, [GOOD], ["There is no loss scale, and the gradients are not checked (NoOpLossScale)."]),
         (
             jls.AutoLossScale(2.0),
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The scale is 2^8 below what that would allow in float16.",
+                "The loss scale could be 2^8 times larger without an overflow of this gradient in float16.",
             ],
         ),
         (
@@ -122,13 +122,17 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
             [NAN_GRADS, GOOD, GOOD],
             [
                 "The loss scale is 2^14 = 16384 (DynamicLossScale).",
-                "The last bad step was 2 steps ago: there was a NaN in the gradients, first in ['kernel'].",
+                "The last non-finite or skipped step was 2 steps ago: there was a NaN in the gradients, first in "
+                "['kernel'].",
             ],
         ),
         (
             jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10),
             [([1.0, 1e38], 1.0, False), GOOD],
-            ["The last bad step was 1 step ago: there was an infinity in the gradients, first in ['kernel']."],
+            [
+                "The last non-finite or skipped step was 1 step ago: there was an infinity in the gradients, first in "
+                "['kernel']."
+            ],
         ),
         (
             "dynamic",
@@ -142,8 +146,8 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The scale is again as high as on that step (2^0 now, 2^0 then), and steps are finite: so it was that "
-                "batch, and not the scale.",
+                "The loss scale is again as high as in that step (2^0 now, 2^0 then), and steps are finite.",
+                "Therefore, the cause was that batch, not the scale.",
                 "20% of all steps were skipped.",
             ],
         ),
@@ -234,7 +238,7 @@ def test_every_cause_is_told(kind, table, record):
         expected, why = EXPECTED[cell]
         text = explain(state, params)
         assert statements_of(text) == expected, cause
-        of_step = f"The last step was skipped: {why}.", f"In the last step {why}, and the step was applied."
+        of_step = f"The last step was skipped because {why}.", f"The last step was applied although {why}."
         assert why is None or text.splitlines()[2] in of_step, cause
 
 
@@ -249,7 +253,7 @@ def test_after_a_wrong_grads_finite_gradients_are_not_said_to_be_zero():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
     assert statements_of(explain(state)) == "not measured"
-    assert "`grads_finite=True`, that was wrong" in explain(state)
+    assert "`grads_finite=True` to `update`, this was wrong" in explain(state)
 
 
 def test_of_parameters_that_are_not_finite_no_gradients_are_compared():
@@ -261,8 +265,8 @@ def test_of_parameters_that_are_not_finite_no_gradients_are_compared():
 def test_whether_the_parameters_are_lost_is_not_known_without_them():
     for record in True, False:
         _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=record), kernel=NAN)
-        assert "\nThe parameters are lost." in explain(state)
-        assert "\nThe parameters are lost." in explain(state, jax.eval_shape(lambda: PARAMS))
+        assert "\nThe parameters are probably no longer finite." in explain(state)
+        assert "\nThe parameters are probably no longer finite." in explain(state, jax.eval_shape(lambda: PARAMS))
 
 
 def test_parameters_that_are_not_finite_explain_everything():
@@ -271,7 +275,7 @@ def test_parameters_that_are_not_finite_explain_everything():
     _, state = after(tx, kernel=NAN, value=NAN)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)})
     assert statements_of(text) == "skipped | parameters, skipping"
-    assert "are not finite, first in ['kernel'], and so no loss can be." in text
+    assert "are not finite, first in ['kernel'], so the loss cannot be finite either." in text
     assert "first in the only leaf" in explain(tx.init(PARAMS), jnp.array([NAN]))
 
 
@@ -279,12 +283,12 @@ def test_a_parameter_that_is_too_large_is_named_where_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
     assert statements_of(text).endswith(" | large")
-    assert "\nA parameter is as large as 3e+02, in ['kernel']." in text
+    assert "\nThe largest parameter is 3e+02, in ['kernel'], and" in text
 
 
 def test_a_step_that_was_applied_without_harm():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0), kernel=NAN)
-    assert statements_of(explain(state, PARAMS)) == "applied, finite"
+    assert statements_of(explain(state, PARAMS)) == "applied | finite"
 
 
 def test_a_record_of_an_earlier_step_is_not_taken_for_the_last_one():
