@@ -74,9 +74,9 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    told = f"The loss is {loss:.2g} in float32 as well. If it became so large during training, training diverges"
-    assert told in verdict
-    assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
+    sentence = f"The loss is {loss:.2g} in float32 as well. If it became so large during training, training diverges"
+    assert sentence in verdict
+    assert verdict.startswith(sentence) == (size > 65504)  # first where it cannot train as it is
     assert "Check the learning rate" in verdict
     assert ("`params['kernel']` reaches 1e+05, but the largest finite float16 number is 65504." in verdict) == (
         size > 65504
