@@ -1,6 +1,7 @@
-"""Other libraries have names of their own for the fields of a dynamic loss scale: they are converted here.
+"""Conversion of a `DynamicLossScale` from and to the field names of other libraries.
 
-A `UserWarning` names each thing that a library does differently with the same numbers, or has no place for.
+A `UserWarning` reports each setting that the other library does not support, and each difference between the behavior
+of the other library and the behavior of `DynamicLossScale` with the same numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# What stands for "no floor" and for "no ceiling": the smallest normal float32 and the largest.
+# If a library has no minimum ("floor") for the scale, the floor is the smallest normal float32. If it has no maximum
+# ("ceiling"), the ceiling is the largest float32.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 _STATE = ("current_loss_scale", "num_good_steps")
 _CONFIG = ("increment_period", "multiplier", "backoff_factor", "min_loss_scale", "initial_loss_scale")
-# What each library calls these, in this order; "" where it has no such field.
+# The names that each library uses for the fields in _STATE + _CONFIG, in this order. "" means that the library does not
+# have this field.
 _NAMES = {
     "torch": ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor", "", ""),
     "keras": ("dynamic_scale", "step_counter", "dynamic_growth_steps", "", "", "", "initial_scale"),
@@ -30,21 +33,22 @@ _NAMES = {
     "flax": ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale", ""),
     "jmp": ("loss_scale", "counter", "period", "factor", "", "", ""),
 }
-# What each library is called in a warning.
+# The name of each library in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# What a library has in the place of a field that cannot be set there. (jmp's floor can be, but does not last.)
+# The values of fields that are fixed in a library. (The floor of jmp can be set, but jmp soon resets it to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 
 def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) -> DynamicLossScale:
-    """Make a loss scale that goes on from what a library has saved.
+    """Return a loss scale with the configuration and state that another library has saved.
 
     Args:
-      library: its name.
-      floor: the floor; ``None`` if there is none.
-      saved: dictionaries in the names of the library, by the argument that the public function was given them in: one
-        of all fields, or ``config`` and ``state``, the second ``None`` for a fresh start.
-      **known: fields of ours that are not read.
+      library: the name of the library, a key of ``_NAMES``.
+      floor: the smallest value of the scale; ``None`` if the library does not have a floor.
+      saved: dictionaries with the field names of the library. The keys are the names of the arguments by which the
+        public function received the dictionaries: either one argument that contains all fields, or ``config`` and
+        ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
+      **known: arguments of `DynamicLossScale` that are not read from ``saved``.
     """
     call, ours = f"from_{library}", dict(known)
     for argument, values in saved.items():
@@ -66,7 +70,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
             f"`{call}`: the scale {lowest:g} is below the floor {floor:g}, to which {name} raises it on an overflow; "
             "here an overflow never raises the scale."
         )
-    # TensorFlow compares its counter with `>=`, as we do; all other libraries with `==`.
+    # TensorFlow compares its counter with `>=`, as `DynamicLossScale` does. All other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
@@ -76,7 +80,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
 
 
 def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
-    """Return the fields of a loss scale under the names of a library, as Python numbers."""
+    """Return the fields of a loss scale as Python numbers, with the field names of another library."""
     call = f"to_{library}"
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
@@ -99,7 +103,7 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
 
 
 def number(value: Any, name: str) -> float:
-    """Return a scale or a factor as a Python float: from Python, NumPy, JAX, or a scalar tensor or variable."""
+    """Convert a scale or a factor to a Python float, from a Python number, an array, a scalar tensor or a variable."""
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
@@ -110,18 +114,18 @@ def number(value: Any, name: str) -> float:
 
 
 def _count(value: Any, name: str) -> int:
-    """Return an interval or a counter as an int, from the same sources; integral floats are welcome."""
+    """Convert an interval or a counter to a Python integer. Floats with integral values are accepted."""
     return _check.count(np.asarray(value).tolist(), name)
 
 
 def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """Return what the library calls those of these fields that it has."""
+    """Return the names that a library uses for ``fields``, without the fields that it does not have."""
     names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
     return {field: names[field] for field in fields if names[field]}
 
 
 def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
-    """Read our fields, all but the floor, from what a library has saved; a `ValueError` names missing ones."""
+    """Read all fields except for the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
     names.pop("min_loss_scale", None)
     if not isinstance(saved, Mapping):
         raise ValueError(f"`{argument}` must be a dictionary with {', '.join(names.values())}, got {saved!r}.")
