@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale`` has these options, and shows its progress."""
+"""Command line of the demonstration, ``python -m jax_lossscale``, with its options and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jax_lossscale.demo import job, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and report.
+    """Run all trainings and report the results.
 
     Args:
-      argv: the options; by default those of the command line.
+      argv: the options; by default, the options of the command line.
 
     Returns:
       The exit status, 0.
 
     Raises:
-      SystemExit: with code 2, before any training, if an option is wrong or a package missing; with code 1, if a file
-        could not be written.
+      SystemExit: with code 2, before any training, if an option is invalid or a package is missing; with code 1 if a
+        file cannot be written.
     """
     parser = _make_parser()
     try:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = run(steps=options.steps, seed=options.seed)
         text = report.as_json(results, steps=options.steps, seed=options.seed)
         report.print_table(results, sys.stderr if options.json == "-" else sys.stdout)
-        if options.json == "-":  # standard output
+        if options.json == "-":  # "-" means standard output.
             sys.stdout.write(text)
         elif options.json:
             Path(options.json).write_text(text)
@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Train the five arms, one after the other, under one progress bar on stderr, if that is a terminal.
+    """Run the five trainings one after the other, and return their results by name.
 
-    The initial parameters are the same for all arms, and so is the number of steps.
+    All trainings have the same number of steps and the same initial parameters. If stderr is a terminal, it shows a
+    progress bar.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -67,6 +68,7 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command-line options."""
     description = (
         "The main job: a small neural network learns a photograph five times, in float32, and in float16 without a "
         "loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how each of "
@@ -103,7 +105,7 @@ def _picture(text: str) -> str:
 
 
 def _require(parser: argparse.ArgumentParser, extra: str, **distributions: str) -> None:
-    """End with an error unless the modules are there, each given with what pip calls it."""
+    """Exit with an error if a module cannot be imported. ``distributions`` maps each module to its name on PyPI."""
     for module, name in distributions.items():
         try:
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The results of the main job become a table and a sentence, JSON, and a picture."""
+"""Output of the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import jax_lossscale as jls
 from jax_lossscale.demo.job import Result
 
-# Wong, Points of view: Color blindness, Nature Methods 2011; told apart by width and dashes as well.
+# The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines also differ in line style.
 _LINES: dict[str, dict[str, Any]] = {
     "float32": {"color": "#c4c4c4", "linewidth": 8.0, "solid_capstyle": "butt"},
     "float16": {"color": "#d55e00", "linewidth": 2.0},
@@ -22,7 +22,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-# The settings of `job.arms`, in words.
+# The settings of `job.arms` as text for the legend.
 _DYNAMIC = "from 2^32, doubled after 50 good steps"
 _SETTINGS = {
     "float32": "float32",
@@ -31,11 +31,11 @@ _SETTINGS = {
     "float16_dynamic": f"float16, dynamic: {_DYNAMIC}",
     "float16_auto": "float16, automatic",
 }
-_SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # the markers of skipped steps
+_SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # The markers for skipped steps.
 
 
 def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a line for each training, then the conclusion; by default, to standard output."""
+    """Print a table with one row for each training, and the conclusion; by default, to standard output."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -61,12 +61,12 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
 
 
 def psnr(loss: float) -> float:
-    """Return the peak signal-to-noise ratio in dB, of a signal between 0 and 1 that has this mean squared error."""
+    """Return the peak signal-to-noise ratio in dB for a mean squared error ``loss`` and a peak signal of 1."""
     return -10 * float(np.log10(loss))
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """Say what the numbers say, in one sentence."""
+    """Return one sentence that summarizes the results."""
 
     def ending(name: str) -> str:
         zeros = _percent(results[name].zero_gradient_fraction)
@@ -79,7 +79,7 @@ def conclusion(results: dict[str, Result]) -> str:
 
 
 def _beside_float32(name: str, results: dict[str, Result]) -> str:
-    """Tell where a training ended, beside the end of float32."""
+    """Compare the final loss of a training with the final loss in float32, in words."""
     loss, reference = results[name].final_loss, results["float32"].final_loss
     if not math.isfinite(loss + reference):
         return f"at a loss of {loss:.2e}, where float32 ended at {reference:.2e}"
@@ -94,7 +94,7 @@ def _percent(share: float) -> str:
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """Return the results, and the versions of the packages, as strict JSON, where a loss that is not finite is null."""
+    """Return the results and the package versions as strict JSON. A loss that is not finite is written as null."""
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():
@@ -106,9 +106,9 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
-    """Draw the losses, the gradients that vanished, and the loss scales that move, with the steps they skipped.
+    """Plot the losses, the fractions of zero gradients, and the loss scales that change, with their skipped steps.
 
-    The suffix of ``path`` gives the format of the file.
+    The suffix of ``path`` determines the format of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -118,7 +118,8 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6"}
     style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.2, 6.6), layout="constrained")  # a page's width: letters stay legible
+        # At this size, the text is legible if the plot is as wide as a page.
+        figure = Figure(figsize=(7.2, 6.6), layout="constrained")
         panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
         for name, result in results.items():
             trace, steps = result.trace, np.arange(1, len(result.trace.loss) + 1)
