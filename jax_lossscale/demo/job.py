@@ -3,8 +3,8 @@
 A photograph (``china.jpg`` from scikit-learn) is divided into patches of 4 x 4 pixels. Each patch has a code of 32
 numbers, and a small network decodes each code into the 48 values of its patch. The codes and the network are trained
 together by gradient descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The network is smooth, and
-each step uses all patches, so the results differ because of the precision, and not
-because of random batches.
+each step uses all patches. Differences between the results are therefore caused by the precision, and not by random
+batches.
 
 The loss is a mean over 814,080 values. The gradient of each value is therefore 2.5e-6 times its error. Gradients below
 ``2**-25`` = 3e-8 become zero in float16. The better a patch is decoded, the more of its gradients become zero, and
