@@ -70,19 +70,29 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
 def _make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command-line options."""
     description = (
-        "The main job: a small neural network learns a photograph five times, in float32, and in float16 without a "
-        "loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how each of "
-        "them ended."
+        "Train a small neural network on a photograph five times: in float32, in float16 without a loss scale, and in "
+        "float16 with a fixed, a dynamic and an automatic loss scale. Then print a table of the results."
     )
     parser = argparse.ArgumentParser(prog="python -m jax_lossscale", description=description, allow_abbrev=False)
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--version", action="version", version=f"jax_lossscale {jls.__version__}")
-    add("--steps", type=_positive_integer, default=job.STEPS, metavar="N", help=f"steps of each training {default}")
-    seed = f"of the initial parameters {default}; the same seed gives the same numbers"
+    add(
+        "--steps",
+        type=_positive_integer,
+        default=job.STEPS,
+        metavar="N",
+        help=f"number of steps of each training {default}",
+    )
+    seed = f"random seed of the initial parameters {default}; the same seed gives the same results"
     add("--seed", type=int, default=0, metavar="N", help=seed)
-    json = "write the results to this file; - is standard output, and the table then goes to stderr"
+    json = "write the results to this file as JSON; with -, write them to standard output, and the table to stderr"
     add("--json", type=_file, metavar="PATH", help=json)
-    add("--plot", type=_picture, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf")
+    add(
+        "--plot",
+        type=_picture,
+        metavar="PATH",
+        help="plot the results to this file, in the format of its suffix: .png, .svg or .pdf",
+    )
     return parser
 
 
@@ -94,7 +104,7 @@ def _positive_integer(text: str) -> int:
 
 def _file(text: str) -> str:
     if Path(text).is_dir() or not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file, in a directory that exists, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must name a file in a directory that exists, got {text!r}")
     return text
 
 
@@ -110,4 +120,6 @@ def _require(parser: argparse.ArgumentParser, extra: str, **distributions: str) 
         try:
             importlib.import_module(module)
         except ImportError:
-            parser.error(f"this needs {name}, which the extra `{extra}` brings; install it with: pip install {name}")
+            parser.error(
+                f"{name} is not installed; it is part of the extra `{extra}`; install it with: pip install {name}"
+            )

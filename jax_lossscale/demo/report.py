@@ -23,7 +23,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
 # The settings of `job.arms` as text for the legend.
-_DYNAMIC = "from 2^32, doubled after 50 good steps"
+_DYNAMIC = "from 2^32, doubled after 50 finite steps"
 _SETTINGS = {
     "float32": "float32",
     "float16": "float16, no loss scale",
@@ -55,8 +55,9 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
         )
     console = Console(file=file, highlight=False)
     console.print(table)
-    begins = "float16_dynamic begins far too high on purpose: DynamicLossScale(2.0**32, increment_period=50)."
-    console.print(f"{begins} Its scale comes down with each skipped step, then goes up as gradients shrink.")
+    setting = "DynamicLossScale(2.0**32, increment_period=50)"
+    console.print(f"The initial loss scale of float16_dynamic is far too high on purpose: {setting}.")
+    console.print("Each skipped step halves this loss scale. Later, it grows again because the gradients shrink.")
     console.print(conclusion(results))
 
 
@@ -66,15 +67,15 @@ def psnr(loss: float) -> float:
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """Return one sentence that summarizes the results."""
+    """Return three sentences that summarize the results in float16."""
 
     def ending(name: str) -> str:
         zeros = _percent(results[name].zero_gradient_fraction)
-        return f"{zeros} of the gradient values were zero, and training ended {_beside_float32(name, results)}"
+        return f"{zeros} of the gradient values were zero, and the final loss was {_beside_float32(name, results)}."
 
     return (
-        f"Float16 without loss scaling: {ending('float16')}; with a dynamic loss scale ({_DYNAMIC}): "
-        f"{ending('float16_dynamic')}; with an automatic one: {ending('float16_auto')}."
+        f"Float16 without a loss scale: {ending('float16')} With a dynamic loss scale ({_DYNAMIC}): "
+        f"{ending('float16_dynamic')} With an automatic loss scale: {ending('float16_auto')}"
     )
 
 
@@ -82,11 +83,11 @@ def _beside_float32(name: str, results: dict[str, Result]) -> str:
     """Compare the final loss of a training with the final loss in float32, in words."""
     loss, reference = results[name].final_loss, results["float32"].final_loss
     if not math.isfinite(loss + reference):
-        return f"at a loss of {loss:.2e}, where float32 ended at {reference:.2e}"
+        return f"{loss:.2e} (in float32: {reference:.2e})"
     change = loss / reference - 1
     if abs(change) < 5e-5:
-        return "at the loss of float32"
-    return f"at a loss {_percent(abs(change))} {'above' if change > 0 else 'below'} that of float32"
+        return "the same as in float32"
+    return f"{_percent(abs(change))} {'higher' if change > 0 else 'lower'} than in float32"
 
 
 def _percent(share: float) -> str:
@@ -133,7 +134,7 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
                 line |= {"drawstyle": "steps-mid", "markevery": skipped, "label": label}
                 panels["scale"].plot(steps, trace.loss_scale, **line)
         panels["loss"].set(title="Training loss", ylabel="mean squared error", yscale="log")
-        panels["loss"].legend(title="products computed in, and loss scale (PSNR at the end)", alignment="left")
+        panels["loss"].legend(title="matmul dtype and loss scale (final PSNR)", alignment="left")
         panels["zeros"].set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
         panels["zeros"].yaxis.set_major_formatter(PercentFormatter(1))
         panels["scale"].set(title="Loss scale after each step")
