@@ -88,7 +88,7 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if type(error).__name__ != "TraceContextError":  # This class belongs to nnx, which may not be installed.
             raise
         raise ValueError(
-            f"The function changes an nnx module or variable that is none of its arguments ({error}). "
+            f"The function changes an nnx module or variable that is not one of its arguments ({error}). "
             "Make the module an argument of the function instead of closing over it."
         ) from error
 
@@ -205,7 +205,7 @@ def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, An
     try:
         return bind_here(eqn, inputs, params)
     except Exception as error:
-        raise RuleError(f"The rule of {eqn.primitive} raised {error!r}.") from error
+        raise RuleError(f"The differentiation rule of {eqn.primitive} raised {error!r}.") from error
 
 
 def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:

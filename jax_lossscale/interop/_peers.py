@@ -62,19 +62,20 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     loss_scale = DynamicLossScale(**ours, min_loss_scale=min(floor, initial))
     if not has_floor:
         warn_user(
-            f"`{call}`: {name} has no floor, so `min_loss_scale` becomes the smallest normal float32, 1.2e-38, below "
-            f"which {name} goes on to 0; pass `min_loss_scale=` to choose another."
+            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32, "
+            f"1.2e-38. (In {name}, the scale can decrease to 0.) To use another floor, pass `min_loss_scale=`."
         )
     if lowest < floor:
         warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}, to which {name} raises it on an overflow; "
-            "here an overflow never raises the scale."
+            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would raise it to "
+            "the floor, but `DynamicLossScale` never raises the scale at an overflow."
         )
     # TensorFlow compares its counter with `>=`, as `DynamicLossScale` does. All other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
-            f"{loss_scale.increment_period}, from where {name} does not grow on the next finite step; here it does."
+            f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
+            "`DynamicLossScale` grows."
         )
     return loss_scale
 
@@ -98,7 +99,9 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
     theirs |= {"backoff_factor": 1 / theirs["multiplier"], "max_loss_scale": LARGEST_SCALE, "hysteresis": 1}
     for field, value in theirs.items():
         if field not in names and not math.isclose(ours[field], value, rel_tol=1e-6):
-            warn_user(f"`{call}`: `{field}` is {ours[field]:g}, and that of {_TITLES[library]} is {value:g}.")
+            warn_user(
+                f"`{call}`: {_TITLES[library]} does not support `{field}` = {ours[field]:g}; it uses {value:g} instead."
+            )
     return {name: ours[field] for field, name in names.items()}
 
 
@@ -107,8 +110,8 @@ def number(value: Any, name: str) -> float:
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
-            f"`{name}` must be one number, positive and finite, got {plain!r}. A scale that has run away cannot be "
-            "carried on: start with a fresh `DynamicLossScale`."
+            f"`{name}` must be a single positive and finite number, got {plain!r}. If the scale has become zero, "
+            "infinite or NaN, start again with a new `DynamicLossScale`."
         )
     return float(plain)
 
@@ -128,9 +131,12 @@ def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
     """Read all fields except for the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
     names.pop("min_loss_scale", None)
     if not isinstance(saved, Mapping):
-        raise ValueError(f"`{argument}` must be a dictionary with {', '.join(names.values())}, got {saved!r}.")
+        raise ValueError(f"`{argument}` must be a dictionary with the keys {', '.join(names.values())}, got {saved!r}.")
     missing = [name for name in names.values() if name not in saved]
     if missing:
-        raise ValueError(f"`{argument}` lacks {', '.join(missing)}; it has {', '.join(map(str, saved)) or 'nothing'}.")
+        raise ValueError(
+            f"`{argument}` lacks the keys {', '.join(missing)}. It has the keys "
+            f"{', '.join(map(str, saved)) or '(none)'}."
+        )
     readers: dict[str, Callable[[Any, str], float]] = {"increment_period": _count, "num_good_steps": _count}
     return {ours: readers.get(ours, number)(saved[name], f"{argument}['{name}']") for ours, name in names.items()}

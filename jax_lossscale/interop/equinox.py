@@ -12,7 +12,7 @@ from jax_lossscale._loss_scale.lookup import as_loss_scale
 try:
     import equinox as eqx
 except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.equinox` needs equinox: `pip install equinox`.") from error
+    raise ImportError("`jax_lossscale.interop.equinox` needs equinox. Run `pip install equinox`.") from error
 
 
 def filter_value_and_scaled_grad(

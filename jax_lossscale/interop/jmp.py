@@ -20,7 +20,7 @@ from jax_lossscale.interop._peers import SMALLEST_FLOOR, from_peer, number, to_p
 try:
     import jmp
 except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.jmp` needs jmp: `pip install jmp`.") from error
+    raise ImportError("`jax_lossscale.interop.jmp` needs jmp. Run `pip install jmp`.") from error
 
 
 def from_jmp(loss_scale: Any) -> LossScale:
@@ -58,11 +58,14 @@ def from_jmp(loss_scale: Any) -> LossScale:
     floor = float(loss_scale.min_loss_scale)
     if floor != 1:
         warn_user(
-            f"`from_jmp`: the floor {floor:g} is kept here; jmp loses it at the first `jax.jit`, and goes on with 1."
+            f"`from_jmp`: `DynamicLossScale` preserves the floor {floor:g}. (jmp loses it at the first `jax.jit`, and "
+            "then uses the floor 1.)"
         )
     if floor == 0:
         floor = SMALLEST_FLOOR
-        warn_user("`from_jmp`: jmp's floor is 0; here it is the smallest normal float32, 1.2e-38.")
+        warn_user(
+            "`from_jmp`: `DynamicLossScale` does not support the floor 0; it uses the smallest normal float32, 1.2e-38."
+        )
     return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 
 
@@ -84,7 +87,7 @@ def to_jmp(loss_scale: LossScale) -> Any:
         return jmp.NoOpLossScale()
     if isinstance(loss_scale, FixedLossScale):
         if loss_scale.skip_nonfinite:
-            warn_user("`to_jmp`: `skip_nonfinite` is set; with jmp, skipping is the caller's to write.")
+            warn_user("`to_jmp`: jmp does not support `skip_nonfinite=True`; skip non-finite steps in your own code.")
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
     fields = to_peer("jmp", loss_scale)
     return jmp.DynamicLossScale(

@@ -49,8 +49,9 @@ def from_keras(
     """
     if isinstance(config, Mapping) and "dynamic" in config:
         raise ValueError(
-            "`from_keras(config=...)` is of tf-keras 2, which has the floor 1: use `DynamicLossScale(initial_scale, "
-            "dynamic_growth_steps)`, or `FixedLossScale(initial_scale)` where `dynamic` is false."
+            "`from_keras(config=...)` must be a configuration of Keras 3, got a configuration of tf-keras 2. If "
+            "`dynamic` is true, use `DynamicLossScale(initial_scale, dynamic_growth_steps)`, which has the same floor "
+            "1; otherwise, use `FixedLossScale(initial_scale)`."
         )
     return from_peer("keras", min_loss_scale, {"config": config, "state": state})
 

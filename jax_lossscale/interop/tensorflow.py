@@ -70,7 +70,10 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
     """
     if isinstance(loss_scale, FixedLossScale):
         if loss_scale.skip_nonfinite:
-            warn_user("`to_tensorflow`: `skip_nonfinite` is set, and TensorFlow never skips with a fixed scale.")
+            warn_user(
+                "`to_tensorflow`: TensorFlow does not support `skip_nonfinite=True`; with a fixed scale, it never "
+                "skips steps."
+            )
         return {"loss_scale_value": loss_scale.get_config()["loss_scale_value"]}, {}
     config = to_peer("tensorflow", loss_scale)
     state = {name: config.pop(name) for name in ("current_loss_scale", "good_steps")}

@@ -33,7 +33,7 @@ def given_or_new_axes(
         from matplotlib import axes
     except ImportError as error:
         raise ImportError(
-            f"`{caller}` needs matplotlib, which the extra `plot` brings: `pip install matplotlib`."
+            f"`{caller}` needs matplotlib. Install the extra `plot`, or run `pip install matplotlib`."
         ) from error
     if requested is None:
         from matplotlib import pyplot
@@ -42,8 +42,8 @@ def given_or_new_axes(
     chosen = tuple(np.ravel(np.asarray(requested, object)))
     if len(chosen) != len(panels) or not all(isinstance(ax, axes.Axes) for ax in chosen):
         raise ValueError(
-            f"`{caller}({argument}=...)` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got "
-            f"{requested!r}. Make some with `pyplot.subplots({len(panels)})`."
+            f"`{caller}({argument}=...)` must be {len(panels)} matplotlib Axes for {', '.join(panels)}, got "
+            f"{requested!r}. Create them with `pyplot.subplots({len(panels)})`."
         )
     for ax in chosen:
         ax.spines[["top", "right"]].set_visible(False)

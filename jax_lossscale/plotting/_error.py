@@ -56,7 +56,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     """
     if not isinstance(comparison, GradientComparison):
         raise ValueError(
-            f"`plot_gradient_error(comparison=...)` must be what `jls.diagnostics.compare_gradients` returns, got "
+            f"`plot_gradient_error(comparison=...)` must be the result of `jls.diagnostics.compare_gradients`, got "
             f"{type(comparison).__name__}."
         )
     scales = np.asarray(comparison.loss_scales)

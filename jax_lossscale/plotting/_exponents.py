@@ -82,7 +82,7 @@ def plot_exponents(
     everything = int(counts.sum()) + sum(undrawn.values())
     if everything == 0:
         raise ValueError(
-            "`plot_exponents(tree_or_histogram=...)` must hold floating or complex numbers to draw, got "
+            "`plot_exponents(tree_or_histogram=...)` must contain floating-point or complex numbers, got "
             f"{tree_or_histogram!r}."
         )
     numbers = max(int(counts.sum()) + subnormals, 1)
@@ -136,7 +136,7 @@ def _one_histogram(tree: Any) -> ExponentHistogram:
         return tree
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))
     if any(isinstance(node, ExponentHistogram) for node in nodes):
-        raise ValueError("`plot_exponents(tree_or_histogram=...)` holds several histograms. Draw one at a time.")
+        raise ValueError("`plot_exponents(tree_or_histogram=...)` contains several histograms. Plot one at a time.")
     # In float32, the subnormal numbers of float16 are normal, so the histogram contains their exponents. The exponents
     # of bfloat16 are the same as in float32.
     return exponent_histogram(widen(tree, keep=(jnp.bfloat16,)))

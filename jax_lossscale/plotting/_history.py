@@ -119,8 +119,8 @@ def plot_run(
     panels = [panel for panel in all_panels if panel[1] is not None]
     if not panels:
         raise ValueError(
-            f"`plot_run(history=...)` has nothing to draw, only {sorted(history)}. Give loss, loss_scale, skipped or "
-            "underflow."
+            "`plot_run(history=...)` must contain at least one of loss, loss_scale, skipped and underflow, got the "
+            f"keys {sorted(history)}."
         )
 
     figsize = (6.4, 0.8 + 1.2 * len(panels))
@@ -140,7 +140,8 @@ def _by_name(history: Any) -> dict[str, Any]:
         return dict(history)
     if not (isinstance(history, Sequence) and all(isinstance(row, Mapping) for row in history)):
         raise ValueError(
-            f"`plot_run(history=...)` must be a dictionary of sequences, or dictionaries, one a step, got {history!r}."
+            "`plot_run(history=...)` must be a dictionary of sequences, or a sequence with one dictionary per step, "
+            f"got {history!r}."
         )
     names = dict.fromkeys(name for row in history for name in row)
     return {name: [row[name] for row in history if name in row] for name in names}
@@ -152,11 +153,11 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
     shapes = {name: column.shape for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(
-            f"`{caller}` needs sequences of one number a step, all as long, got the shapes {shapes}. Where a number "
-            "was not measured, write NaN."
+            f"`{caller}` needs sequences of equal length with one number per step, got the shapes {shapes}. If a "
+            "number was not measured, use NaN."
         )
     if "skipped" in columns and np.isnan(columns["skipped"].astype(float)).any():
-        raise ValueError(f"`{caller}` got NaN in skipped, which must be known for every step.")
+        raise ValueError(f"`{caller}`: skipped must not contain NaN. It must be known for every step.")
     return {name: column.astype(bool if name == "skipped" else float) for name, column in columns.items()}
 
 
@@ -167,7 +168,7 @@ def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
     steps = columns["step"]
     if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
         raise ValueError(
-            f"`{caller}` got steps that do not increase: {steps}. Draw runs one at a time, sorted by step."
+            f"`{caller}` needs increasing step numbers, got {steps}. Plot one run at a time, sorted by step."
         )
     return steps
 

@@ -21,7 +21,7 @@ from jax_lossscale._loss_scale.registry import OWN_KINDS
 try:
     from flax import serialization
 except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.flax` needs flax: `pip install flax`.") from error
+    raise ImportError("`jax_lossscale.interop.flax` needs flax. Run `pip install flax`.") from error
 
 from jax_lossscale.interop.flax._dynamic_scale import from_flax, to_flax
 from jax_lossscale.interop.flax._optimizer import Optimizer
@@ -46,7 +46,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
       ValueError: if ``kind`` is not a subclass of `LossScale`.
     """
     if not (isinstance(kind, type) and issubclass(kind, LossScale)):
-        raise ValueError(f"`register(kind=...)` must be a class below `LossScale`, got {kind!r}.")
+        raise ValueError(f"`register(kind=...)` must be a subclass of `LossScale`, got {kind!r}.")
 
     def children(loss_scale: Any) -> tuple[list[Any], Any]:
         # The tree is flattened by one level only, because flax serializes each child. `None` is not a child.
@@ -64,8 +64,8 @@ def register(kind: type[LossScale]) -> type[LossScale]:
         names = [path[0].name for path, _ in with_paths]
         if set(names) != set(state):
             raise ValueError(
-                f"The state of a `{kind.__name__}` has {sorted(state)}, but the target holds {sorted(names)}. Restore "
-                "onto a loss scale of the same configuration."
+                f"The saved state of a `{kind.__name__}` contains {sorted(state)}, but the target contains "
+                f"{sorted(names)}. Restore the state onto a loss scale with the same configuration."
             )
         leaves = [
             serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)

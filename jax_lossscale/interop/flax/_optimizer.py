@@ -24,8 +24,8 @@ def checked(tx: Any, name: str) -> LossScaledTransformation:
     if isinstance(tx, LossScaledTransformation):
         return tx
     raise ValueError(
-        f"`{name}` must be an optimizer made with `jls.loss_scaled`, around the whole chain, got {tx!r}. For a run "
-        "without loss scaling, use `jls.loss_scaled(tx, None)`."
+        f"`{name}` must be an optimizer created with `jls.loss_scaled` around the whole inner optimizer, got {tx!r}. "
+        "For a run without loss scaling, use `jls.loss_scaled(tx, None)`."
     )
 
 
@@ -123,7 +123,7 @@ class Optimizer(nnx.Optimizer):
           UserWarning: under the same conditions as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.accumulate_gradients(fun=...)")
-        whole = "With 1 the batch stays whole."
+        whole = "With 1, the batch is not split."
         num_microbatches = count(num_microbatches, "Optimizer.accumulate_gradients(num_microbatches=...)", 1, whole)
         batch_positions = as_tuple(as_argnums(batch_argnums, "Optimizer.accumulate_gradients(batch_argnums=...)"))
 
@@ -150,8 +150,9 @@ class Optimizer(nnx.Optimizer):
                 leaves, new_structure = jax.tree.flatten(nnx.state(objects))
                 if new_structure != structure:  # type: ignore[operator]
                     raise ValueError(
-                        "`Optimizer.accumulate_gradients(fun=...)` added variables to the model, or removed some. "
-                        "Create them before the training step, and remove intermediate values inside the function."
+                        "`Optimizer.accumulate_gradients(fun=...)` added variables to the model or removed variables "
+                        "from it. Create all variables before the training step, and remove intermediate values inside "
+                        "the function."
                     )
                 return leaves, result, grads
 
@@ -212,8 +213,8 @@ class Optimizer(nnx.Optimizer):
             what = _difference(self._all_else(copy), self._all_else(model))
         if what:
             raise ValueError(
-                "`Optimizer.update(restore_from=...)` must be a copy of the model from before the forward pass, "
-                f"`nnx.clone(model)`, got {what}."
+                "`Optimizer.update(restore_from=...)` must be a copy of the model, made with `nnx.clone(model)` before "
+                f"the forward pass, got {what}."
             )
 
     def _all_else(self, model: Any) -> dict[Any, Any]:
@@ -229,11 +230,11 @@ class Optimizer(nnx.Optimizer):
 def _difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
     """Describe why the variables ``new`` cannot be restored from ``old``; return "" if they can be restored."""
     if {id(variable) for variable in old.values()} & {id(variable) for variable in new.values()}:
-        return "a copy that shares its variables, and changes with it"
+        return "a copy that shares its variables with the model, and therefore changes with it"
     for path in old.keys() & new.keys():
         was, is_now = (jax.tree.map(_type_of, _arrays(variables[path])) for variables in (old, new))
         if was != is_now:
-            return f"a model whose {'.'.join(map(str, path))} is {was}, where this one has {is_now}"
+            return f"a model whose {'.'.join(map(str, path))} is {was} instead of {is_now}"
     return ""
 
 
