@@ -1,24 +1,24 @@
-"""Cost of loss scaling, compared with the bare optimizer and with other libraries, and its benefit.
+"""Benchmarks of the cost and the benefit of loss scaling, with the bare optimizer and other libraries for comparison.
 
-Run ``python -m benchmarks``, which needs the extra ``bench``. The folders are:
+To run them, use ``python -m benchmarks``, which needs the extra ``bench``. The folders are:
 
 - `harness`: processes, timing, tables and marks, which all benchmarks use;
-- `optimizer`, `gpu`, `autocast`, `policies`, `accuracy`: the benchmarks and what only they use;
+- `optimizer`, `gpu`, `autocast`, `policies`, `accuracy`: the benchmarks and their own modules;
 - `workloads`: small trainings;
-- `traces`: gradients recorded in these trainings;
-- `results`: what ``python -m benchmarks --results`` wrote.
+- `traces`: gradients that were recorded in these trainings;
+- `results`: the output of ``python -m benchmarks --results``.
 
-The module of a benchmark has a function ``run(quick, progress)`` that returns tables.
+The module of each benchmark contains a function ``run(quick, progress)`` that returns tables.
 """
 
 from typing import NamedTuple
 
 
 class Benchmark(NamedTuple):
-    """A benchmark, as it is listed and found.
+    """An entry in the list of benchmarks.
 
     Attributes:
-      module: its module, relative to this package.
+      module: the name of the benchmark's module, relative to this package.
       description: one line for ``python -m benchmarks --help``.
     """
 
@@ -41,7 +41,7 @@ BENCHMARKS = {
     "cuda": Benchmark("gpu.cuda", "the program for an H100, compiled and not run (group `bench-cuda`)"),
 }
 
-# These run only where they are named.
+# These benchmarks run only if they are named on the command line.
 ON_REQUEST = {
     "cudnn": Benchmark(
         "gpu.cudnn", "cuDNN's attention by `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"

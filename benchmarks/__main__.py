@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the benchmarks, print a table for each and one of all marks."""
+"""``python -m benchmarks``: run the benchmarks, and print the table of each benchmark and a table of all marks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that complains in one line."""
+    """Argument parser that reports an error in a single line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for. The exit code tells whether it ran, not whether the marks were met."""
+    """Run the benchmarks that were named, or all of them.
+
+    The exit code is 0 if all benchmarks ran to the end, even if some marks were not met.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     if missing := [name for name in ("jmp", "flax") if importlib.util.find_spec(name) is None]:
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Exit with an error message if an option is invalid."""
     everything = BENCHMARKS | ON_REQUEST
     listed = [f"  {name:13} {benchmark.description}" for name, benchmark in everything.items()]
     listed.insert(len(BENCHMARKS), "only if named:")
@@ -79,7 +83,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
-    """Make ``options.for_accuracy`` and the like of the options that only these have."""
+    """Check the options that only some benchmarks have, and store them for these benchmarks.
+
+    The options for each benchmark are stored as ``options.for_accuracy`` and ``options.for_policies``.
+    """
     asked = set(options.benchmarks)
     if (options.workload and "accuracy" not in asked) or (options.docs and not asked & {"accuracy", "policies"}):
         parser.error("--workload and --docs belong to the benchmark accuracy, and --docs to policies as well")

@@ -1,4 +1,4 @@
-"""Tables, marks, and how they are written: as Markdown, which is legible in a terminal, too."""
+"""Tables and marks, and their output as Markdown, which is also legible in a terminal."""
 
 from __future__ import annotations
 
@@ -18,23 +18,31 @@ _VERSIONS = ("jax", "jaxlib", "optax", "chex", "jmp", "flax")
 
 @dataclass(frozen=True)
 class Mark:
-    """A goal: ``value`` is to be at most ``goal``, or exactly that."""
+    """A goal for a measured value.
+
+    Attributes:
+      name: the description of the value.
+      value: the measured value; ``None`` if it was not measured.
+      goal: the largest permitted value. If ``exactly``, the only permitted value.
+      exactly: whether the value must be equal to the goal.
+      note: a remark, which is shown next to the mark.
+    """
 
     name: str
-    value: float | None  # None: not measured
+    value: float | None
     goal: float
     exactly: bool = False
     note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """``None`` if it was not measured."""
+        """Whether the goal is met; ``None`` if the value was not measured."""
         if self.value is None:
             return None
         return self.value == self.goal if self.exactly else self.value <= self.goal
 
     def as_text(self, quick: bool) -> tuple[str, ...]:
-        """Name, what was measured, the goal, met or not, and a note."""
+        """Return the name, the measured value, the goal, whether it is met, and the note, as strings."""
         number = "{:.0f}" if self.exactly else "{:.2f}"
         verdict = {None: "-", True: "met", False: "not met"}[self.met]
         value = "not measured" if self.value is None else number.format(self.value)
@@ -44,15 +52,15 @@ class Mark:
 
 @dataclass(frozen=True)
 class Table:
-    """Contenders and what was measured of them.
+    """The results of a measurement.
 
     Attributes:
-      title: what was measured, and on what.
-      columns: heading and format of each column, such as ``("median", "{:.1f} ms")``.
-      rows: numbers or words; ``None`` where there is nothing.
-      marks: what the table decides.
-      notes: what a reader must know.
-      quick: from smaller sizes and fewer rounds than the goals are set for.
+      title: the measured quantity and the conditions of the measurement.
+      columns: the heading and the format of each column, such as ``("median", "{:.1f} ms")``.
+      rows: numbers or strings; ``None`` in a cell without a value.
+      marks: the goals that are checked with this table.
+      notes: explanations for the reader, which are printed below the table.
+      quick: whether the sizes or the number of rounds are smaller than in the measurement for which the goals are set.
     """
 
     title: str
@@ -63,7 +71,7 @@ class Table:
     quick: bool = False
 
     def as_markdown(self) -> list[str]:
-        """Title, rows and notes, in lines; nothing where there are no rows."""
+        """Return the title, the rows and the notes as lines; an empty list if there are no rows."""
         if not self.rows:
             return []
         headings, formats = zip(*self.columns, strict=True)
@@ -73,19 +81,22 @@ class Table:
 
 
 def columns(text: str) -> tuple[tuple[str, str], ...]:
-    """Of ``"step | median {:.2f} ms"``: headings, each with the format of its cells, which is ``{}`` if left out."""
+    """Return the headings and formats in a string such as ``"step | median {:.2f} ms"``.
+
+    If a column has no format, its format is ``{}``.
+    """
     parts = [re.fullmatch(r"\s*(.*?)\s*(\S*\{.*?)?\s*", part) for part in text.split("|")]
     return tuple((part[1], part[2] or "{}") for part in parts if part)
 
 
 def marks_as_markdown(tables: Iterable[Table]) -> list[str]:
-    """All marks in one table."""
+    """Return one table of all marks as lines."""
     rows = [mark.as_text(table.quick) for table in tables for mark in table.marks]
     return _grid(("mark", "measured", "goal", "", "note"), rows) if rows else []
 
 
 def as_markdown(benchmark: str, tables: Sequence[Table], about: dict[str, str]) -> str:
-    """The content of ``results/BENCHMARK.md``."""
+    """Return the content of ``results/BENCHMARK.md``."""
     lines = [
         *(f"# Results of the benchmark {benchmark}", "", f"Written by `{about['command']}`, not by hand.", ""),
         *_grid(("", ""), [(name, value) for name, value in about.items() if name != "command"]),
@@ -96,7 +107,7 @@ def as_markdown(benchmark: str, tables: Sequence[Table], about: dict[str, str]) 
 
 
 def index(results: Path) -> str:
-    """The content of ``RESULTS.md``: of each file in the folder ``results`` its date, and its marks as they stand."""
+    """Return the content of ``RESULTS.md``: the date and the marks of each file in the folder ``results``."""
     lines = [
         *("# Benchmark results", "", "Written by `python -m benchmarks --results`, not by hand.", ""),
         "Each benchmark stands as it was last run; its page has the machine, the versions and the tables. Ratios of "
@@ -112,7 +123,7 @@ def index(results: Path) -> str:
 
 
 def environment() -> str:
-    """The GPU that this process runs on; starts the backend of jax."""
+    """Return the name of the GPU in this process, or "none". This function initializes the JAX backend."""
     import jax
 
     device = jax.devices()[0]
@@ -120,7 +131,7 @@ def environment() -> str:
 
 
 def about_this_run(command: str, gpu: str) -> dict[str, str]:
-    """Machine, versions, date and command."""
+    """Return the command, the date, the machine and the versions of the packages."""
     versions = {name: importlib.metadata.version(name) for name in _VERSIONS} | {"python": platform.python_version()}
     found = re.search(r"model name\s*: (.*)", _content("/proc/cpuinfo"))
     memory = re.search(r"MemTotal: *(\d+)", _content("/proc/meminfo"))
@@ -146,7 +157,7 @@ def _show(cell: Cell, template: str) -> str:
 
 
 def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown whose columns are aligned, so that a terminal shows it as well."""
+    """Return a Markdown table as lines. Its columns are aligned, so that it is also legible in a terminal."""
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (headings, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
