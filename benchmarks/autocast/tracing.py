@@ -1,4 +1,4 @@
-"""How long programs take to be traced and compiled under `jls.autocast`, over float32."""
+"""Trace and compile times of programs under `jls.autocast`, relative to float32."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _MARKED, _GOAL = "48 blocks, one function", 2.0
 
 
 def table(quick: bool, progress: Progress) -> Table:
-    """A row for each program: seconds of the processor, the fewest of two."""
+    """Return a table with one row for each program.
+
+    The times are CPU times in seconds, and the smaller of two measurements.
+    """
     rows = []
     programs = dict(_programs(8 if quick else 48))
     for n, (name, (functions, arguments)) in enumerate(programs.items()):
         progress(n / len(programs), name)
         seconds = {way: [] for way in functions}
-        for _ in range(2 if quick else 3):  # the first pays for what is made only once
+        for _ in range(2 if quick else 3):  # The first measurement has an additional cost, so it does not count.
             for way, function in functions.items():
                 seconds[way].append(_seconds(function, arguments))
         traced, compiled = ({way: min(s[which] for s in of[1:]) for way, of in seconds.items()} for which in (0, 1))
@@ -71,7 +74,7 @@ def _residual(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def _flow(weights: Any, x: jax.Array) -> jax.Array:
-    """The negative log-likelihood by affine couplings (Dinh et al. 2017, arXiv 1605.08803)."""
+    """Return the negative log-likelihood of a flow with affine couplings (Dinh et al. 2017, arXiv 1605.08803)."""
     volume = jnp.zeros(len(x))
     for w in weights:
         kept, changed = jnp.split(x, 2, axis=-1)
@@ -83,7 +86,7 @@ def _flow(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def _laplacian(weights: Any, x: jax.Array) -> jax.Array:
-    """What a network that solves a differential equation minimizes."""
+    """Return the loss of a network that solves a differential equation."""
 
     def value(point: jax.Array) -> jax.Array:
         for w in weights:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.traces``: train the workloads, or those named, and write their traces beside this file."""
+"""``python -m benchmarks.traces``: train all workloads, or the named ones, and write their traces into this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record what was asked for, as much at a time as there are cores."""
+    """Record the traces of the named workloads, in as many threads as there are CPU cores."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces", description=__doc__)
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}; all by default")
     names = parser.parse_args(arguments).workloads or list(WORKLOADS)
