@@ -46,7 +46,7 @@ def write(summary: Table, details: Table) -> None:
     before, _, rest = path.read_text().partition(_BEGIN)
     _, found, after = rest.partition(_END)
     if not found:
-        raise ValueError(f"{path} must hold the lines {_BEGIN!r} and {_END!r}, between which the table goes.")
+        raise ValueError(f"{path} must contain the lines {_BEGIN!r} and {_END!r}, which enclose the table.")
     table = "\n".join(_for_the_page(summary).as_markdown())
     path.write_text(f"{before}{_BEGIN}\n\n{table}\n{_END}{after}")
     draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=150)

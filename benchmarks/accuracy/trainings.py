@@ -219,9 +219,10 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
         for name, ways in compared.items()
     ]
     notes = [
-        "Median over the seeds of how far the final loss is above that of float32 from the same seed. What is not "
-        "further from 0 than the noise floor is called noise. The noise floor is the largest difference that "
-        f"{len(_ROUNDINGS)} roundings of each seed's initial weights to float16 make in a float32 training."
+        "Difference between the final loss and the final loss of float32 from the same seed, relative to float32: the "
+        'median over the seeds. A difference that is not larger than the noise floor is shown as "noise". To determine '
+        f"the noise floor, the initial weights of each seed are rounded to float16 in {len(_ROUNDINGS)} ways. The "
+        "noise floor is the largest resulting difference in float32 trainings."
     ]
     return Table("Final loss above that of float32", heads, rows, notes=notes, quick=quick)
 
@@ -236,13 +237,15 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
     )
     rows = [_row(one, len(ways[0].percent), seeds) for ways in compared.values() for one in ways]
     notes = [
-        "The columns of the seeds: how far above float32 from the same seed; where weights are rounded, the one that "
-        "is furthest from 0. Final loss, zero gradients and skipped steps: medians over the trainings. Some gradients "
-        "are zero in float32 too: words that are not in a batch, units that are off.",
-        "`float16, fixed` is the suggestion of `suggest_loss_scale` for the float32 gradients of the first step; a "
-        "step that overflows is skipped.",
-        "Under `autocast` the workload is written in float32; in the settings before it is cast by hand. The policy is "
-        "what `find_precision` finds for the first two batches of the first seed, before any training.",
+        "The columns of the seeds show the difference from float32 with the same seed. If there are several roundings "
+        "of the weights, they show the difference that is furthest from 0. Final loss, zero gradients and skipped "
+        "steps are medians over the trainings. Some gradients are zero in float32 as well, for example the gradients "
+        "of words that are not in the batch, and of inactive units.",
+        "`float16, fixed` uses the suggestion of `suggest_loss_scale` for the float32 gradients of the first step. "
+        "Steps that overflow are skipped.",
+        "With `autocast`, the workload is written in float32. In all other settings, it contains manual casts. The "
+        "found policy is the result of `find_precision` for the first two batches of the first seed, before any "
+        "training.",
     ]
     return Table("Every setting", heads, rows, notes=notes, quick=quick)
 

@@ -72,12 +72,15 @@ def _steps(models: Sequence[str], quick: bool, progress: Progress) -> Table:
         rows += [(model, *row) for row in _rows(programs)]
         marks += _step_marks(model, programs)
     notes = (
-        "Loss, gradients and Adam by `update_and_apply`, donated. Time: predicted, of each kernel what its bytes take "
-        "at 3.35 TB/s, or its products at full speed, whichever is longer; without caches, launches and tuning.",
-        "Transformers: flax, 8 x 256 and 8 x 1024 tokens. ResNets: 64 images of 224 x 224. Mamba: 2 blocks of 512, an "
-        "associative scan in float32, 8 x 512. LSTM: 2 layers of 512, 64 x 256. By hand: `dtype=float16`.",
-        "Experts: 8, 2 blocks of 512, 8 x 512. Words: a table that is read by a product with a one-hot array, 8,192 of "
-        "512, 8 x 512; or by index, 50,304 of 1,024, 8 x 256. Convolution net: 3 blocks, 64 images of 56 x 56 x 64.",
+        "The step computes the loss and the gradients, and applies Adam with `update_and_apply` to donated arrays. The "
+        "time is a prediction: for each kernel, the larger of the time to move its bytes at 3.35 TB/s and the time to "
+        "compute its matmuls at peak throughput. Caches, launches and tuning are not considered.",
+        "Transformers: flax, 8 x 256 and 8 x 1024 tokens. ResNets: 64 images of 224 x 224. Mamba: 2 blocks of width "
+        "512, an associative scan in float32, 8 x 512 tokens. LSTM: 2 layers of width 512, 64 x 256 tokens. By hand: "
+        "manual casts with `dtype=float16`.",
+        "Experts: 8 experts, 2 blocks of width 512, 8 x 512 tokens. Words: an embedding table that is read by a matmul "
+        "with a one-hot array (8,192 x 512, 8 x 512 tokens), or by index (50,304 x 1,024, 8 x 256 tokens). Convolution "
+        "net: 3 blocks, 64 images of 56 x 56 x 64.",
     )
     return Table("Training steps for an H100, not run", _STEPS, rows, marks, notes, quick)
 
@@ -103,7 +106,7 @@ def _step_marks(model: str, programs: dict[str, Program]) -> Iterator[Mark]:
 
 
 def _compile_time(quick: bool, progress: Progress) -> Table:
-    note = cuda.missing() or ("left out by --quick" if quick else "")
+    note = cuda.missing() or ("omitted by --quick" if quick else "")
     progress(0)
     timings = None if note else call_apart(gpu.seconds_to_compile, 12, 3, tuple(WAYS), timeout=_PATIENCE)
     over = {way: timings.minimum(way) / timings.minimum(FLOAT32) for way in WAYS} if timings else {}
@@ -122,7 +125,9 @@ def _kept(quick: bool) -> Table:
         rows += [(rate, way, number / _MIB, number / kept[BY_HAND]) for way, number in kept.items()]
         what = "autocast: bytes kept for the backward pass over by hand" + (", with dropout" if rate else "")
         marks.append(Mark(what, kept[AUTOCAST] / kept[BY_HAND], goal))
-    notes = ("What `jax.vjp` hands to the backward pass, without the function's arguments, before XLA.",)
+    notes = (
+        "The values that `jax.vjp` saves for the backward pass, without the function's arguments, before XLA runs.",
+    )
     heads = columns("dropout | loss | kept {:.1f} MiB | over by hand {:.2f}")
     return Table("Kept for the backward pass: transformer 4 x 512", heads, rows, marks, notes, quick)
 
@@ -140,8 +145,9 @@ def _errors(quick: bool, progress: Progress) -> Table:
         "over by hand {:.2f}"
     )
     notes = (
-        "The norm of the difference from float32's gradients over their norm, at the best of four loss scales from "
-        "1 to 2^18: after 100 steps of Adam in float32, on four batches.",
+        "The error is the norm of the difference from the float32 gradients, relative to the norm of the float32 "
+        "gradients, at the best of four loss scales from 1 to 2^18. It is measured after 100 steps of Adam in float32, "
+        "on four batches.",
     )
     return Table("Errors of gradients, small models", heads, rows, marks, notes, quick)
 
@@ -161,10 +167,10 @@ def _hard(quick: bool, progress: Progress) -> Table:
         "loss | gradient of | by hand {:.1e} | autocast {:.1e} | nothing recomputed {:.1e} | over by hand {:.2f}"
     )
     notes = (
-        "Against float64, in the parameter where `autocast` is worst beside by hand, which casts what goes into "
-        "products and computes all else in float32; at the best of four loss scales.",
-        "The docstring of `autocast` says what is more than 2 times by hand: what is below 2^-25 is zero in the "
-        "rounded result of a softmax.",
+        "Errors relative to float64 for the parameter where `autocast` is worst relative to manual casts, at the best "
+        "of four loss scales. The manual casts convert the operands of matmuls to float16; everything else is float32.",
+        "The docstring of `autocast` describes the case whose error is more than 2 times the error of manual casts: "
+        "values below 2^-25 become zero in the rounded result of a softmax.",
     )
     return Table("Errors of gradients, hard cases", heads, rows, marks, notes, quick)
 

@@ -35,9 +35,7 @@ def table(quick: bool, progress: Progress) -> Table:
         over = traced[AUTOCAST] / traced[FLOAT32], compiled[AUTOCAST] / compiled[FLOAT32]
         rows.append((name, traced[FLOAT32], over[0], compiled[FLOAT32], over[1]))
     measured = next((row[2] for row in rows if row[0] == _MARKED), None)
-    mark = Mark(
-        f"autocast: trace over float32, {_MARKED}", measured, _GOAL, note="left out by --quick" if quick else ""
-    )
+    mark = Mark(f"autocast: trace over float32, {_MARKED}", measured, _GOAL, note="omitted by --quick" if quick else "")
     heads = "gradients of | trace {:.2f} s | autocast over {:.2f} | trace and compile {:.2f} s | autocast over {:.2f}"
     return Table("Trace and compile time on a CPU, float32 and autocast", columns(heads), rows, [mark], quick=quick)
 

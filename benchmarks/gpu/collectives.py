@@ -37,11 +37,12 @@ _COLUMNS = columns(
     "in float16 {:.1f} MB | other {:.1f} MB | all {:.1f} MB | over by hand {:.2f} | temporaries {:.0f} MB"
 )
 _NOTES = (
-    "By hand: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table cast: the "
-    "embedding table is cast where tokens are looked up, in a function for `autocast`.",
-    "Value, gradient and Adam, donated. A loop counts with all its turns.",
-    "Compiled for eight CPU devices, the table says the same, but for the gradient of the tied table, a sum of two. "
-    "For GPUs, XLA joins two all-reduces into one in float32; in FSDP it gathers one to scatter the other into it.",
+    "By hand: parameters and activations are cast to float16 manually; softmax, norms and the loss are float32. Table "
+    "cast: the program for `autocast` casts the embedding table for the lookup of tokens.",
+    "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
+    "Compiled for eight CPU devices, the results are the same except for the gradient of the tied table, which is a "
+    "sum of two gradients. For GPUs, XLA combines their two all-reduces into one in float32. In FSDP, it gathers one "
+    "gradient to scatter the other one into it.",
 )
 
 

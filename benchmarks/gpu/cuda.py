@@ -35,15 +35,18 @@ _COLUMNS = columns(
     "full-size copies | conditionals | temporaries {:.1%}"
 )
 _NOTES = (
-    "Bytes: the sizes of all operands and results of all kernels. Of a conditional, the branch that moves more counts.",
-    "Copies: of arrays, not of scalars; in whatever branch. Temporaries: as a share of the parameters.",
+    "Bytes are the sizes of all operands and results of all kernels. For a conditional, the branch that moves more "
+    "bytes counts.",
+    "Copies are copies of arrays (not scalars) in any branch. Temporaries are relative to the size of the parameters.",
 )
 _MESH_COLUMNS = columns(
     "mesh | sets of axes | step | kernels | bytes over bare {:.3f} | all-reduces | other collectives"
 )
 _MESH_NOTES = (
-    "Of one device of eight. Sets of axes: over which leaves are split; norms are not split.",
-    "With automatic axes the step does not know how leaves are split, and reads each by itself.",
+    "The programs are for one of eight devices. Sets of axes is the number of different sets of mesh axes over which "
+    "leaves are sharded; norms are replicated.",
+    "With automatic axes, the shardings of the leaves are unknown when the step is traced, so each leaf is read "
+    "separately.",
 )
 _NOT_RUN = "GPU program (compiled, not run)"
 
@@ -82,7 +85,11 @@ def missing() -> str:
     """Return a message about missing packages that are needed to compile for a GPU; "" if there are none."""
     installed = {distribution.name for distribution in importlib.metadata.distributions()}
     packages = [package for package in _PACKAGES if package not in installed]
-    return f"needs {' and '.join(packages)}: pip install -e '.[bench]' --group bench-cuda" if packages else ""
+    return (
+        f"needs {' and '.join(packages)}. Install with: pip install -e '.[bench]' --group bench-cuda"
+        if packages
+        else ""
+    )
 
 
 def start() -> None:

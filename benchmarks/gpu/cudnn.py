@@ -33,8 +33,9 @@ _COLUMNS = columns(
     "over by hand {:.2f} | temporaries over by hand {:.2f}"
 )
 _NOTES = (
-    "By hand: all is cast to float16, but for norms and the loss. Collectives count as reads and writes of memory.",
-    "Kernels: cuDNN's, of attention. Casts: kernels that convert what one of these reads or gives.",
+    "By hand: everything is cast to float16 manually, except for norms and the loss. Collectives count as memory reads "
+    "and writes.",
+    "Kernels are the attention kernels of cuDNN. Casts are kernels that convert an operand or a result of attention.",
 )
 
 _PLAIN = functools.partial(jax.nn.dot_product_attention, is_causal=True)

@@ -99,9 +99,9 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
             root, name, *rest = parts.groups()
             current[name] = Instruction(name, *rest, is_root=bool(root))
         elif re.match(r"\s+(ROOT )?%", line):
-            raise ValueError(f"This is not read as an instruction: {line.strip()[:200]}")
+            raise ValueError(f"This line cannot be parsed as an instruction: {line.strip()[:200]}")
     if not entry:
-        raise ValueError("The text of the program has no entry computation.")
+        raise ValueError("The text of the program does not contain an entry computation.")
     return dict(computations), entry
 
 

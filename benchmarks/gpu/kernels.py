@@ -58,7 +58,9 @@ def is_kernel(instruction: Instruction) -> bool:
     """Return whether an instruction launches a kernel, or contains instructions that launch kernels."""
     if instruction.opcode in _NO_KERNEL | _KERNELS:
         return instruction.opcode in _KERNELS
-    raise NotImplementedError(f"It is not known what {instruction.opcode!r} launches: {instruction.name}")
+    raise NotImplementedError(
+        f"Unknown instruction {instruction.opcode!r} ({instruction.name}). Add it to `_KERNELS` or `_NO_KERNEL`."
+    )
 
 
 def kernels(computations: Mapping[str, Computation], computation: Computation) -> Iterator[Kernel]:
@@ -102,7 +104,7 @@ def turns(computations: Mapping[str, Computation], computation: Computation, loo
         steps = [part.inside for part in added.values() if part.opcode == "constant"]
         if start.opcode == "constant" and root(added).opcode == "add" and steps == ["1"]:
             return max(0, int(limit.inside) - int(start.inside))
-    raise NotImplementedError(f"It is not known how often this loop turns: {loop.name}")
+    raise NotImplementedError(f"The number of iterations of the loop {loop.name} cannot be determined.")
 
 
 def _inside(computations: Mapping[str, Computation], computation: Computation, instruction: Instruction) -> Computation:
@@ -198,7 +200,9 @@ def _slowest(product: Instruction, operands: list[Array]) -> str:
     """Return the dtype that determines the throughput of a matmul."""
     names = ["f8" if operand.dtype.startswith("f8") else operand.dtype for operand in operands]
     if unknown := set(names) - set(PEAK):
-        raise NotImplementedError(f"It is not known how fast products of {', '.join(unknown)} are: {product.name}")
+        raise NotImplementedError(
+            f"The peak throughput of {', '.join(unknown)} is unknown: {product.name}. Add it to `PEAK`."
+        )
     slowest = min(names, key=lambda name: PEAK[name])
     return "f32, not TF32" if slowest == "f32" and product.attribute(r"operand_precision=\{(high)") else slowest
 
@@ -225,4 +229,4 @@ def _multiplications(product: Instruction, first: Array, second: Array) -> float
         shape = [int(n) for n in re.findall(r"\d+", weights)]
         products = 5 if "Backward" in target else 2
         return products * math.prod(shape) * first.size / math.prod(shape[:3])
-    raise NotImplementedError(f"It is not known what {target or product.opcode!r} multiplies: {product.name}")
+    raise NotImplementedError(f"The operations of {target or product.opcode!r} cannot be counted: {product.name}")

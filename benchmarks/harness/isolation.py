@@ -50,7 +50,10 @@ def run_apart(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Tab
     Returns:
       The tables of the benchmark and the name of the GPU. If the benchmark failed, the error message instead.
     """
-    return call_apart(_run, name, quick, options, timeout=None) or "its process died; out of memory?"
+    return (
+        call_apart(_run, name, quick, options, timeout=None)
+        or "its process died, possibly because it ran out of memory"
+    )
 
 
 def call_apart(function: Callable[..., Any], *args: Any, timeout: float | None) -> Any:

@@ -56,7 +56,9 @@ def _measure(kind: str, quick: bool, progress: Progress) -> Table:
         rows += [(leaves, name, timings.minimum(name), over[name]) for name in timings.seconds]
         rows += [(leaves, JMP.name, f"> {patience:.0f} s", None)] if contenders is _CONTENDERS else []
     mark = f"compile time of {{}} over bare, {_MARKED_LEAVES} {kind} leaves"
-    marks = _marks(mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, f"--quick stops at {leaves} leaves" if quick else "")
+    marks = _marks(
+        mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, f"--quick measures at most {leaves} leaves" if quick else ""
+    )
     title = f"Compile time, leaves of {shape[0]} x {shape[1]}"
     return Table(title, columns(f"leaves | {_COLUMNS}"), rows, marks, quick=quick)
 
@@ -75,12 +77,15 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
         rows.append((name, *seen))
     mark = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer, {{}}"
     marks = _marks(
-        mark, (OURS, *OTHER_KINDS), over, _TRAINING_GOAL, f"--quick stops at {layers} layers" if quick else ""
+        mark, (OURS, *OTHER_KINDS), over, _TRAINING_GOAL, f"--quick measures only {layers} layers" if quick else ""
     )
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
     slow = " and ".join(_SLOW)
-    notes = [f"{slow}: compiled once, all other steps several times; the shortest time counts."]
+    notes = [
+        f"The steps of {slow} are compiled once. All other steps are compiled several times, and the shortest time is "
+        "shown."
+    ]
     return Table(title, columns(_COLUMNS), rows, marks, notes, quick)
 
 

@@ -55,10 +55,10 @@ def rare_kinds(quick: bool) -> Table:
             marks.append(Mark(name, float(of_size.max()), _MOST_SKIPPED, note=note))
     of_sizes = " | ".join(f"2^{size} {{:.0f}}" for size in sizes)
     note = (
-        f"Percentage of the rare batches that is skipped in the second half of {_STEPS:,} steps, mean of "
+        f"The percentage of the rare batches that is skipped in the second half of {_STEPS:,} steps, as the mean of "
         f"{len(_seeds(quick))} runs. The gradients of the parameters are about 2^-14, with a noise of 0.7 bits. Values "
         "inside the backward pass are larger by a factor of 2^2, and in the rare batches by the factor in the heading. "
-        "Last two columns: the worst run of all sizes, and `DynamicLossScale()` with the worst size."
+        "The last two columns show the worst run of all sizes, and `DynamicLossScale()` with the worst size."
     )
     heads = columns(f"one batch in | {of_sizes} | worst run {{:.0f}} | dynamic {{:.0f}}")
     return Table("Rare kinds of batches under AutoLossScale", heads, rows, marks, (note,), quick)
@@ -93,9 +93,9 @@ def mixed(quick: bool) -> Table:
     measured = "{who}: skipped of 1,000 {{:.1f}} | {who}: unused bits {{:.1f}}"
     heads = columns(" | ".join(["trace", *(measured.format(who=who) for who in ("auto", "dynamic"))]))
     note = (
-        f'Mean of {len(_seeds(quick))} runs of {_STEPS:,} steps. "2^8, noise 4": values inside the backward pass are '
-        "larger than the gradients by a normally distributed number of bits, of mean 8 and standard deviation 4. Steps "
-        "that are NaN at every scale are not counted."
+        f'Means of {len(_seeds(quick))} runs of {_STEPS:,} steps. "2^8, noise 4" means that values inside the backward '
+        "pass are larger than the gradients by a normally distributed number of bits with mean 8 and standard "
+        "deviation 4. Steps that are NaN at every scale are not counted."
     )
     return Table("Large values inside the backward pass, with noise and NaNs", heads, rows, marks, (note,), quick)
 

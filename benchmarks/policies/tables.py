@@ -57,13 +57,15 @@ _SUMMARY_COLUMNS = columns(
     "steps to arrive, median {:.0f} | most {:.0f} | worse in both than a dynamic {} traces"
 )
 _NOTES = (
-    "Skipped steps, unused bits and steps to arrive: mean (median) over the traces, and the most on one. Unused bits: "
-    "log2(65504 / (first * scale)), the mean over applied steps, where first is what overflows first. To arrive: "
-    "within 2^6 of the highest scale that works. Worse in both: by more than three skipped steps and one bit, than one "
-    "of 14 settings of `DynamicLossScale`, starts 2^15 and 2^24, periods 100 to 10,000. Best in hindsight: the highest "
-    "power of two at which one step in 500 overflows, or fewer. Steps that overflow at every scale are not counted.",
+    "For skipped steps and unused bits, the table shows the mean over the traces and the maximum; for steps to arrive, "
+    "the median and the maximum. Unused bits are the mean of log2(65504 / (first * scale)) over the applied steps, "
+    "where first is the value that overflows first. A scale has arrived if it is within 2^6 of the largest scale that "
+    "does not overflow. Worse in both means more than three more skipped steps and more than one more unused bit than "
+    "at least one of 14 settings of `DynamicLossScale` (initial scales 2^15 and 2^24, periods 100 to 10,000). Best in "
+    "hindsight is the largest power of two at which at most one step in 500 overflows. Steps that overflow at every "
+    "scale are not counted.",
 )
-_DETAIL_NOTE = "Skipped steps / unused bits / steps to arrive."
+_DETAIL_NOTE = "Each cell contains skipped steps / unused bits / steps to arrive."
 
 
 def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
@@ -177,7 +179,7 @@ def evidence(steps: int, quick: bool) -> Table:
         columns(" | ".join(["trace", *measured])),
         rows,
         marks,
-        ("The worst of five sizes, 2^-30 to 2^4.",),
+        ("The results are from the worst of five gradient magnitudes, 2^-30 to 2^4.",),
         quick,
     )
 
@@ -232,4 +234,4 @@ def _arrival_mark(log2_start: int) -> Mark:
     """Return the goal for the number of steps that `AutoLossScale` needs to arrive from an initial scale."""
     most = int(judge(jls.AutoLossScale(2.0**log2_start), _to_arrive()).steps_to_arrive.max())
     name = f"AutoLossScale: steps to arrive from 2^{log2_start}, most for 2^3 to 2^66"
-    return Mark(name, most, _STEPS_TO_ARRIVE, note="from other beginnings: tests/loss_scales/test_auto.py")
+    return Mark(name, most, _STEPS_TO_ARRIVE, note="other initial scales: see tests/loss_scales/test_auto.py")

@@ -212,9 +212,10 @@ def trainings(quick: bool, progress: Progress) -> Table:
             marks.append(Mark(f"auto, {name}: skipped rare batches, more than with dynamic", more, 2.0))
     heads = ["training", *(f"{way}: loss {{:.4f}}" for way in WAYS), *(f"{way}: skipped {{:.0f}}" for way in WAYS)]
     heads += ["rare {:.0f}", "auto: skipped rare {:.0f}", "dynamic: skipped rare {:.0f}"]
-    seeds = "1 seeds" if quick else f"{_SEEDS} seeds"
+    seeds = "1 seed" if quick else f"{_SEEDS} seeds"
     note = (
-        f"The mean of {seeds}. The loss on all digits, or on all rotated digits; of the bandit, 1 - the chance of the "
-        "arm. Last three columns: number of batches of the rare kind, and how many of them are skipped."
+        f"Means over {seeds}. The loss is the loss on all digits, or on all rotated digits. For the bandit, it is 1 "
+        "minus the probability of the arm with the reward. The last three columns are the number of rare batches, and "
+        "how many of them are skipped."
     )
     return Table("Trainings under the default loss scale", columns(" | ".join(heads)), rows, marks, (note,), quick)

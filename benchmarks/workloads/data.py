@@ -21,7 +21,9 @@ def text(length: int) -> np.ndarray:
         characters += bytes(byte for byte in path.read_bytes() if byte < CHARACTERS)
         if len(characters) >= length:
             return np.frombuffer(bytes(characters[:length]), np.uint8).astype(np.int32)
-    raise FileNotFoundError("Python's standard library is not installed as sources; there is no text to train on.")
+    raise FileNotFoundError(
+        "The source files of Python's standard library, which contain the text to train on, are not installed."
+    )
 
 
 @functools.cache
