@@ -1,8 +1,8 @@
 """Evaluation of functions with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by a given evaluator.
 
-The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. The custom rule itself is
-a private parameter of the equation, so it is not called directly. Instead, JAX transforms the original equation, which
-applies the rule, and the evaluator evaluates the resulting jaxpr.
+The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. The custom rule is a
+private parameter of the equation and is not called directly. JAX transforms the original equation, which applies the
+rule, and then the evaluator evaluates the resulting jaxpr.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_lossscale._program.jaxpr import as_dtype, bind_here
 
 _Result = TypeVar("_Result")
-# Evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from those declared in the jaxpr.
+# A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from the dtypes that
+# are declared in the jaxpr.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
-# Binds an equation with the given operands and parameters, and returns its results.
+# A function that binds an equation with the given operands and parameters, and returns its results.
 Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
@@ -38,8 +39,9 @@ class EvaluateRule(Protocol):
           inputs: the inputs of the jaxpr. Unless ``forward`` is given, the first inputs correspond to the operands of
             the equation. In the transpose of a `linear_call`, the cotangents correspond to the linear operands. Neither
             cotangents nor linear operands are constants.
-          forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of a backward pass. Its outputs are the
-            results of the equation, followed by the residuals, which are the first inputs of ``closed``.
+          forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of a backward pass. The outputs of
+            ``forward`` are the results of the equation, followed by the residuals, which are the first inputs of
+            ``closed``.
         """
 
 
@@ -74,8 +76,8 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
 
     Returns:
       A jaxpr and a list. The inputs of the jaxpr are all operands, followed by the tangents of the perturbed operands.
-      Its outputs are the results, followed by their nonzero tangents. The list contains, for each result, whether its
-      tangent is a symbolic zero.
+      The outputs of the jaxpr are the results, followed by their nonzero tangents. The list contains, for each result,
+      whether its tangent is a symbolic zero.
     """
     are_zeros = [True] * len(eqn.outvars)
     record = _recorder_of_zero_tangents(are_zeros)
@@ -138,8 +140,7 @@ class _Linearized:
     """A `jax.custom_vjp` function, linearized with respect to its perturbed operands.
 
     Attributes:
-      jaxpr: the jaxpr of the forward pass. Its inputs are the operands. Its outputs are the results, followed by the
-        residuals.
+      jaxpr: the jaxpr of the forward pass, which computes the results and the residuals from the operands.
 
     Args:
       eqn: the equation of the function.
@@ -169,14 +170,14 @@ class _Linearized:
         """Return the jaxpr of the backward pass.
 
         The inputs of the jaxpr are the residuals, followed by the cotangents of the results at the positions
-        ``nonzero``. Its outputs are the nonzero cotangents of the operands.
+        ``nonzero``. The outputs of the jaxpr are the nonzero cotangents of the operands.
 
         Args:
           nonzero: the positions of the results whose cotangents are inputs. The custom rule receives symbolic zeros as
             the cotangents of all other results.
 
         Returns:
-          The jaxpr, and the positions of the operands whose cotangents are its outputs. The cotangents of all other
+          The jaxpr, and the positions of the operands whose cotangents it computes. The cotangents of all other
           operands are symbolic zeros.
         """
         tangent_types = [self._types[n].to_tangent_aval() for n in self._perturbed]

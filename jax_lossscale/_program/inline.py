@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_lossscale._program.subjaxprs import CALLS, subjaxprs
 
-# Identifies a value in a graph. If a jaxpr is called twice, its values have different identifiers in each call.
+# An identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in each call.
 ValueId: TypeAlias = int
 
 
@@ -50,7 +50,7 @@ class Graph(NamedTuple):
 def inlined(closed: ClosedJaxpr) -> Graph:
     """Return the graph of a jaxpr, with the calls of `jax.jit` inlined.
 
-    A call remains one node if it specifies shardings or layouts, or donates arguments.
+    A call of `jax.jit` remains a single node if it specifies shardings or layouts, or donates arguments.
     """
     nodes: list[Node] = []
     constants: dict[ValueId, Any] = {}

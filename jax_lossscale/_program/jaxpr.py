@@ -20,18 +20,20 @@ _UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 
 
 class Traced:
-    """A function traced to a jaxpr. The arrays in its arguments are traced; all other leaves are passed on unchanged.
+    """A function that has been traced to a jaxpr.
+
+    The arrays in the arguments of the function are traced. All other leaves are passed to the function unchanged.
 
     Attributes:
-      jaxpr: the `ClosedJaxpr`. Its inputs are ``inputs``; its outputs are the arrays in the result of the function and
-        in the parts of nnx objects that the function changes.
+      jaxpr: the `ClosedJaxpr`, whose inputs are ``inputs``. Its outputs are the arrays in the result of the function
+        and in the parts of nnx objects that the function changes.
       inputs: the leaves of the arguments that are arrays.
       positions: the positions of these arrays among all leaves of the arguments.
 
     Args:
       fun: the function to trace.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
+      args: the positional arguments of the function.
+      kwargs: the keyword arguments of the function.
       dtype: the dtype with which float32 arguments are traced. By default, all arguments are traced with their own
         dtypes.
     """
@@ -70,7 +72,7 @@ class Traced:
         return jax.tree.unflatten(self._structure, leaves)
 
     def array_result(self, outputs: Sequence[Any]) -> Any:
-        """Convert the outputs of the jaxpr to `jax.Array`s, and return the result of the function like `result`."""
+        """Return the same value as `result`, but first convert literals among the outputs to `jax.Array`s."""
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
@@ -81,11 +83,12 @@ class Traced:
 
 
 def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function. Raise a `ValueError` if it changes an nnx object that it closes over."""
+    """Call a function, and raise a `ValueError` if the function changes an nnx object that it closes over."""
     try:
         return fun(*args, **kwargs)
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # This class belongs to nnx, which may not be installed.
+        # `TraceContextError` is defined in flax, which may not be installed.
+        if type(error).__name__ != "TraceContextError":
             raise
         raise ValueError(
             f"The function changes an nnx module or variable that is not one of its arguments ({error}). "
@@ -95,7 +98,7 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"  # These kinds are objects and strings.
+        return leaf.dtype.kind not in "OSU"  # JAX does not support objects (O) and strings (S, U).
     return isinstance(leaf, jax.Array)
 
 
@@ -171,7 +174,8 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
     """Give new equations the name stack, source line and mesh of ``eqn``.
 
-    ``within`` contains the inlined calls around ``eqn``, the outermost first. Their name stacks are prepended.
+    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of these calls are
+    prepended.
     """
     stack = current_name_stack()
     for holder in (*within, eqn):
@@ -197,7 +201,7 @@ class RuleError(Exception):
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Return the result of `bind_here`, and replace its exceptions by a `RuleError`.
+    """Call `bind_here`, and convert any exception to a `RuleError`.
 
     JAX calls the differentiation rule of an equation while the equation is bound. An exception is therefore an error in
     the rule, and not in the code that differentiates the equation.
@@ -211,7 +215,7 @@ def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, An
 def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """Bind a primitive with the parameters that its equation has in a jaxpr."""
     bound = primitive.get_bind_params(params)
-    if isinstance(bound, tuple):  # `get_bind_params` returns a tuple before jax 0.9.0.
+    if isinstance(bound, tuple):  # Before jax 0.9.0, `get_bind_params` returns a tuple.
         functions, options = bound
         return primitive.bind(*functions, *inputs, **options)
     return primitive.bind(*inputs, **bound)

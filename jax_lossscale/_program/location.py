@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-# The transformations of JAX wrap the names of scopes in these names, as in `transpose(jvp(Dense_0))`.
+# The names in which the transformations of JAX wrap the names of scopes, as in `transpose(jvp(Dense_0))`.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
-# JAX adds these names to the name stack. They are not names of layers.
+# Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
-_NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` handles effects.
-# Each directory ends in a separator. Otherwise, the path of `jax` would be a prefix of the path of `jaxopt`.
+_NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` handles effects, and is not a layer.
+# The directories end in a separator. Otherwise, the directory of `jax` would be a prefix of the directory of `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
 _OURS = os.path.join(Path(__file__).parent.parent, "")
 _JAX = os.path.join(Path(jax.__file__).parent, "")
@@ -66,7 +66,8 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     return Location(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
-        # The equations of a separately compiled function may lack the frames of user code. Then `outer` is used.
+        # The equations of a separately compiled function may lack the frames of user code. In this case, the location
+        # of the enclosing equation is used.
         source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
@@ -106,7 +107,7 @@ def _layer(stack: str) -> str:
 def _frames(eqn: Any) -> list[Any]:
     """Return the frames outside of JAX and this library, from the innermost to the one that traced the function."""
     traceback = eqn.source_info.traceback
-    # Before jax 0.9.1, a traceback also includes the callers of the tracing function. Their classes are not layers.
+    # Before jax 0.9.1, a traceback also includes the callers of the tracing function, whose classes are not layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
@@ -131,7 +132,7 @@ def _readable(file_name: str) -> str:
 def _classes(frames: list[Any]) -> list[str]:
     """Return the classes whose ``__call__`` is running, the outermost first.
 
-    They replace the scopes of nnx and equinox modules, which do not add any names to the name stack.
+    These classes replace the scopes of nnx and equinox modules, which do not add any names to the name stack.
     """
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]

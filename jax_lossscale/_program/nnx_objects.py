@@ -1,9 +1,9 @@
 """Support for modules and variables of flax nnx in the arguments of a traced function.
 
-These objects are mutable, and a function may change them while it runs. If they were flattened as pytrees, the function
-would change copies of them (such as the batch statistics and the counters of random streams), and the changes would be
-lost without an error. Therefore, the objects are split and merged with `nnx.split` and `nnx.merge`, and the changed
-parts become additional results of the traced function.
+Modules and variables of nnx are mutable, and a function may change them while it runs. If modules were flattened as
+pytrees, the function would change copies of them (for example, of the batch statistics and the counters of random
+streams), and the changes would be lost without an error. Therefore, modules and variables are split and merged with
+`nnx.split` and `nnx.merge`, and the changed parts become additional results of the traced function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Flattened(NamedTuple):
 
 
 def flattened(tree: Any) -> Flattened:
-    """Flatten a tree. The nnx objects in it are flattened with `nnx.split`."""
+    """Flatten a tree, and use `nnx.split` to flatten the nnx objects in it."""
     parts, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     objects = [part for part in parts if _is_object(part)]
     if not objects:
@@ -58,7 +58,7 @@ def contents(objects: list[Any]) -> dict[Any, Any]:
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """Return, by path, the parts of nnx objects that have changed. ``before`` is the earlier result of `contents`."""
+    """Return, by path, the parts of nnx objects that have changed since `contents` returned ``before``."""
     now = contents(objects)
     return {
         path: value
@@ -74,7 +74,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            if holder is not None:  # Otherwise, the value is in a new container, which is set as a whole.
+            if holder is not None:  # If there is no holder, the value is in a new container, which is set as a whole.
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
             nodes[path].set_value(value.get_raw_value())
@@ -86,7 +86,7 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
     """Return a function, and the nnx object that it needs as its first argument.
 
     If ``fun`` is an nnx module or a method of one, the result is the unbound method and a tuple with the module. Any
-    other function is returned unchanged, with an empty tuple.
+    other function is returned unchanged, together with an empty tuple.
     """
     if _is_object(fun):
         return type(fun).__call__, (fun,)
@@ -119,5 +119,8 @@ def _is_object(value: Any) -> bool:
 
 
 def _nnx() -> Any:
-    """Return `flax.nnx` if it has been imported, and None otherwise. Without the import, there are no nnx objects."""
+    """Return the module `flax.nnx`, or None if it has not been imported.
+
+    Without this import, there cannot be any nnx objects.
+    """
     return sys.modules.get("flax.nnx")

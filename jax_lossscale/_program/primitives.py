@@ -1,7 +1,7 @@
 """Tables of the primitives of JAX, grouped by kind of operation.
 
 A primitive that is not in any table is computed in float32, and the jaxprs in its parameters are evaluated unchanged,
-which is always correct. Reports list the names of these primitives.
+which is always correct. Reports list the names of primitives that are not in any table.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ PLAIN_DATA_MOVEMENT = (
     | PLACEMENTS
     | {SAVED}
 )
-# Data movement that may replicate a number. The cotangent of a replicated number is a sum, which is arithmetic.
+# Data movement that may replicate a number, whose cotangent is then a sum, and therefore arithmetic.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
-# Data movement between devices. The results are saved for the backward pass instead of being communicated again.
+# Data movement between devices, whose results are saved for the backward pass instead of being communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
 # Data movement in which each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
-# Operations that select numbers by their size, which commutes with rounding. Pooling selects from each window.
+# Operations that select numbers by their size, which commutes with rounding. Pooling operations select a number from
+# each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 DATA_MOVEMENT = (
     PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 )
-# The number of leading operands whose numbers are moved. The remaining operands are, for example, indices.
+# For data movement with other operands such as indices or sizes, the number of leading operands that are moved.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
@@ -64,14 +65,14 @@ _NUM_MOVED_OPERANDS = {
 # Operations that convert their operand to another dtype.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
-# Sums of many numbers, and sums of two numbers. If the terms have different signs, they may cancel.
+# Sums of many numbers, which may cancel if the numbers have different signs.
 SUMS_OF_MANY = _names("cumsum reduce_sum reduce_window_sum scatter-add scatter_add")
 SUMS = _names("add add_any sub") | SUMS_OF_MANY
 # Functions that are infinite at zero, or whose derivative is infinite at zero.
 STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 
-# The tables REDUCTIONS, WRITTEN and CHEAP describe how XLA fuses operations.
-# Reductions along axes, such as the mean and the variance in a normalization layer.
+# Reductions along axes, such as the mean and the variance in a normalization layer. The tables REDUCTIONS, WRITTEN and
+# CHEAP describe how XLA fuses operations.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 # Operations whose result is written to memory, because XLA does not fuse it into its consumers.
 WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
@@ -94,7 +95,7 @@ OPAQUE = _names(
     "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# The start and done operations of asynchronous collectives. The value between them is a future without a dtype.
+# The start and done operations of asynchronous collectives, between which the value is a future without a dtype.
 ASYNCHRONOUS = frozenset(
     f"{name}_{half}"
     for name in _names(
@@ -103,7 +104,7 @@ ASYNCHRONOUS = frozenset(
     )
     for half in ("start", "done")
 )
-# Expensive, random or opaque operations. Their results are saved for the backward pass instead of being recomputed.
+# Expensive, random or opaque operations, whose results are saved for the backward pass instead of being recomputed.
 COMPUTED_ONCE = (
     _names(
         "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum "

@@ -1,7 +1,8 @@
 """Propagation of static information through the values of a jaxpr, from operation to operation.
 
-A subclass defines the information. It also computes the information about the results of an operation from the
-information about the operands. The base class propagates the information through calls, loops and branches.
+A subclass of `Propagation` defines the information. For each operation, the subclass computes the information about the
+results from the information about the operands. The base class propagates the information through calls, loops and
+branches.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Propagation(Walk[Known]):
         raise NotImplementedError
 
     def joined(self, values: Sequence[Known]) -> Known:
-        """Return the information about a result of a conditional. ``values`` is the information from each branch."""
+        """Return the information about a result of a conditional, given the information from each branch."""
         raise NotImplementedError
 
     def carried(self, start: Known) -> Known:
-        """Return the information about a carry inside a loop. ``start`` is the information about its initial value."""
+        """Return the information about a carry inside a loop, given the information about its initial value."""
         return start
 
     def carried_on(self, within: Known, at_end: Known) -> None:

@@ -60,13 +60,13 @@ class SubJaxprs(NamedTuple):
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
-    """Return the jaxprs in an equation. The result is empty if its primitive is not a known higher-order primitive."""
+    """Return the jaxprs in an equation, or an empty result if it has no known higher-order primitive."""
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else SubJaxprs(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Bind an equation with other jaxprs, and return its outputs. Its primitive must be one of `REBOUND`."""
+    """Bind an equation whose primitive is in `REBOUND` with other jaxprs, and return its outputs."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -75,7 +75,8 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     else:
         (closed,) = jaxprs
         name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
-        if not isinstance(params[name], ClosedJaxpr):  # A `Jaxpr` cannot contain constants, so they become arguments.
+        # A `Jaxpr` cannot contain constants, so the constants become arguments.
+        if not isinstance(params[name], ClosedJaxpr):
             jaxpr, consts = closed.jaxpr, list(closed.consts)
             closed = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
             if isinstance(params.get("prevent_cse"), tuple):
@@ -86,7 +87,7 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
 
 
 def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> SubJaxpr:
-    """Return a `SubJaxpr`. By default, its results are the results of the equation."""
+    """Return a `SubJaxpr` whose results are, by default, the results of the equation."""
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
     return SubJaxpr(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
 

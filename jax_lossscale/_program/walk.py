@@ -17,7 +17,7 @@ Datum = TypeVar("Datum")
 
 
 class Walk(Generic[Datum]):
-    """Base class that interprets jaxprs. Each value is deleted after its last use."""
+    """Base class that interprets a jaxpr and deletes each value after its last use."""
 
     def value_of(self, constant: Any, aval: Any) -> Datum:
         """Return the value that represents a literal or a constant. ``aval`` is its type in the jaxpr."""

@@ -67,7 +67,7 @@ class Result:
     """The result of one training.
 
     Attributes:
-      final_loss: the mean squared error after the training. It is always computed in float32.
+      final_loss: the mean squared error after the training, which is always computed in float32.
       seconds: the wall-clock time of all steps, without the time to start JAX and to compile.
       trace: the metrics of each step.
     """

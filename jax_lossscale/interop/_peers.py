@@ -17,15 +17,15 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# If a library has no minimum ("floor") for the scale, the floor is the smallest normal float32. If it has no maximum
-# ("ceiling"), the ceiling is the largest float32.
+# The smallest normal float32 is the floor (minimum) of the scale for a library without a floor. The largest float32 is
+# the ceiling (maximum) for a library without a ceiling.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 _STATE = ("current_loss_scale", "num_good_steps")
 _CONFIG = ("increment_period", "multiplier", "backoff_factor", "min_loss_scale", "initial_loss_scale")
-# The names that each library uses for the fields in _STATE + _CONFIG, in this order. "" means that the library does not
-# have this field.
+# For each library, the names of the fields in _STATE + _CONFIG, in this order. "" means that the library does not have
+# the field.
 _NAMES = {
     "torch": ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor", "", ""),
     "keras": ("dynamic_scale", "step_counter", "dynamic_growth_steps", "", "", "", "initial_scale"),
@@ -33,9 +33,9 @@ _NAMES = {
     "flax": ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale", ""),
     "jmp": ("loss_scale", "counter", "period", "factor", "", "", ""),
 }
-# The name of each library in warnings.
+# The names of the libraries in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# The values of fields that are fixed in a library. (The floor of jmp can be set, but jmp soon resets it to 1.)
+# For each library, the fields whose values are fixed. (The floor of jmp can be set, but jmp soon resets it to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 

@@ -21,14 +21,15 @@ def filter_value_and_scaled_grad(
     """Like ``eqx.filter_value_and_grad``, but multiply the gradients (not the value) by a loss scale.
 
     Args:
-      fun: a scalar-valued function. Its first argument is a module (any pytree).
+      fun: a scalar-valued function whose first argument is a module (any pytree).
       loss_scale: any argument that `get` accepts, or an optimizer state that contains a loss scale.
       has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
     Returns:
       A function with the same arguments as ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux),
       scaled_grads)`` with ``has_aux``. The gradients are computed with respect to the floating-point arrays in the
-      first argument. They have the same tree structure as this argument, with ``None`` in place of all other leaves.
+      first argument. The gradients have the same tree structure as the first argument, with ``None`` in place of all
+      other leaves.
 
     Raises:
       ValueError: if ``loss_scale`` is neither a loss scale nor a tree that contains exactly one.

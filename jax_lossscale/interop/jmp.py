@@ -1,10 +1,11 @@
 """Conversion of loss scales from and to jmp.
 
-This module was checked against jmp 0.0.4. Its `DynamicLossScale` follows the same rule, with two differences:
+This module was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
+with two differences:
 
-- jmp loses the floor at the first `jax.jit`, `jax.lax.scan` or `jax.tree.map`. Afterwards, the floor is 1.
-- If the counter is already larger than the period, the scale grows only when the counter reaches the next multiple of
-  the period.
+- jmp loses the floor at the first `jax.jit`, `jax.lax.scan` or `jax.tree.map`, and then uses the floor 1.
+- If the counter of jmp is already larger than the period, the scale grows only when the counter reaches the next
+  multiple of the period.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The loss scale is represented by the configuration and the two variables of the ``LossScaleOptimizer``. This module was
 checked against Keras 3.15.1. The scale of Keras follows the same rule as `DynamicLossScale`, with three differences:
 
-- There is no floor.
-- There is no ceiling: the scale can become infinite, and then remains infinite.
-- The counter is compared with ``==`` instead of ``>=``.
+- The scale of Keras has no floor.
+- The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.
+- Keras compares its counter with ``==`` instead of ``>=``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def from_keras(
         used.
       state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
         numbers. With ``None``, the loss scale starts in its initial state.
-      min_loss_scale: the smallest value of the scale (floor), which Keras does not have. By default, it is the smallest
+      min_loss_scale: the smallest value of the scale (floor), which Keras does not have. The default is the smallest
         normal float32, with a warning. (The default of `DynamicLossScale` is 1.)
 
     Returns:

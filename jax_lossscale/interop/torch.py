@@ -3,9 +3,9 @@
 This module was checked against torch 2.13.0. A ``GradScaler`` follows the same rule as `DynamicLossScale`, with two
 differences:
 
-- There is no floor.
-- The counter is compared with ``==`` instead of ``>=``. The scale therefore stops growing if the growth interval is set
-  to a value below the counter.
+- The scale of torch has no floor.
+- torch compares its counter with ``==`` instead of ``>=``. The scale therefore stops growing if the growth interval is
+  set to a value below the counter.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
 
     Args:
       state_dict: the result of ``GradScaler.state_dict()`` after a call of ``update()``.
-      min_loss_scale: the smallest value of the scale (floor), which torch does not have. By default, it is the smallest
+      min_loss_scale: the smallest value of the scale (floor), which torch does not have. The default is the smallest
         normal float32, with a warning. (The default of `DynamicLossScale` is 1.)
 
     Returns:
-      A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. Its `initial_loss_scale` is the
-      current scale, because torch does not save the initial one. For the empty dictionary of a scaler with
+      A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. The `initial_loss_scale` is
+      the current scale, because torch does not save the initial scale. For the empty dictionary of a scaler with
       ``enabled=False``, a `NoOpLossScale`.
 
     Raises:

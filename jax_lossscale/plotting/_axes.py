@@ -1,4 +1,4 @@
-"""Creation of Axes, and colors that all plots use.
+"""Functions that create Axes and grids, and the colors of all plots.
 
 The colors are from the palette of Okabe and Ito, which most color-blind readers can distinguish.
 """

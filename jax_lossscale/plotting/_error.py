@@ -13,7 +13,7 @@ from jax_lossscale.plotting._axes import BLUE, GRAY, GREEN, VERMILLION, draw_gri
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Smaller errors are drawn at this value, because an error of zero cannot be drawn on a logarithmic axis.
+# Errors below this value are drawn at this value, because an error of zero cannot be drawn on a logarithmic axis.
 _SMALLEST_ERROR = 1e-6
 
 
@@ -96,7 +96,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
 
 
 def _drawable_errors(leaf: LeafGradientError) -> np.ndarray:
-    """Return the error at each scale. If the gradients are not finite, it is NaN, which leaves a gap in the line."""
+    """Return the error at each scale, or NaN (a gap in the line) if the gradients are not finite."""
     errors = np.asarray(leaf.relative_error)
     has_error = np.isfinite(errors) & (np.asarray(leaf.nonfinite) == 0)
     return np.where(has_error, np.maximum(errors, _SMALLEST_ERROR), np.nan)

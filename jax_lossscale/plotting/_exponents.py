@@ -39,10 +39,10 @@ def plot_exponents(
 
     Args:
       tree_or_histogram: *unscaled* gradients, preferably computed in float32; or an `ExponentHistogram` of gradients.
-        An `ExponentHistogram` does not contain the exponents of subnormal numbers. They are not drawn, and do not count
-        as numbers that become zero.
-      loss_scale: a positive number, or a `LossScale`, whose current scale is used. If it is 1, only the unscaled
-        gradients are drawn.
+        An `ExponentHistogram` does not contain the exponents of subnormal numbers, so subnormal numbers are not drawn,
+        and do not count as numbers that become zero.
+      loss_scale: a positive number, or a `LossScale`, whose current scale is used. With a scale of 1, only the
+        unscaled gradients are drawn.
       dtype: the floating dtype whose range is shown. The range of bfloat16 is marked as well. If ``dtype`` is bfloat16,
         the range of float16 is marked instead.
       yscale: the scale of the vertical axis. ``"log"`` also shows rare exponents.
@@ -131,7 +131,7 @@ def plot_exponents(
 
 
 def _one_histogram(tree: Any) -> ExponentHistogram:
-    """Return the histogram of a tree of gradients. If the tree is itself one histogram, return it."""
+    """Return the histogram of a tree of gradients, which may itself be a single histogram."""
     if isinstance(tree, ExponentHistogram) and tree.counts.ndim == 1:
         return tree
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))
@@ -154,7 +154,7 @@ def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any
     Args:
       counts: the number of values in each bar.
       edges: the exponents at the edges of the bars.
-      faint: the number of further values. Their magnitudes are unknown, but they are below the first edge.
+      faint: the number of further values, which have unknown magnitudes below the first edge.
       dtype: the dtype in which values become zero or overflow.
     """
     bottom, _, top = _range_of(dtype)

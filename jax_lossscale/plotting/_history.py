@@ -29,8 +29,9 @@ def plot_loss_scale(
     Args:
       loss_scale: ``[steps]``, the scale after each step, from `jax_lossscale.metrics`. Numbers that are not finite and
         positive leave gaps.
-      skipped: ``bool[steps]``, whether the step was skipped. If omitted, the steps at which the scale decreased are
-        marked instead. They do not include a skipped step that did not lower the scale, nor a skipped first step.
+      skipped: ``bool[steps]``, whether the step was skipped. Without ``skipped``, the steps at which the scale
+        decreased are marked instead, so a skipped step that did not lower the scale, or a skipped first step, is not
+        marked.
       ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
@@ -76,12 +77,12 @@ def plot_run(
 
         - ``"loss"``: the loss.
         - ``"loss_scale"``: the loss scale, as in `plot_loss_scale`.
-        - ``"skipped"``: whether the step was skipped. If omitted, ``"consecutive_skips"`` from `jax_lossscale.metrics`
-          is used instead.
-        - ``"skipped_steps"``: the number of steps skipped so far. It is necessary only if the history does not start at
-          the first step of the run.
+        - ``"skipped"``: whether the step was skipped. Without this entry, ``"consecutive_skips"`` from
+          `jax_lossscale.metrics` is used instead.
+        - ``"skipped_steps"``: the number of steps skipped so far, which is necessary only if the history does not start
+          at the first step of the run.
         - ``"underflow"``: the fraction of gradients that became zero, from 0 to 1, or NaN if it was not measured.
-        - ``"step"``: the number of the step. It is necessary only if some steps were not logged.
+        - ``"step"``: the number of the step, which is necessary only if some steps were not logged.
       axes: the Axes to draw in, one for each panel; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
@@ -162,7 +163,7 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
 
 
 def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
-    """Return the numbers of the steps. If the history does not contain them, they start at 1."""
+    """Return the step numbers of a history, or numbers from 1 if the history does not contain any."""
     if "step" not in columns:
         return np.arange(1, len(next(iter(columns.values()), ())) + 1)
     steps = columns["step"]

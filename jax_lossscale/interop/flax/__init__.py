@@ -33,8 +33,8 @@ __all__ = ["Optimizer", "TrainState", "from_flax", "register", "to_flax"]
 def register(kind: type[LossScale]) -> type[LossScale]:
     """Register a loss-scale class with the serialization of flax.
 
-    A serialized loss scale contains the leaves by attribute name. Its configuration is not serialized, but taken from
-    the target onto which the state is restored.
+    A serialized loss scale contains the leaves by attribute name. The configuration of the loss scale is not
+    serialized, but taken from the target onto which the state is restored.
 
     Args:
       kind: a subclass of `LossScale` whose pytree children are its attributes.

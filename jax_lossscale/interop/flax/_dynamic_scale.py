@@ -18,14 +18,14 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     In flax 0.12.8, the scale grows one step late, on the finite step ``growth_interval + 1``. Therefore, the
     `increment_period` is ``growth_interval + 1``, and the scale grows on the same steps as in flax. If the scale of the
     installed flax version grows on step ``growth_interval``, the `increment_period` is ``growth_interval``. The
-    behavior of the installed version is determined by a test with one step.
+    behavior of the installed flax version is determined by running one step.
 
     Args:
       dynamic_scale: a ``DynamicScale``, which includes its state.
 
     Returns:
-      A `DynamicLossScale` with the configuration and the state of the ``DynamicScale``. Its `initial_loss_scale` is the
-      current scale, because flax does not save the initial one.
+      A `DynamicLossScale` with the configuration and the state of the ``DynamicScale``. The
+      `initial_loss_scale` is the current scale, because flax does not save the initial scale.
 
     Raises:
       ValueError: if ``dynamic_scale`` is not a ``DynamicScale``, if the scale is 0, infinite or NaN, or if the

@@ -32,9 +32,9 @@ def checked(tx: Any, name: str) -> LossScaledTransformation:
 class Optimizer(nnx.Optimizer):
     """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
 
-    ``nnx.Optimizer`` also accepts an optimizer that was created with `loss_scaled`, and computes the same result. It is
-    slower, because it computes the updates and adds them to the parameters in two steps. All functions of this library
-    that accept an optimizer state also accept ``opt.opt_state``.
+    ``nnx.Optimizer`` also accepts an optimizer that was created with `loss_scaled`, and computes the same result.
+    However, ``nnx.Optimizer`` is slower, because it computes the updates and adds them to the parameters in two steps.
+    All functions of this library that accept an optimizer state also accept ``opt.opt_state``.
 
     Args:
       model: the model, as in ``flax.nnx.Optimizer``.
@@ -72,7 +72,7 @@ class Optimizer(nnx.Optimizer):
         The loss scale is the current loss scale in the state of this optimizer.
 
         Args:
-          fun: a scalar-valued function. Its first argument is the model.
+          fun: a scalar-valued function whose first argument is the model.
           has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
         Returns:
@@ -104,8 +104,8 @@ class Optimizer(nnx.Optimizer):
         the previous micro-batch, as in a loop that calls `value_and_scaled_grad`.
 
         Args:
-          fun: a scalar-valued function. Its first argument is the model. Its gradient is computed with respect to
-            ``wrt``.
+          fun: a scalar-valued function whose first argument is the model. The gradient of ``fun`` is computed with
+            respect to ``wrt``.
           num_microbatches: the number of micro-batches, as in `jax_lossscale.accumulate_gradients`.
           batch_argnums: the positional arguments of ``fun`` that are split into micro-batches.
           has_aux: whether ``fun`` returns a pair ``(value, aux)``.
@@ -223,7 +223,10 @@ class Optimizer(nnx.Optimizer):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Return the graph mode as a keyword argument for flax. flax 0.12.0 does not support this argument."""
+        """Return the graph mode as a keyword argument for flax.
+
+        If the installed version of flax does not have a graph mode, such as flax 0.12.0, return no argument.
+        """
         return {"graph": self.graph} if hasattr(self, "graph") else {}
 
 

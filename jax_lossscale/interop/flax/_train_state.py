@@ -17,9 +17,9 @@ from jax_lossscale.interop.flax._optimizer import checked
 class TrainState(train_state.TrainState):
     """A ``flax.training.train_state.TrainState`` whose steps may be skipped.
 
-    In all other respects, it behaves like flax's ``TrainState``: you can subclass it to add fields, and replace, save
-    and restore it. All functions of this library that accept an optimizer state (`value_and_scaled_grad`, `metrics`,
-    ...) also accept the train state.
+    In all other respects, this class behaves like flax's ``TrainState``: you can subclass it to add fields, and
+    replace, save and restore it. All functions of this library that accept an optimizer state (`value_and_scaled_grad`,
+    `metrics`, ...) also accept the train state.
 
     Attributes:
       step: the number of all steps, including skipped steps, so it can be used as the index of the next batch.
@@ -61,9 +61,9 @@ class TrainState(train_state.TrainState):
           skip_if: a condition under which the step is skipped, as in `loss_scaled`.
           grads_finite: whether all gradients are finite, as in `loss_scaled`.
           extra_args: further keyword arguments of the inner optimizer, such as ``{"value_fn": ...}`` for a line search.
-          **fields: new values of further fields, such as ``batch_stats=new_batch_stats``. They are assigned only if the
-            step is applied. If the step is skipped, these fields keep their old values. To assign a field in any case,
-            use ``replace``.
+          **fields: new values of further fields, such as ``batch_stats=new_batch_stats``. New values are assigned only
+            if the step is applied. If the step is skipped, all further fields keep their old values. To assign a field
+            in any case, use ``replace``.
 
         Returns:
           The new train state.
