@@ -67,8 +67,8 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
         )
     if lowest < floor:
         warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would raise it to "
-            "the floor, but `DynamicLossScale` never raises the scale at an overflow."
+            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would "
+            "raise the scale to the floor, but `DynamicLossScale` never raises the scale at an overflow."
         )
     # TensorFlow compares its counter with `>=`, as `DynamicLossScale` does. All other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:

@@ -48,7 +48,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         fields = {**fields, "growth_interval": interval + 1}
         warn_user(
             f"`from_flax`: this version of flax grows the scale one step late, on the finite step {interval} + 1, so "
-            f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set it to {interval}."
+            f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
+            f"`increment_period={interval}`."
         )
     floor = dynamic_scale.minimum_scale
     # In flax, the ceiling is always the largest float32.
