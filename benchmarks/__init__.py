@@ -40,7 +40,7 @@ BENCHMARKS = {
     "cuda": Benchmark("gpu.cuda", "the optimizer step, compiled for an H100 but not run (group `bench-cuda`)"),
 }
 
-# These benchmarks run only if they are named on the command line.
+# Benchmarks that run only if they are named on the command line.
 ON_REQUEST = {
     "cudnn": Benchmark(
         "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"

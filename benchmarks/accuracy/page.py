@@ -61,7 +61,7 @@ def draw(summary: Table, details: Table) -> Figure:
 
     names = [str(row[0]) for row in summary.rows]
     percents = _percents(details)
-    # These are the arms in the table.
+    # The arms in the table.
     arms = [arm for arm in _COLUMNS if (names[0], arm) in percents]
     # At this size, the plot is legible on a phone.
     figure = Figure(figsize=(5, 1.6 + 0.62 * len(names)), layout="constrained")

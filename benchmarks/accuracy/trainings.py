@@ -1,8 +1,8 @@
 """Comparison of float16 with float32: small real trainings in nine arms, each from several seeds.
 
-This benchmark takes most of an hour, so ``python -m benchmarks`` does not include it. To run it, use ``python -m
-benchmarks accuracy``, with ``--workload`` to run a single workload. With ``--docs``, it writes the table and the plot
-of ``docs/accuracy.md``.
+The comparison takes most of an hour, so ``python -m benchmarks`` does not include it. To run the comparison, use
+``python -m benchmarks accuracy``, with ``--workload`` to run a single workload. With ``--docs``, it writes the table
+and the plot of ``docs/accuracy.md``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Arm:
     Attributes:
       name: the name of the arm in tables.
       dtype: the compute dtype.
-      loss_scale: a function that creates the loss scale of a run. Its argument is a function that computes the float32
-        gradients of the first step.
-      roundings: the roundings of the initial weights. There is one training for each of them.
+      loss_scale: a function that creates the loss scale of a run from a function that computes the float32 gradients of
+        the first step.
+      roundings: the roundings of the initial weights, with one training for each rounding.
       rewritten: a function that rewrites a workload for this arm. By default, the workload contains manual casts.
     """
 
@@ -59,7 +59,7 @@ class Arm:
 def found_policy(workload: Workload) -> jls.PrecisionPolicy:
     """Return the policy that `find_precision` finds for a workload before any training.
 
-    It uses the initial parameters of the first seed, and its first two batches.
+    The search uses the initial parameters and the first two batches of the first seed.
     """
     params, statistics = begin(workload, SEEDS[0])
     first, second = (batch_of(workload, SEEDS[0], step) for step in (0, 1))

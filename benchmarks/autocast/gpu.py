@@ -36,7 +36,7 @@ def training_step(trained: Model, way: str) -> tuple[Any, Any]:
 
 
 def compiled(name: str, way: str) -> Program:
-    """Compile a training step of one of the `networks` for an H100. This function must run in its own process."""
+    """Compile a training step of one of the `networks` for an H100. `compiled` must run in its own process."""
     cuda.start()
     step, begin = training_step(networks()[name], way)
     program = cuda.compile_for_one(step, *jax.eval_shape(begin))
@@ -46,7 +46,7 @@ def compiled(name: str, way: str) -> Program:
 def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings:
     """Return the CPU time to trace, lower and compile the value and gradients of a transformer for an H100.
 
-    This function must run in its own process.
+    `seconds_to_compile` must run in its own process.
     """
     cuda.start()
     seconds: dict[str, list[float]] = {way: [] for way in ways}

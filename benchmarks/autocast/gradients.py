@@ -22,7 +22,7 @@ class Trained:
     Attributes:
       loss: the loss in float32.
       params: the trained parameters.
-      batches: the batches on which gradients are compared. They are not used in the training.
+      batches: the batches on which gradients are compared, which are not used in the training.
     """
 
     def __init__(self, model: Model, steps: int, batches: int) -> None:

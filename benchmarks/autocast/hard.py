@@ -1,4 +1,4 @@
-"""Losses that are difficult in float16. Their gradients show which code rounds well."""
+"""Losses that are difficult in float16, and whose gradients show which code rounds well."""
 
 from __future__ import annotations
 

@@ -217,8 +217,8 @@ class Words(nn.Module):
     def __call__(self, words: jax.Array) -> jax.Array:
         """Apply the layers to words of shape ``[batch, length]``.
 
-        If the table is read by index, return the logits of the next word. Otherwise, return the log-probability of the
-        word itself.
+        If the table is read by index, return the logits of the next word. If it is read by a matmul, return the
+        log-probability of the word itself.
         """
         table = nn.Embed(self.words, self.width, dtype=self.dtype)
         one_hot = jax.nn.one_hot(words, self.words, dtype=self.dtype or jnp.float32)

@@ -1,8 +1,8 @@
 """Bytes that one of eight devices sends and receives in a training step of a decoder, for common sharding layouts.
 
-XLA partitions and compiles the program, and the compiled program is analyzed but not run. It is compiled for H100s if
-the group ``bench-cuda`` is installed, and for CPU devices otherwise. The bytes of a collective are the size of its
-operands or of its results, whichever is larger.
+XLA partitions and compiles the program, and the compiled program is analyzed but not run. With the group
+``bench-cuda``, the program is compiled for H100s, and otherwise for CPU devices. The bytes of a collective are the size
+of its operands or of its results, whichever is larger.
 """
 
 from __future__ import annotations

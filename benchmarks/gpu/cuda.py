@@ -95,8 +95,8 @@ def missing() -> str:
 def start() -> None:
     """Initialize only the CPU backend of JAX.
 
-    The CUDA plugin would not load without the libraries that are necessary to run programs. They are not necessary to
-    compile programs.
+    The CUDA plugin would not load without the libraries that are necessary to run programs, although these libraries
+    are not necessary to compile programs.
     """
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"

@@ -20,13 +20,13 @@ from benchmarks.gpu.hlo import Array, Computation, Instruction, root
 BANDWIDTH = 3.35e12
 PEAK = {"f8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "f32": 4.95e14, "f32, not TF32": 6.7e13, "f64": 6.7e13}
 
-# These instructions only refer to values in memory, or wait for them.
+# Instructions that only refer to values in memory, or wait for them.
 _NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
 _NO_KERNEL |= {"all-reduce-done", "all-gather-done"}
 _KERNELS = frozenset({"fusion", "custom-call", "copy", "dot", "convolution", "sort", "slice", "gather", "scatter"})
 _KERNELS |= {"dynamic-slice", "dynamic-update-slice", "all-reduce", "all-gather", "reduce-scatter"}
 _KERNELS |= {"all-reduce-start", "all-gather-start"}
-_KERNELS |= {"while", "call", "conditional"}  # These instructions contain other kernels.
+_KERNELS |= {"while", "call", "conditional"}  # instructions that contain kernels
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
@@ -86,8 +86,8 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
 def turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
     """Return the number of iterations of a loop.
 
-    It is XLA's own count if available. Otherwise, it is computed for loops with a counter that increases by one from
-    one constant to another.
+    If XLA has counted the iterations, its count is returned. For other loops, the count is computed from a counter that
+    increases by one from one constant to another.
     """
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)

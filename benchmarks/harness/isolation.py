@@ -20,8 +20,8 @@ class Progress:
     """Progress of a benchmark or of a part of it.
 
     Attributes:
-      tell: a function that displays the progress. Its arguments are the completed fraction of the whole benchmark, from
-        0 to 1, and a description of the current work.
+      tell: a function that displays the completed fraction of the whole benchmark, from 0 to 1, and a description of
+        the current work.
       start: the fraction of the whole benchmark at which this part starts.
       stop: the fraction of the whole benchmark at which this part ends.
       what: the description of this part.

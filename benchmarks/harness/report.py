@@ -128,7 +128,7 @@ def index(results: Path) -> str:
 
 
 def environment() -> str:
-    """Return the name of the GPU in this process, or "none". This function initializes the JAX backend."""
+    """Initialize the JAX backend, and return the name of the GPU, or "none"."""
     import jax
 
     device = jax.devices()[0]
@@ -162,7 +162,7 @@ def _show(cell: Cell, template: str) -> str:
 
 
 def _grid(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table as lines. Its columns are aligned, so that it is also legible in a terminal."""
+    """Return a Markdown table as lines, with aligned columns, so that the table is also legible in a terminal."""
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (headings, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

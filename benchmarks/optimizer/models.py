@@ -17,7 +17,7 @@ from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, 
 def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any, Any]:
     """Return the parameters of a decoder and a batch of text, ``int32[batch, context + 1]``.
 
-    There are 16 leaves for each layer, and 3 further leaves.
+    The parameters consist of 16 leaves for each layer, and 3 further leaves.
     """
     keys = iter(jax.random.split(jax.random.key(0), 7 * layers + 2))
     params = {

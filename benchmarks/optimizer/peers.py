@@ -25,7 +25,7 @@ ADAM = optax.adam(1e-4)
 # numbers make a CPU slow, and skipped steps make it fast, and neither effect should be measured.
 LOSS_SCALE = 2.0**8
 
-# To benchmark another kind of loss scale, add it here. It then becomes a contender in all benchmarks (`OTHER_KINDS`).
+# To add another kind of loss scale to all benchmarks, add it here (see `OTHER_KINDS`).
 _LOSS_SCALES: dict[str, Callable[[], jls.LossScale]] = {
     "dynamic": lambda: jls.DynamicLossScale(LOSS_SCALE),
     "auto": lambda: jls.AutoLossScale(LOSS_SCALE),
@@ -141,8 +141,8 @@ class Flax(Contender):
 
     As in the examples of flax, ``jnp.where`` selects between the old and the new parameters and state. The method
     ``value_and_grad`` differentiates, unscales and checks in one call. For given gradients, it differentiates the sum
-    of ``<p, g>``, whose gradient is ``g`` in float32. This costs nothing, because the sum itself is not used, and is
-    therefore not computed.
+    of ``<p, g>``, whose gradient is ``g`` in float32. The sum itself is not used, so it is not computed and costs
+    nothing.
     """
 
     def init(self, params: Tree) -> State:

@@ -121,9 +121,9 @@ def _timed(
 
 
 def _marks(case: _Case, timings: Timings, temporaries: float) -> list[Mark]:
-    """Return the goals for this library in one call.
+    """Return the goals for the optimizer step of this library in one call.
 
-    They are the time relative to the bare optimizer, and the size of temporaries relative to the parameters.
+    The goals limit the time relative to the bare optimizer, and the size of temporaries relative to the parameters.
     """
     on = "GPU: " if case.platform == "gpu" else ""
     goal = _GOALS[case.platform][case.dtype]

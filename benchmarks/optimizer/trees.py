@@ -11,15 +11,15 @@ from jax.typing import DTypeLike
 
 _LAYERS = 6
 _WIDTH_MULTIPLE = 32
-# The fraction of all parameters that is in layers. All other parameters are in the embedding and the head.
+# The fraction of all parameters that is in layers, and not in the embedding or the head.
 _SHARE_OF_LAYERS = 0.76
 
 
 def transformer(size: int) -> dict[str, Any]:
     """Return the shapes of a decoder with about ``size`` parameters, in 57 leaves.
 
-    There are six layers, each with two norms, four attention kernels and three kernels of a gated feed-forward block;
-    and an embedding, a final norm and a head.
+    The decoder has six layers, each with two norms, four attention kernels and three kernels of a gated feed-forward
+    block; and an embedding, a final norm and a head.
     """
     # The kernels of a layer of width d have 4 d d + 3 d 4 d parameters, and its norms have 2 d.
     width = round(math.sqrt(_SHARE_OF_LAYERS * size / (16 * _LAYERS)) / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE

@@ -1,6 +1,6 @@
 """Loss-scale rules of other libraries, as they were published, including their faults.
 
-They are used only for comparison. The docstring of each class describes the faults of the rule.
+The rules are used only for comparison. The docstring of each class describes the faults of the rule.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ToleranceLossScale(_Comparator):
     """fairseq's `DynamicLossScaler`, which tolerates a fraction of steps that overflow.
 
     After an overflow, the scale is halved if at least the fraction ``tolerance`` of the steps since the last change of
-    the scale overflowed. After ``scale_window`` finite steps in a row, the scale is doubled. This growth counts as a
+    the scale overflowed. After ``scale_window`` finite steps in a row, the scale is doubled, which also counts as a
     change. Therefore, an overflow on the next step is one of one steps, and lowers the scale. When the scale would fall
     below ``min_loss_scale``, fairseq ends the run; here, the scale remains the same, and the steps are skipped.
 

@@ -21,8 +21,8 @@ BEST_FIXED = "fixed, best in hindsight"
 def contenders() -> dict[str, Callable[[Trace], jls.LossScale]]:
     """Return, by name, functions that create a loss scale for a trace.
 
-    These functions may use only the first step of the trace. The exception is the best fixed scale, which uses the
-    whole trace. It is therefore a bound, and not a usable policy.
+    The functions may use only the first step of the trace. The exception is the best fixed scale, which uses the whole
+    trace, and is therefore a bound instead of a usable policy.
     """
     return {
         AUTO: lambda trace: jls.AutoLossScale(),

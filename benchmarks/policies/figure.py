@@ -38,7 +38,7 @@ def write(groups: Sequence[Group]) -> None:
 
 
 def draw(groups: Sequence[Group]) -> Figure:
-    """Return the plot. It has two panels for each group of traces.
+    """Return a plot with two panels for each group of traces.
 
     Each row of a panel is a loss scale, with a small marker for each trace and a large marker for the mean.
     """

@@ -101,9 +101,9 @@ def mixed(quick: bool) -> Table:
 
 
 def skipped_and_unused(loss_scale: jls.LossScale, of_kind: Sequence[Trace]) -> tuple[float, float]:
-    """Return the number of skipped steps per 1,000 steps, and the number of unused bits.
+    """Return the number of skipped steps per 1,000 steps, and the number of unused bits, for traces of one kind.
 
-    Both are means over the traces of one kind. Steps that overflow at every scale are not counted.
+    The numbers are means over the traces. Steps that overflow at every scale are not counted.
     """
     unused, skipped = unused_bits(loss_scale, of_kind)
     applied = np.isfinite(unused)

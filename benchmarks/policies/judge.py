@@ -18,7 +18,7 @@ _OVERFLOWS, _LARGEST_FINITE = 65520.0, 65504.0
 # A loss scale is better in both if it has more than 3 skipped steps and more than 1 unused bit less.
 _SKIPS, _BITS = 3, 1.0
 
-# One overflow in this number of steps is acceptable.
+# The number of steps in which one overflow is acceptable.
 STEPS_PER_SKIP = 500
 
 # A scale has arrived if it is at most this number of bits below the largest scale that does not overflow.
@@ -64,10 +64,10 @@ def judge(loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[
 def unused_bits(
     loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of unused bits at each step, and whether each step was skipped.
+    """Return the number of unused bits at each step, and whether each step was skipped: both ``[steps, traces]``.
 
-    Both results have the shape ``[steps, traces]``. The number of unused bits is not finite if the step was skipped or
-    all its gradients are zero. A step that overflows at every scale does not count as skipped.
+    The number of unused bits is not finite if the step was skipped or all its gradients are zero. A step that overflows
+    at every scale does not count as skipped.
     """
     log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
     log2_first = np.stack([trace.log2_first for trace in traces], axis=1)
@@ -103,8 +103,8 @@ def better_in_both(one: Judgement, other: Judgement) -> np.ndarray:
 def best_fixed(trace: Trace) -> float:
     """Return the best fixed scale, which is known only after a run.
 
-    It is the largest power of two at which at most one step in 500 overflows. Steps that overflow at every scale are
-    not counted.
+    The best fixed scale is the largest power of two at which at most one step in 500 overflows. Steps that overflow at
+    every scale are not counted.
     """
     first = np.sort(trace.log2_first[np.isfinite(trace.log2_first)])[::-1]
     may_overflow = len(trace.log2_first) // STEPS_PER_SKIP

@@ -19,10 +19,10 @@ class Trace(NamedTuple):
 
     Attributes:
       kind: the name of the kind of trace.
-      log2_largest: ``float64[steps]``: log2 of the largest magnitude among the gradients of the parameters. It is -inf
-        if all gradients are zero, and NaN after the end of the trace.
+      log2_largest: ``float64[steps]``: log2 of the largest magnitude among the gradients of the parameters; -inf if all
+        gradients are zero; NaN after the end of the trace.
       log2_inside: ``float64[steps]``: the number of bits by which the value that overflows first exceeds the largest
-        gradient, at least 0. It is infinite if the gradients are not finite at any scale.
+        gradient, at least 0; infinity if the gradients are not finite at any scale.
       log2_noise: the standard deviation of the noise in bits, on which the goal for this trace depends. For a recorded
         trace, it is estimated from the differences between consecutive steps.
     """
@@ -185,7 +185,7 @@ _SIZES = (-30.0, -20.0, -10.0, -2.0, 4.0)
 def not_a_number(share: float, steps: int, seed: int = 3) -> list[Trace]:
     """Return traces with occasional steps that are not finite at any scale.
 
-    There is one trace for each gradient magnitude in `_SIZES`.
+    The list contains one trace for each gradient magnitude in `_SIZES`.
     """
     return [
         _trace(f"NaN at {share:.1%}", m, size + m.noise(0.5), m.mostly(share, np.inf))
@@ -196,7 +196,7 @@ def not_a_number(share: float, steps: int, seed: int = 3) -> list[Trace]:
 def mostly_zero(one_in: int, steps: int, seed: int = 4, inside: float = 0.0) -> list[Trace]:
     """Return traces whose gradients are nonzero only once in ``one_in`` steps, at random.
 
-    There is one trace for each gradient magnitude in `_SIZES`.
+    The list contains one trace for each gradient magnitude in `_SIZES`.
     """
     return [
         _trace(f"one gradient in {one_in}", m, np.where(m.random.random(steps) < 1 / one_in, size, -np.inf), inside)
@@ -275,8 +275,8 @@ def _trace(kind: str, maker: _Maker, log2_largest: np.ndarray, log2_inside: np.n
 def hostile(random: np.random.Generator, steps: int) -> Trace:
     """Return a random trace that combines many difficulties.
 
-    They include a drift, two magnitudes, phases, values inside the backward pass, zeros, and NaNs at single steps and
-    in a burst.
+    The difficulties include a drift, two magnitudes, phases, values inside the backward pass, zeros, and NaNs at single
+    steps and in a burst.
     """
     m = _Maker(random, steps)
     log2_largest = random.uniform(-30, 4) + random.uniform(-12, 12) * m.time + m.noise(random.uniform(0, 1.5))

@@ -40,7 +40,7 @@ class Training(NamedTuple):
       steps: the number of steps.
       init: a function that returns the initial parameters for a random key.
       loss: a function of the parameters, the random key of the step and the number of the step.
-      result: a function that evaluates the final parameters. Its result is a loss, so lower is better.
+      result: a function that returns a loss of the final parameters, so lower is better.
       learning_rate: the learning rate of Adam, whose updates do not depend on the unit of the loss.
       is_rare: a function that returns, for the random key of a step, whether its batch is of the rare kind.
     """

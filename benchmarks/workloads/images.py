@@ -82,8 +82,9 @@ def convnet(*, widths: tuple[int, int] = (16, 32), batch: int = 64, steps: int =
 def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
     """Return a workload with a generator of digits and a critic, whose input gradient is part of the loss.
 
-    The result is the sliced Wasserstein distance between generated and real digits. Both networks are trained at the
-    same time by the gradients of the sum of their losses. Each loss has no gradients with respect to the other network.
+    The result is the sliced Wasserstein distance between generated and real digits. The generator and the critic are
+    trained at the same time by the gradients of the sum of their losses. Each loss has no gradients with respect to the
+    other network.
     """
     images = jnp.asarray(data.digits()[0])
 

@@ -157,10 +157,7 @@ def _square_error(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def _laplacian(function: Callable[[jax.Array], jax.Array], places: jax.Array) -> jax.Array:
-    """Return the Laplacian of ``function`` at each row of ``places``.
-
-    It is computed by forward-over-forward differentiation.
-    """
+    """Return the Laplacian of ``function`` at each row of ``places``, by forward-over-forward differentiation."""
 
     def second_derivative(direction: jax.Array) -> jax.Array:
         along = jnp.broadcast_to(direction, places.shape)

@@ -13,15 +13,14 @@ from jax.typing import ArrayLike, DTypeLike
 import jax_lossscale as jls
 from benchmarks.workloads.workload import Workload
 
-# A function that creates the loss scale of a run. Its argument is a function that computes the float32 gradients of the
-# first step.
+# A function that creates the loss scale of a run from a function that computes the float32 gradients of the first step.
 MakeLossScale = Callable[[Callable[[], Any]], jls.LossScale]
 
-# With this option, every operation rounds its result to its own dtype. By default, XLA keeps intermediate results of a
-# fusion in float32.
+# Options for XLA with which every operation rounds its result to its own dtype. By default, XLA keeps intermediate
+# results of a fusion in float32.
 STRICT = {"xla_allow_excess_precision": False}
 
-AS_DRAWN = -1  # This value of ``rounding`` means that the initial parameters are not rounded.
+AS_DRAWN = -1  # the value of ``rounding`` with which the initial parameters are not rounded
 
 
 class Outcome(NamedTuple):

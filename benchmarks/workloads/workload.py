@@ -28,8 +28,8 @@ class Workload:
       draw: a function that returns the batch of a step for a random key.
       loss: ``loss(params, statistics, batch, dtype)`` returns the loss, ``float32[]``, and the new statistics. The
         network computes in ``dtype``, but the statistics of norms, the softmax and the final mean are always float32.
-      evaluate: ``evaluate(params, statistics)`` returns the quality of the trained model, ``float32[]``. It is
-        positive, and lower is better. It is computed in float32 on the same data for all arms and seeds.
+      evaluate: ``evaluate(params, statistics)`` returns a positive measure of the trained model, ``float32[]``; lower
+        is better. The measure is computed in float32 on the same data for all arms and seeds.
     """
 
     steps: int
@@ -70,9 +70,9 @@ def evaluation_key() -> jax.Array:
 
 
 def adam(learning_rate: float, steps: int, **options: Any) -> optax.GradientTransformation:
-    """Return Adam with a learning rate that increases during the first twentieth of the steps.
+    """Return Adam with a warmup-cosine schedule.
 
-    Afterwards, it decreases to zero with a cosine schedule.
+    The learning rate increases during the first twentieth of the steps, and then decreases to zero along a cosine.
     """
     warmup = max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1))

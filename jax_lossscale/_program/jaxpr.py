@@ -22,11 +22,12 @@ _UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 class Traced:
     """A function that has been traced to a jaxpr.
 
-    The arrays in the arguments of the function are traced. All other leaves are passed to the function unchanged.
+    The arrays in the arguments of the function are traced. Leaves that are not arrays are passed to the function
+    unchanged.
 
     Attributes:
-      jaxpr: the `ClosedJaxpr`, whose inputs are ``inputs``. Its outputs are the arrays in the result of the function
-        and in the parts of nnx objects that the function changes.
+      jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are ``inputs``. The outputs are the arrays in the result of the
+        function and in the parts of nnx objects that the function changes.
       inputs: the leaves of the arguments that are arrays.
       positions: the positions of these arrays among all leaves of the arguments.
 

@@ -20,7 +20,8 @@ _RECOMPUTED = "rematted_computation"
 # Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` handles effects, and is not a layer.
-# The directories end in a separator. Otherwise, the directory of `jax` would be a prefix of the directory of `jaxopt`.
+# Each directory must end in a separator, because otherwise the directory of `jax` would be a prefix of the directory of
+# `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
 _OURS = os.path.join(Path(__file__).parent.parent, "")
 _JAX = os.path.join(Path(jax.__file__).parent, "")
@@ -32,16 +33,16 @@ class Location(NamedTuple):
 
     Attributes:
       stack: the names of the enclosing scopes and transformations, the outermost first.
-      layer: the names of the enclosing scopes. If there are no scopes, the classes whose ``__call__`` was running. If
-        there are no such classes either, "".
+      layer: the names of the enclosing scopes. Without scopes, the classes whose ``__call__`` was running. Without such
+        classes, "".
       source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the
         cell replaces the file.
       column: the innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the
-        same line. It is "" if this library added the equation.
+        same line; "" if this library added the equation.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether the equation belongs to the backward pass.
-      instructions: the bytecode positions of all frames up to and including the innermost frame of user code.
-        Two equations have the same positions only if the same user code was executed twice.
+      instructions: the bytecode positions of all frames up to and including the innermost frame of user code. Two
+        equations have the same positions only if the same user code was executed twice.
       parameter: the tree path of the argument leaf that the equation uses; "" if it was not determined.
     """
 
@@ -66,8 +67,8 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     return Location(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
-        # The equations of a separately compiled function may lack the frames of user code. In this case, the location
-        # of the enclosing equation is used.
+        # If the equations of a separately compiled function lack the frames of user code, the location of the enclosing
+        # equation is used.
         source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
@@ -132,7 +133,7 @@ def _readable(file_name: str) -> str:
 def _classes(frames: list[Any]) -> list[str]:
     """Return the classes whose ``__call__`` is running, the outermost first.
 
-    These classes replace the scopes of nnx and equinox modules, which do not add any names to the name stack.
+    For nnx and equinox modules, the classes replace scopes, because these modules do not add names to the name stack.
     """
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]

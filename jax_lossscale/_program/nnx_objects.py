@@ -22,7 +22,7 @@ class Flattened(NamedTuple):
     Attributes:
       leaves: the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects.
       objects: the nnx modules and variables in the tree.
-      with_leaves: a function that rebuilds the tree with new leaves. It returns the new tree and the new nnx objects.
+      with_leaves: a function that rebuilds the tree with new leaves, and returns the new tree and the new nnx objects.
     """
 
     leaves: list[Any]

@@ -1,4 +1,4 @@
-"""Tree paths of the parameters that operations use. They distinguish layers with the same class and source line."""
+"""Tree paths of the parameters that operations use, which distinguish layers with the same class and source line."""
 
 from __future__ import annotations
 

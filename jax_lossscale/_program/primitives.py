@@ -141,8 +141,8 @@ KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
     """Return, for each result of data movement or a cast, the positions of the operands whose numbers it contains.
 
-    All other operands, such as masks, indices and sizes, only determine which numbers are moved, and to which
-    positions. For operations that are neither data movement nor casts, return None.
+    Operands such as masks, indices and sizes are not returned, because they only determine which numbers are moved, and
+    to which positions. For operations that are neither data movement nor casts, return None.
     """
     name = eqn.primitive.name
     if name not in DATA_MOVEMENT | CONVERSIONS:

@@ -1,7 +1,7 @@
 """The jaxprs in the equations of higher-order primitives, such as `scan`, `while` and `cond`.
 
-`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. All other modules
-of this library use this mapping to enter sub-jaxprs.
+`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. Every module of
+this library that enters sub-jaxprs uses this mapping.
 """
 
 from __future__ import annotations

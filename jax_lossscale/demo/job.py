@@ -130,7 +130,7 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
 
 
 def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
-    """Return the mean squared error of the decoded patches. This function contains no casts to half precision."""
+    """Return the mean squared error of the decoded patches. `loss_fn` contains no casts to half precision."""
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
     for layer in hidden_layers:

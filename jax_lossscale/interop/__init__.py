@@ -1,13 +1,13 @@
 """Conversion of loss scales from and to other libraries, and integration with flax and equinox.
 
-There is one module for each library, and the user must import it explicitly:
+The module for each library must be imported explicitly, and contains two functions:
 
 - ``from_<library>`` converts the saved loss scale of the library to a loss scale with the same configuration and state,
   which then changes in the same way as it would have changed in that library.
 - ``to_<library>`` converts a loss scale back to the same form: one object or dictionary, or a pair of configuration and
   state.
 
-Both functions emit a `UserWarning` if a setting does not exist on the other side. The modules ``torch``, ``keras`` and
+If a setting cannot be converted, the functions emit a `UserWarning`. The modules ``torch``, ``keras`` and
 ``tensorflow`` read dictionaries, so the library itself does not need to be installed. The modules ``flax`` and ``jmp``
 need the library.
 

@@ -70,7 +70,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
             f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would "
             "raise the scale to the floor, but `DynamicLossScale` never raises the scale at an overflow."
         )
-    # TensorFlow compares its counter with `>=`, as `DynamicLossScale` does. All other libraries use `==`.
+    # Like `DynamicLossScale`, TensorFlow compares its counter with `>=`, but all other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "

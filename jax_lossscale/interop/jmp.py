@@ -1,6 +1,6 @@
 """Conversion of loss scales from and to jmp.
 
-This module was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
+The conversion was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
 with two differences:
 
 - jmp loses the floor at the first `jax.jit`, `jax.lax.scan` or `jax.tree.map`, and then uses the floor 1.

@@ -1,7 +1,8 @@
 """Conversion of loss scales from and to ``keras.optimizers.LossScaleOptimizer`` of Keras 3. Keras is not needed.
 
-The loss scale is represented by the configuration and the two variables of the ``LossScaleOptimizer``. This module was
-checked against Keras 3.15.1. The scale of Keras follows the same rule as `DynamicLossScale`, with three differences:
+The loss scale is represented by the configuration and the two variables of the ``LossScaleOptimizer``. The conversion
+was checked against Keras 3.15.1. The scale of Keras follows the same rule as `DynamicLossScale`, with three
+differences:
 
 - The scale of Keras has no floor.
 - The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.

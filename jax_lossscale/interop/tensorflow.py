@@ -1,9 +1,9 @@
 """Conversion of loss scales from and to ``tf.compat.v1.mixed_precision``. TensorFlow is not needed.
 
-A loss scale of TensorFlow is represented by its configuration and by the values of its variables in a checkpoint. This
-module was checked against TensorFlow 2.21.0. `DynamicLossScale` follows the same rule at every step, so a conversion
-from TensorFlow does not lose any setting. TensorFlow accepts invalid configurations, such as a period of 0 or a
-multiplier of 0.5; this module rejects them.
+A loss scale of TensorFlow is represented by its configuration and by the values of its variables in a checkpoint. The
+conversion was checked against TensorFlow 2.21.0. `DynamicLossScale` follows the same rule at every step, so a
+conversion from TensorFlow does not lose any setting. TensorFlow accepts invalid configurations, such as a period of 0
+or a multiplier of 0.5; this module rejects them.
 """
 
 from __future__ import annotations

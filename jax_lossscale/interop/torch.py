@@ -1,6 +1,6 @@
 """Conversion of loss scales from and to the state dictionary of ``torch.amp.GradScaler``. torch is not needed.
 
-This module was checked against torch 2.13.0. A ``GradScaler`` follows the same rule as `DynamicLossScale`, with two
+The conversion was checked against torch 2.13.0. A ``GradScaler`` follows the same rule as `DynamicLossScale`, with two
 differences:
 
 - The scale of torch has no floor.

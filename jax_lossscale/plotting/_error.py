@@ -20,7 +20,7 @@ _SMALLEST_ERROR = 1e-6
 def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = None) -> Axes:
     """Plot the relative error of the gradients against the loss scale.
 
-    There is a thin line for each leaf, and a thick line for all leaves together. The lines can be read as follows:
+    Thin lines show the error of each leaf, and a thick line shows the error of all leaves together:
 
     - If a line falls, small gradients underflow, and a larger scale reduces the error.
     - If a line is high and flat, the error is caused by rounding, or by a branch without gradients. No loss scale

@@ -68,8 +68,8 @@ def plot_run(
 ) -> tuple[Axes, ...]:
     """Plot the loss, the loss scale, the number of skipped steps, and the underflow over the steps of a run.
 
-    There is one panel for each of these quantities that the history contains. A loss that is not finite leaves a gap in
-    the line, and a mark at the bottom of the panel.
+    Each of these quantities is shown in its own panel if the history contains it. A loss that is not finite leaves a
+    gap in the line, and a mark at the bottom of the panel.
 
     Args:
       history: a dictionary of sequences with one number per step, or a sequence of dictionaries, one per step. The

@@ -63,8 +63,8 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
       loss_scale: a `DynamicLossScale`.
 
     Returns:
-      A ``DynamicScale`` whose state is ``float32[]`` and ``int32[]``. It grows on the same steps as ``loss_scale``: if
-      the scale of the installed flax version grows one step late, the ``growth_interval`` is `increment_period` - 1.
+      A ``DynamicScale`` with a state of ``float32[]`` and ``int32[]``, which grows on the same steps as ``loss_scale``.
+      If the scale of the installed flax version grows one step late, the ``growth_interval`` is `increment_period` - 1.
       flax supports neither a configurable ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that
       flax does not support.
 
