@@ -51,8 +51,9 @@ class ToleranceLossScale(_Comparator):
     change. Therefore, an overflow on the next step is one of one steps, and lowers the scale. When the scale would fall
     below ``min_loss_scale``, fairseq ends the run; here, the scale remains the same, and the steps are skipped.
 
-    References: facebookresearch/fairseq, fairseq/optim/dynamic_loss_scaler.py. The initial scale and the window are the
-      defaults of this class.
+    References:
+      facebookresearch/fairseq, fairseq/optim/dynamic_loss_scaler.py. The initial scale and the window are the defaults
+      of this class.
     """
 
     scale_window: int = _setting(2000)

@@ -20,13 +20,15 @@ _SMALLEST_ERROR = 1e-6
 def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = None) -> Axes:
     """Plot the relative error of the gradients against the loss scale.
 
-    Thin lines show the error of each leaf, and a thick line shows the error of all leaves together:
+    Thin lines show the error of each leaf, and a thick line shows the error of all leaves together. The shape of a line
+    shows the cause of the error:
 
     - If a line falls, small gradients underflow, and a larger scale reduces the error.
     - If a line is high and flat, the error is caused by rounding, or by a branch without gradients. No loss scale
       reduces it.
     - If a line ends, the gradients of this leaf overflow at all larger scales.
-    - A cross marks each scale at which the gradients of at least one leaf overflow.
+
+    A cross marks each scale at which the gradients of at least one leaf overflow.
 
     Args:
       comparison: the result of `jax_lossscale.diagnostics.compare_gradients`. Leaves whose float32 gradient consists
