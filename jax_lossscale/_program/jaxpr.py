@@ -175,8 +175,8 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
     """Give new equations the name stack, source line and mesh of ``eqn``.
 
-    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of these calls are
-    prepended.
+    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of these calls precede
+    the name stack of ``eqn``.
     """
     stack = current_name_stack()
     for holder in (*within, eqn):

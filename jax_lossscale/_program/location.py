@@ -33,8 +33,8 @@ class Location(NamedTuple):
 
     Attributes:
       stack: the names of the enclosing scopes and transformations, the outermost first.
-      layer: the names of the enclosing scopes. Without scopes, the classes whose ``__call__`` was running. Without such
-        classes, "".
+      layer: the names of the enclosing scopes; if there are no scopes, the classes whose ``__call__`` was running; ""
+        if there are neither scopes nor such classes.
       source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the
         cell replaces the file.
       column: the innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the

@@ -95,7 +95,7 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return pairs of path and value: variables, and other contents of the modules, dictionaries and lists."""
+    """Return the paths and values of all variables, and of other contents of modules, dictionaries and lists."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held

@@ -25,9 +25,9 @@ def path_of(within: Sequence[Any], eqn: Any) -> Path:
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
     """Return, for each operation, the tree path of the argument leaf that it uses.
 
-    An operation also uses a leaf if the leaf has only passed through data movement and casts before. If an operation
-    uses several leaves, the leaf of the first argument is returned, because the first argument usually contains the
-    parameters. If there are nnx objects in the arguments, the result is empty.
+    Data movement and casts may be applied to the leaf before the operation uses it. If an operation uses several
+    leaves, the leaf of the first argument is returned, because the first argument usually contains the parameters. If
+    there are nnx objects in the arguments, the result is empty.
     """
     if nnx_objects.flattened((args, kwargs)).objects:
         return {}

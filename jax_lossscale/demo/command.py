@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
     """Run the five trainings one after the other, and return their results by name.
 
-    All trainings have the same number of steps and the same initial parameters. If stderr is a terminal, it shows a
-    progress bar.
+    All trainings have the same number of steps and the same initial parameters. If stderr is a terminal, a
+    progress bar is shown there.
     """
     from rich.console import Console
     from rich.progress import Progress

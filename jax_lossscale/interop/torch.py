@@ -27,8 +27,8 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
 
     Returns:
       A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. The `initial_loss_scale` is
-      the current scale, because torch does not save the initial scale. For the empty dictionary of a scaler with
-      ``enabled=False``, a `NoOpLossScale`.
+      the current scale, because torch does not save the initial scale. If the scaler has
+      ``enabled=False``, its dictionary is empty, and the result is a `NoOpLossScale`.
 
     Raises:
       ValueError: if an entry is missing or is not a number, or if the scale is 0, infinite or NaN.

@@ -24,8 +24,8 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     shows the cause of the error:
 
     - If a line falls, small gradients underflow, and a larger scale reduces the error.
-    - If a line is high and flat, the error is caused by rounding, or by a branch without gradients. No loss scale
-      reduces it.
+    - If a line is high and flat, the cause is rounding, or a branch without gradients, and no loss scale reduces the
+      error.
     - If a line ends, the gradients of this leaf overflow at all larger scales.
 
     A cross marks each scale at which the gradients of at least one leaf overflow.

@@ -67,9 +67,7 @@ class Optimizer(nnx.Optimizer):
     def value_and_scaled_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False
     ) -> Callable[..., tuple[Any, chex.ArrayTree]]:
-        """Like ``nnx.value_and_grad`` with respect to ``wrt``, but multiply the gradients by the loss scale.
-
-        The loss scale is the current loss scale in the state of this optimizer.
+        """Like ``nnx.value_and_grad`` with respect to ``wrt``, but multiply the gradients by the current loss scale.
 
         Args:
           fun: a scalar-valued function whose first argument is the model.
