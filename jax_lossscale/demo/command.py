@@ -120,6 +120,4 @@ def _require(parser: argparse.ArgumentParser, extra: str, **distributions: str) 
         try:
             importlib.import_module(module)
         except ImportError:
-            parser.error(
-                f"{name} is not installed; it is part of the extra `{extra}`; install it with: pip install {name}"
-            )
+            parser.error(f"{name} is not installed. Install the extra `{extra}`, or run: pip install {name}")

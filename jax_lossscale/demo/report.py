@@ -57,7 +57,9 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
     console.print(table)
     setting = "DynamicLossScale(2.0**32, increment_period=50)"
     console.print(f"The initial loss scale of float16_dynamic is far too high on purpose: {setting}.")
-    console.print("Each skipped step halves this loss scale. Later, it grows again because the gradients shrink.")
+    console.print(
+        "Each skipped step halves this loss scale. Later, the loss scale grows again, because the gradients shrink."
+    )
     console.print(conclusion(results))
 
 
