@@ -15,7 +15,7 @@ from benchmarks.policies.traces import Trace
 # The smallest number that rounds to infinity in float16, and the largest finite number.
 _OVERFLOWS, _LARGEST_FINITE = 65520.0, 65504.0
 
-# A loss scale is better in both if it has more than 3 skipped steps and more than 1 unused bit less.
+# The smallest differences with which a loss scale counts as better: 3 skipped steps and 1 unused bit.
 _SKIPS, _BITS = 3, 1.0
 
 # The number of steps in which one overflow is acceptable.
@@ -96,7 +96,10 @@ def dominated(one: Judgement, others: Sequence[Judgement]) -> np.ndarray:
 
 
 def better_in_both(one: Judgement, other: Judgement) -> np.ndarray:
-    """Return whether ``one`` has more than 3 skipped steps and more than 1 unused bit less than ``other``."""
+    """Return whether ``one`` is better than ``other`` in skipped steps and in unused bits.
+
+    ``one`` must have fewer skipped steps by more than 3, and fewer unused bits by more than 1.
+    """
     return (one.skipped + _SKIPS < other.skipped) & (one.unused_bits + _BITS < other.unused_bits)
 
 

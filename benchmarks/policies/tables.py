@@ -35,7 +35,8 @@ _ONE_IN, _ONE_IN_SKIPPED, _ONE_IN_BITS = (3, 5, 50), 10.0, 8.0
 # Goals for random traces: the 90th percentiles of skipped steps per 1,000 steps and of unused bits, and the fraction of
 # traces on which `AutoLossScale` is worse than `DynamicLossScale()`.
 _HOSTILE_SKIPPED, _HOSTILE_BITS, _HOSTILE_WORSE = 30.0, 22.0, 0.1
-# A loss scale is worse if it is worse by more than 3 bits. Five skipped steps per 1,000 steps count as one bit.
+# A loss scale counts as worse only if it is worse by more than 3 bits, where five skipped steps per 1,000 steps count
+# as one bit.
 _SKIPS_A_BIT, _WORSE = 0.2, 3.0
 _UNUSED_BITS = {"noise below one bit": (0.0, 1.0, 4.0), "noise of one and a half": (1.0, 1.6, 6.0)}
 

@@ -1,7 +1,7 @@
 """Small trainings in which a loss scale must not prevent learning.
 
-Some of their gradients are NaN, most of their gradients are zero, their losses have several sizes, or one kind of batch
-is rare and needs a lower loss scale than the other batches.
+The trainings have NaN gradients, gradients that are mostly zero, losses of several sizes, or a rare kind of batches
+that needs a lower loss scale than all other batches.
 """
 
 from __future__ import annotations
