@@ -66,7 +66,7 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
 
     output = capsys.readouterr()
     assert all(name in output.out for name in ARMS)
-    assert "above that of float32" in output.out
+    assert "higher than in float32" in output.out
 
 
 # What it writes.

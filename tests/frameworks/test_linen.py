@@ -130,7 +130,7 @@ def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
 def test_an_optimizer_without_a_loss_scale_is_refused():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=optax.sgd(0.5))
-    with pytest.raises(ValueError, match="around the whole chain"):
+    with pytest.raises(ValueError, match="around the whole inner optimizer"):
         simple().replace(tx=optax.sgd(0.5)).apply_gradients(grads=GRADS)
 
 

@@ -202,7 +202,7 @@ INVALID_COPIES = {
     "a copy with the same statistics": (with_its_statistics, "got a copy that shares its variables"),
     "a copy of other sizes": (
         lambda _: Line(3),
-        r"got a model whose seen is float32\[3\], where this one has float32\[2\]",
+        r"got a model whose seen is float32\[3\] instead of float32\[2\]",
     ),
     "a flag": (lambda _: True, "got <class 'bool'>"),
 }

@@ -282,18 +282,18 @@ diagnostics.underflow_fraction("x")
 plotting.plot_exponents(PARAMS, yscale="other")
     `plot_exponents(yscale=...)` must be 'linear' or 'log', got 'other'.
 plotting.plot_gradient_error(3)
-    `plot_gradient_error(comparison=...)` must be what `jls.diagnostics.compare_gradients` returns, got int.
+    `plot_gradient_error(comparison=...)` must be the result of `jls.diagnostics.compare_gradients`, got int.
 plotting.plot_loss_scale([1.0, 2.0], skipped=[True])
-    `plot_loss_scale` needs sequences of one number a step, all as long, got the shapes {'loss_scale': (2,),
-    'skipped': (1,)}. Where a number was not measured, write NaN.
+    `plot_loss_scale` needs sequences of equal length with one number per step, got the shapes {'loss_scale': (2,),
+    'skipped': (1,)}. If a number was not measured, use NaN.
 plotting.plot_run({})
-    `plot_run(history=...)` has nothing to draw, only []. Give loss, loss_scale, skipped or underflow.
+    `plot_run(history=...)` must contain at least one of loss, loss_scale, skipped and underflow, got the keys [].
 equinox.filter_value_and_scaled_grad(square, "other")
     `filter_value_and_scaled_grad(loss_scale=...)` must be ACCEPTED; got 'other'.
 flax.from_flax(8)
     `from_flax(dynamic_scale=...)` must be a `DynamicScale`, got 8.
 flax.register(3)
-    `register(kind=...)` must be a class below `LossScale`, got 3.
+    `register(kind=...)` must be a subclass of `LossScale`, got 3.
 flax.to_flax(8)
     `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 jmp.from_jmp(8)
@@ -301,18 +301,18 @@ jmp.from_jmp(8)
 jmp.to_jmp(8)
     `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 keras.from_keras({"other": 8.0})
-    `from_keras(config=...)` lacks dynamic_growth_steps, initial_scale; it has other.
+    `from_keras(config=...)` lacks the keys dynamic_growth_steps, initial_scale. It has the keys other.
 keras.to_keras(8)
     `to_keras(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 tensorflow.from_tensorflow(3)
-    `from_tensorflow(config=...)` must be a dictionary with increment_period, multiplier, initial_loss_scale, got
-    3.
+    `from_tensorflow(config=...)` must be a dictionary with the keys increment_period, multiplier,
+    initial_loss_scale, got 3.
 tensorflow.to_tensorflow(8)
     `to_tensorflow(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by
     one.
 torch.from_torch({**torch.to_torch(DYNAMIC), "scale": np.nan})
-    `from_torch(state_dict=...)['scale']` must be one number, positive and finite, got nan. A scale that has run
-    away cannot be carried on: start with a fresh `DynamicLossScale`.
+    `from_torch(state_dict=...)['scale']` must be a single positive and finite number, got nan. If the scale has
+    become zero, infinite or NaN, start again with a new `DynamicLossScale`.
 torch.to_torch(8)
     `to_torch(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 """
