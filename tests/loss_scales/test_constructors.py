@@ -1,4 +1,4 @@
-"""What the constructors accept, and what they say about everything else."""
+"""Accepted and rejected arguments of the constructors of loss scales."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from kinds import F32_MAX, Dynamic, Fixed
 
 import jax_lossscale as jls
 
-OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # a NumPy scalar
+OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # a NumPy scalar of dtype bfloat16
 NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jnp.int32(8), jnp.array(8.0), OF_BFLOAT16]
 
 
@@ -81,11 +81,12 @@ NOT_A_FINITE_NUMBER = {
 
 
 def bad(kind, argument, *values, **others):
-    """One parameter for each value of an argument, beside others that would be right."""
+    """Return one test parameter for each invalid value of an argument. `others` are valid values of other arguments."""
     return [pytest.param(kind, argument, value, others, id=f"{argument}={value!r}") for value in values]
 
 
 def bad_numbers(kind, argument, **others):
+    """Return one test parameter for each value of an argument that is not a finite number in float32."""
     rows = NOT_A_FINITE_NUMBER.items()
     return [pytest.param(kind, argument, value, others, id=f"{argument}-{name}") for name, value in rows]
 
@@ -97,7 +98,7 @@ def bad_numbers(kind, argument, **others):
         *bad(Fixed, "loss_scale_value", None, 0.999, 0, -8),
         *bad(Fixed, "skip_nonfinite", None, 1, "yes", loss_scale_value=8),
         *bad_numbers(Dynamic, "initial_loss_scale"),
-        *bad(Dynamic, "initial_loss_scale", None, 0.5, 0, -1, np.array([8.0])),  # the floor is 1
+        *bad(Dynamic, "initial_loss_scale", None, 0.5, 0, -1, np.array([8.0])),  # The default `min_loss_scale` is 1.
         *bad(Dynamic, "initial_loss_scale", 8, min_loss_scale=16),
         *bad(Dynamic, "initial_loss_scale", 32, max_loss_scale=16),
         *bad(Dynamic, "increment_period", None, True, np.True_, "2", 2.9, float("nan"), 0, -1, 2**31),

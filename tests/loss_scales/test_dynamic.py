@@ -1,4 +1,4 @@
-"""`DynamicLossScale` step by step, beyond what TensorFlow tests, and with its state set by hand."""
+"""State transitions of `DynamicLossScale` that TensorFlow's tests do not cover, and manual changes of its state."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import F32_MAX, Dynamic, grads_of, named, scales_over
 
-# --- The dynamic loss scale beyond TensorFlow's ---
+# --- State transitions that TensorFlow's tests do not cover ---
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_every_bad_step_is_skipped_while_hysteresis_keeps_the_scale(update):
 
 
 def oracle(config, flags):
-    """The rule of `DynamicLossScale`, one step after another in plain Python: (scale, good steps, hysteresis left)."""
+    """Yield (scale, number of good steps, hysteresis left) after each step, computed in plain Python."""
     scale, num_good_steps, hysteresis_left = np.float32(config["initial_loss_scale"]), 0, config["hysteresis"]
     backoff = 1 / config["multiplier"] if config["backoff_factor"] is None else config["backoff_factor"]
     for finite in flags:
@@ -125,7 +125,7 @@ def test_dynamic_is_its_oracle(config, flags):
         assert (float(loss_scale()), loss_scale.num_good_steps, loss_scale.hysteresis_left) == expected
 
 
-# --- State set by hand ---
+# --- Manual changes of the state ---
 
 
 def test_replace_sets_the_scale_by_hand_and_keeps_the_rest():
@@ -162,7 +162,7 @@ def test_a_concrete_state_that_is_no_scale_is_refused(batch):
 
 
 def test_configuration_is_replaced_in_a_run_that_has_begun():
-    """The state stays, also where it is the initial scale that is replaced."""
+    """Replacing the configuration keeps the state, even if the initial scale is replaced."""
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=64)
     assert (float(begun()), int(begun.num_good_steps), begun.initial_loss_scale) == (8, 1, 64)
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=8, increment_period=3)

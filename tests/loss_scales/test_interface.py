@@ -1,4 +1,4 @@
-"""Every kind behind one interface."""
+"""Tests of the common interface that run for every class of loss scale."""
 
 import chex
 import jax
@@ -99,7 +99,7 @@ def test_strict_promotion_changes_nothing(make):
     assert results[0] == results[1]
 
 
-# The user's own class compares as a dataclass does.
+# The user-defined class is excluded because its equality is that of a dataclass.
 each_of_ours = pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
 
 

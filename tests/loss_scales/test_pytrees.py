@@ -1,4 +1,4 @@
-"""Loss scales as values: copied, pickled, mapped over, donated, compiled, batched."""
+"""Loss scales as pytrees: copying, pickling, mapping, donation, compilation and batching."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ from kinds import (
 
 import jax_lossscale as jls
 
-# --- Values: abstract or frozen, copied, pickled, mapped over, donated ---
+# --- Immutability, copies, pickling and donation ---
 
 
 def test_the_abstract_class_cannot_be_instantiated_and_the_others_are_frozen():
@@ -99,7 +99,7 @@ def test_fresh_state_shares_no_buffer_and_can_be_donated(make):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
 
 
-# --- Under the transformations of JAX ---
+# --- JAX transformations of loss scales ---
 
 
 @each_kind
@@ -164,7 +164,7 @@ def test_the_config_of_a_batch_is_refused():
         jls.serialize(jax.vmap(jls.FixedLossScale)(jnp.array([1.0, 2.0])))
 
 
-# --- Construction, before there is any device and inside a trace ---
+# --- Construction before a JAX backend is initialized ---
 
 
 CONSTRUCTION = """
@@ -194,7 +194,7 @@ def test_constructing_starts_no_backend():
     assert completed.stdout == "32768.0\n", completed.stderr
 
 
-# --- Equality ---
+# --- Equality and hashes of loss scales ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From identifiers and configurations to loss scales, and back."""
+"""Conversion between loss scales and their identifiers or configurations: `get`, `serialize` and `loss_scale_for`."""
 
 import dataclasses
 import json
@@ -168,7 +168,7 @@ def test_a_users_class_does_not_take_over_what_was_saved_of_ours(kind):
 
 
 def test_get_instantiates_the_class_that_was_defined_last():
-    """A redefinition with another base class, as when a notebook cell is edited and run again."""
+    """A class can be redefined with another base class, for example if a notebook cell is edited and run again."""
 
     def define(base, scale):
         methods = {"__call__": lambda self: scale, "adjust": lambda self, grads_finite: self}

@@ -1,4 +1,4 @@
-"""`all_finite` of trees, large leaves and shards; that it is exact for every dtype and reading, see `test_largest`."""
+"""`all_finite` for pytrees, large leaves and sharded arrays. `test_largest.py` tests each dtype and implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ BAD = (np.nan, np.inf, -np.inf)
         ("float8_e5m2", np.inf, False),
         ("float8_e5m2", np.nan, False),
         ("float8_e4m3", -np.inf, False),
-        ("float8_e4m3fn", np.nan, False),  # has no infinity
+        ("float8_e4m3fn", np.nan, False),  # float8_e4m3fn has no infinity
         ("float8_e4m3fnuz", np.nan, False),
         ("float8_e8m0fnu", np.nan, False),
-        ("float8_e4m3fn", 448.0, True),  # its largest, next to NaN
+        ("float8_e4m3fn", 448.0, True),  # 448 is the largest float8_e4m3fn
         ("float16", 65504.0, True),
         ("float16", 2.0**-24, True),
         ("bfloat16", -np.inf, False),
@@ -38,7 +38,7 @@ def test_single_values(dtype, value, expected):
     assert jls.all_finite(jnp.full(3, value, dtype)).tolist() is expected
 
 
-SIZE = 2**20 + 7  # no multiple of any vector, tile or block
+SIZE = 2**20 + 7  # not a multiple of a vector, tile or block size
 POSITIONS = sorted(
     {0, SIZE - 1, SIZE // 2} | {block + offset for block in (8, 16, 128, 2**15, 2**20) for offset in (-1, 0, 1)}
 )
@@ -66,7 +66,7 @@ def test_finite_values_whose_sum_overflows_are_finite(dtype, sign):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_an_overflow_made_in_the_same_program_is_seen(dtype):
-    """Though the compiler might keep the value that was checked in a wider dtype than the one that is stored."""
+    """The compiler may keep the checked value in a wider dtype than the stored value, which would hide an overflow."""
     largest = jnp.full(64, jnp.finfo(dtype).max, dtype)
 
     @jax.jit
@@ -87,7 +87,7 @@ BAD_COLUMN = np.array([[1, 0]] * 4, bool)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     ("axis_name", "spec", "expected"),
-    [  # on a mesh of 4 x 2 devices, where the shard at (1, 1) holds a NaN
+    [  # The mesh has 4 x 2 devices, and the shard at (1, 1) contains a NaN.
         (None, P("x", "y"), BAD_ELEMENT),
         ((), P("x", "y"), BAD_ELEMENT),
         ("x", P("x", "y"), BAD_COLUMN),
@@ -95,7 +95,7 @@ BAD_COLUMN = np.array([[1, 0]] * 4, bool)
         (("x",), P("x", "y"), BAD_COLUMN),
         (("x", "y"), P("x", "y"), ~ALL),
         (None, P("x"), BAD_ROW),
-        ("y", P("x"), BAD_ROW),  # agreed over an axis that the gradients do not vary over
+        ("y", P("x"), BAD_ROW),  # The gradients do not vary over this axis.
         ("x", P("x"), ~ALL),
         ("x", P(), ~ALL),
     ],
@@ -124,7 +124,7 @@ def test_named_vmap(axis_name, expected):
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("largest", [None, [0.5, 8.0, 2.0], [0.5, np.nan, 2.0], [np.nan, 8.0, 2.0], [0.0, 0.0, 0.0]])
 def test_devices_agree_on_flags_and_the_largest_at_once(number, largest):
-    """What one device denies is false on all; a NaN on one is NaN on all."""
+    """A flag that is false on one device is false on all devices, and a NaN on one device is NaN on all devices."""
     flags = np.array([[True, True, False], [True, True, True], [True, False, True]])[:, :number]
     agreed, found = jax.vmap(lambda flags, largest: agree(flags, largest, "devices"), axis_name="devices")(
         list(flags.T), None if largest is None else jnp.array(largest)
@@ -134,7 +134,7 @@ def test_devices_agree_on_flags_and_the_largest_at_once(number, largest):
 
 
 def test_leaves_on_several_devices_are_refused_in_its_own_words():
-    """One program cannot read them; two meshes of the same devices are one to a program."""
+    """One program cannot read arrays on different devices. Two meshes with the same devices are allowed."""
     for number in 2, 3:
         places = jax.devices()[:number] * 2
         with pytest.raises(ValueError, match=rf"^`all_finite\(tree=...\)` has leaves on {number} devices or meshes"):

@@ -1,4 +1,4 @@
-"""The largest magnitude of all gradients, and in the same pass whether all are finite, against NumPy."""
+"""Comparison with NumPy of the fused pass that computes the largest gradient magnitude and checks finiteness."""
 
 import contextlib
 import functools
@@ -28,33 +28,35 @@ LARGEST_FLOAT32 = np.finfo(np.float32).max
 
 
 def oracle(tree, scale=1.0):
-    """What NumPy says, in double precision; see `number` for what is subnormal in float32."""
+    """Return (finite, largest magnitude), computed by NumPy in float64. See `number` for subnormal magnitudes."""
     largest_so_far = 0.0
     for leaf in jax.tree.leaves(tree):
         for part in leaf.real, leaf.imag if np.iscomplexobj(leaf) else leaf:
             wide = np.asarray(part).astype(np.float64)
             limit = np.finfo(np.float64 if part.dtype == np.float64 else np.float32).max
             with np.errstate(over="ignore"):
-                wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)  # the scale that is applied
-            if not (wide <= limit).all():  # a NaN is not
+                # `unscale` clips the scale to this range
+                wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)
+            if not (wide <= limit).all():  # False if the array contains a NaN
                 return False, None
             largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
     return True, number(np.float32(min(largest_so_far, LARGEST_FLOAT32)))
 
 
 def number(magnitude):
-    """As a Python float; 0 where it is subnormal, since XLA makes 0 of some subnormals."""
+    """Return the magnitude as a Python float, or 0 if it is subnormal, because XLA flushes some subnormals to zero."""
     return 0.0 if magnitude < np.finfo(np.float32).tiny else float(magnitude)
 
 
 def answer_of(found):
+    """Check the shapes and dtypes of a result, and convert it to Python values."""
     finite, magnitude = found
     assert (finite.shape, finite.dtype, magnitude.shape, magnitude.dtype) == ((), jnp.bool_, (), jnp.float32)
     return as_numbers(finite, magnitude)
 
 
 def as_numbers(finite, magnitude):
-    """Plain values, with None for NaN, which is not equal to itself."""
+    """Return Python values, with None instead of NaN, because NaN is not equal to itself."""
     return bool(finite), None if np.isnan(magnitude) else number(magnitude)
 
 
@@ -69,6 +71,7 @@ READINGS = {
 
 
 def as_pair(reading, tree, scale):
+    """Run one implementation under `jax.jit` and return (finite, largest magnitude divided by the scale)."""
     leaves = [leaf for leaf in map(as_read, jax.tree.leaves(tree)) if leaf.size]
     magnitude = finite._divided(jax.jit(reading)(*leaves), None if scale is None else jnp.float32(scale))
     return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, jnp.nan)
@@ -79,7 +82,7 @@ every_reading = pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
 
 @st.composite
 def leaves(draw, dtype):
-    """A leaf of a few values between the extremes of its dtype, with nothing or one bad value among them."""
+    """Draw an array whose values lie between the extremes of its dtype, with at most one nonfinite element."""
     limits = jnp.finfo(dtype)
     smallest, greatest = float(limits.smallest_normal), float(limits.max)
     shape = draw(st.sampled_from([(), (3, 43)]))
@@ -111,7 +114,7 @@ def test_as_numpy_sees_it(dtype, data):
         assert as_numbers(finite[0], magnitude[0]) == oracle([leaf])
 
 
-POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # the first are subnormal
+POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # the smallest 23 powers are subnormal
 
 
 @functools.cache
@@ -148,7 +151,7 @@ def test_it_is_the_largest_of_the_unscaled_gradients_to_the_bit(scale):
         assert as_numbers(finite, magnitude) == (bool(finite), largest_there)
 
 
-SIZE = 2**17 + 7  # no multiple of any vector, tile or block
+SIZE = 2**17 + 7  # not a multiple of a vector, tile or block size
 POSITIONS = sorted({0, SIZE - 1, SIZE // 2} | {n + offset for n in (8, 16, 128, 2**15, 2**16) for offset in (-1, 0, 1)})
 
 
@@ -184,7 +187,7 @@ def test_one_value_in_one_of_many_leaves(read):
         for value in -3.0, BAD[n % 3]:
             leaf = tree[n].copy()
             leaf[(-1,) * leaf.ndim] = value
-            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # the others are ones
+            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # all other elements are 1
 
 
 @every_reading
@@ -205,7 +208,7 @@ def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
         ([1.5, jnp.zeros(0)], (True, 1.5)),
         (complex(3, -4), (True, 4.0)),
         (float("nan"), (False, None)),
-        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),  # subnormal, but not in float32
+        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),  # subnormal in float16, but normal in float32
         (np.float32([-(2.0**-126)]), (True, 2.0**-126)),
     ],
     ids=lambda value: repr(value)[:30],
@@ -231,7 +234,7 @@ def test_members_have_scales_of_their_own():
     assert list(map(as_numbers, finite, magnitude)) == [(True, 2.0), (False, None), (True, 0.75)]
 
 
-# On eight devices.
+# --- Tests on a mesh of eight devices ---
 
 COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
 SPECS = [P("x"), P(None, "x"), P()]
