@@ -69,7 +69,7 @@ def train(seed, loss_fn_of_run, loss_scale):
     return float(loss_fn(params, data[BATCHES * BATCH_SIZE :])), int(opt_state.skipped_steps)
 
 
-def test_a_run_of_200_steps_pays_for_the_skips_of_the_automatic_scale():
+def test_automatic_scale_costs_two_skipped_steps_and_a_slightly_higher_loss():
     above, skipped = {}, {}
     for loss_scale in ("auto", "dynamic"):
         for seed in range(3):

@@ -101,7 +101,7 @@ def leaves(draw, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=15)
-def test_as_numpy_sees_it(dtype, data):
+def test_result_equals_numpy_for_random_leaves(dtype, data):
     leaf = data.draw(leaves(dtype))
     tree = {"frozen": None, "other": np.float16([1e-4, -2e-4]), "leaf": leaf, "step": 3}
     with enable_x64(True):
@@ -124,7 +124,7 @@ def at_every_power_of_two(dtype, value):
 
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
+def test_result_equals_numpy_for_every_power_of_two_scale(dtype, read):
     @jax.jit
     def at_every_scale(tree):
         return jax.lax.map(lambda scale: read(tree, scale), POWERS_OF_TWO)
@@ -139,7 +139,7 @@ def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
-def test_it_is_the_largest_of_the_unscaled_gradients_to_the_bit(scale):
+def test_largest_equals_that_of_the_unscaled_gradients_bitwise(scale):
     tree = {"a": np.linspace(-9, 7, 2**16 + 5, dtype=np.float32), "b": np.float16([4.5, -8.5])}
     loss_scale = jls.FixedLossScale(1.0)
     for factor in 1, 2.0**100:
@@ -157,7 +157,7 @@ POSITIONS = sorted({0, SIZE - 1, SIZE // 2} | {n + offset for n in (8, 16, 128, 
 
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_one_value_anywhere_in_a_large_leaf(dtype, read):
+def test_one_element_anywhere_in_a_large_leaf_is_found(dtype, read):
     read = jax.jit(read)
     background = np.ones(SIZE, dtype)
     for position in POSITIONS:
@@ -170,7 +170,7 @@ def test_one_value_anywhere_in_a_large_leaf(dtype, read):
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("bad", [None, np.nan])
-def test_values_whose_sum_overflows(dtype, bad, read):
+def test_elements_with_an_overflowing_sum_are_finite(dtype, bad, read):
     leaf = np.full(SIZE, jnp.finfo(dtype).max, dtype)
     if bad is not None:
         leaf[2**15] = bad
@@ -178,7 +178,7 @@ def test_values_whose_sum_overflows(dtype, bad, read):
 
 
 @every_reading
-def test_one_value_in_one_of_many_leaves(read):
+def test_one_element_of_one_of_many_leaves_is_found(read):
     shapes = [(200, 200), (2**15 + 3,), (7, 3), ()]
     tree = [np.ones(shapes[n % 4], ("float16", "bfloat16", "float32", "complex64")[n // 4 % 4]) for n in range(120)]
     read = jax.jit(read)
@@ -191,7 +191,7 @@ def test_one_value_in_one_of_many_leaves(read):
 
 
 @every_reading
-def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
+def test_one_leaf_is_found_if_small_leaves_do_not_fit_in_one_block(read):
     tree, read = [np.ones(2**15, np.float32) for _ in range(10)], jax.jit(read)
     for n in range(len(tree)):
         spoiled = [*tree[:n], np.full(2**15, 2.0 + n, np.float32), *tree[n + 1 :]]
@@ -213,22 +213,22 @@ def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_trees(tree, expected):
+def test_result_for_pytrees_with_other_leaf_types(tree, expected):
     assert answer_of(finite_and_largest(tree)) == expected
 
 
-def test_a_float64_beyond_float32_counts_as_the_largest_float32():
+def test_float64_above_float32_range_is_clipped_to_the_largest_float32():
     with enable_x64(True):
         for value in 1e300, -1e39, float(LARGEST_FLOAT32) * (1 + 2.0**-26):
             assert answer_of(finite_and_largest(np.array([value, 1.0]))) == (True, float(LARGEST_FLOAT32))
         assert answer_of(finite_and_largest(np.array([1e308]), 0.01)) == (False, None)
 
 
-def test_no_derivative_is_taken():
+def test_result_has_a_zero_derivative():
     assert jax.grad(lambda x: finite_and_largest(x, x[0])[1] + x[0])(jnp.array([2.0, 3.0])).tolist() == [1, 0]
 
 
-def test_members_have_scales_of_their_own():
+def test_vmap_over_gradients_and_scales():
     grads = jnp.array([[1.0, -4.0], [jnp.inf, 1.0], [3.0, 0.0]])
     finite, magnitude = jax.jit(jax.vmap(finite_and_largest))(grads, jnp.array([2.0, 2.0, 4.0]))
     assert list(map(as_numbers, finite, magnitude)) == [(True, 2.0), (False, None), (True, 0.75)]
@@ -242,7 +242,7 @@ SPECS = [P("x"), P(None, "x"), P()]
 
 @needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
-def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
+def test_both_results_need_one_all_reduce_on_a_mesh(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     with set_mesh(mesh):
         for shape in (16, 8), (512, 128):
@@ -259,7 +259,7 @@ def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 2**16)], ids=["small", "large"])
-def test_inside_shard_map_shards_agree(shape, check_vma):
+def test_shards_agree_under_shard_map(shape, check_vma):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     values = np.ones(shape, np.float32)
     values[5, 1] = -7
@@ -278,7 +278,7 @@ def test_inside_shard_map_shards_agree(shape, check_vma):
         assert answer_of(mapped(jax.device_put(values, placed.sharding), same)) == (False, None)
 
 
-def test_exported_for_all_platforms_and_for_sizes_known_later():
+def test_export_for_all_platforms_and_symbolic_shapes():
     (size,) = jax.export.symbolic_shape("n")
     for shape in (100, 400), (size,):
         function = jax.jit(lambda x: finite_and_largest([x, 1.0]))

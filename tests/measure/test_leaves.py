@@ -27,14 +27,14 @@ class Leaf:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("number", [10, 1000])
-def test_each_small_leaf_is_asked_for_its_size_once(number):
+def test_size_of_each_small_leaf_is_read_once(number):
     leaves = [Leaf(3) for _ in range(number)]
     (block,) = blocks(leaves)
     assert block.size == 3 * number
     assert {leaf.asked for leaf in leaves} == {1}
 
 
-def test_every_leaf_is_in_one_block_or_is_large():
+def test_each_leaf_is_either_in_one_block_or_large():
     leaves = [jnp.full(size, n, dtype) for n, size in enumerate((2**15, 2**15 + 1, 7)) for dtype in ("float32",) * 9]
     halves = [jnp.zeros(5, jnp.float16)]
     found = list(blocks([*leaves, *halves]))
