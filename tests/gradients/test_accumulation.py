@@ -1,4 +1,4 @@
-"""`accumulate_gradients`: the gradients of the whole batch, one verdict and one move of the loss scale for all."""
+"""`accumulate_gradients`: gradients of the whole batch, with one finiteness check and one scale update per step."""
 
 import gc
 import weakref
@@ -41,10 +41,11 @@ def make_batch(size=24, dtype=jnp.float32):
 
 
 def microbatch(batch, index, number):
+    """Return the micro-batch that consists of every ``number``-th example, starting at ``index``."""
     return jax.tree.map(lambda leaf: leaf[index::number], batch)
 
 
-# The mean over all micro-batches is the whole batch.
+# --- Comparison with the gradients of the whole batch ---
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -61,7 +62,7 @@ def test_the_mean_is_that_of_the_whole_batch(number, compiled):
 
 
 def test_the_sum_is_made_in_float32_bit_for_bit():
-    """The oracle is the loop, in the same order."""
+    """The reference is a Python loop that adds the micro-batches in the same order."""
     params, batch = make_params(jnp.float16), make_batch(16, jnp.float16)
     loss_scale = jls.FixedLossScale(SCALE)
     window = jls.accumulate_gradients(loss_fn, loss_scale, 4)(params, batch)
@@ -85,7 +86,7 @@ def test_without_a_loss_scale_the_sum_is_made_in_float32_too(dtype):
 
 @pytest.mark.parametrize("exponent", [0, 15, 100, 126])
 def test_no_scale_is_too_large_for_the_sum(exponent):
-    """Scaled gradients just below the top of float32, of which two would not add up."""
+    """The scaled gradients are just below the largest float32, so the sum of two of them would overflow."""
     window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), 2.0**exponent, 4)(
         jnp.float32(1.0), jnp.full(4, 1.5, jnp.float32)
     )
@@ -102,7 +103,8 @@ def test_the_calling_convention():
     )
     expected = jax.grad(fun, argnums=(1, 0), has_aux=True)(2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5)[0]
     jax.tree.map(lambda ours, whole: np.testing.assert_allclose(ours / 8, whole, rtol=1e-6), window.grads, expected)
-    np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])  # of examples 0 and 2, of 1 and 3
+    # means over examples 0 and 2, and over examples 1 and 3
+    np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])
 
 
 def test_several_arguments_may_be_the_batch_and_random_keys_may_be_among_them():
@@ -144,7 +146,7 @@ def test_strict_promotion(loss_scale, dtype):
         assert window.grads.dtype == ("float32" if dtype in ("float16", "bfloat16") else dtype)
 
 
-# Called outside `jax.jit`.
+# --- Eager calls, outside `jax.jit` ---
 
 
 def squares_times(factor):
@@ -152,7 +154,7 @@ def squares_times(factor):
 
 
 class Model:
-    """One object, whose attribute changes between calls."""
+    """A callable object whose attribute `factor` changes between calls."""
 
     factor = 1.0
 
@@ -244,7 +246,7 @@ def test_a_function_may_close_over_what_is_traced():
         assert jax.jit(mean_gradient)(2.0) == 4 * 8 * 1.5
 
 
-# What a bad micro-batch costs: the whole step, whose scale reacts to the gradients and not to the loss.
+# --- A nonfinite micro-batch skips the whole step. Only nonfinite gradients lower the scale. ---
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_a_bad_microbatch_skips_the_step_and_the_scale_moves_once(spoil, scale):
     def times(w, x):
         return w * x
 
-    # Gradients that overflow in one example, whose loss is finite.
+    # The gradient overflows in one example, although the loss of that example is finite.
     times.defvjp(lambda w, x: (w * x, x), lambda x, cotangent: (cotangent * jnp.where(x == 3, spoil.get("w", 1), 1), x))
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(SCALE, 1))
     params = jnp.float32(1.0)
@@ -270,7 +272,7 @@ def test_a_bad_microbatch_skips_the_step_and_the_scale_moves_once(spoil, scale):
     assert (after == params) == bool(spoil)
 
 
-# On many devices.
+# --- Sharded batches ---
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -305,7 +307,7 @@ def test_under_shard_map_over_some_axes_of_a_mesh():
         np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)
 
 
-# Bad input.
+# --- Invalid arguments ---
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {

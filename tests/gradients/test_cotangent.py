@@ -1,4 +1,4 @@
-"""`scale_gradient` and `unscale_gradient`: the identity forwards; times the scale, or divided by it, backwards."""
+"""`scale_gradient` and `unscale_gradient`, which are the identity but multiply or divide the cotangent by the scale."""
 
 import inspect
 import itertools
@@ -24,11 +24,11 @@ X = jnp.array([0.3, -1.7, 2.9])
 
 
 def pulled_back(function, x, cotangent, scale):
-    """What becomes of a cotangent on its way back."""
+    """Return the cotangent of the argument for the given cotangent of the result."""
     return jax.vjp(lambda x: function(x, scale), x)[1](cotangent)[0]
 
 
-# Forwards.
+# --- Forward pass ---
 
 
 @BOTH
@@ -69,9 +69,9 @@ def test_without_a_loss_scale_the_tree_is_the_same_object(function):
     assert function(tree, jls.NoOpLossScale()) is tree
 
 
-# Backwards.
+# --- Backward pass ---
 
-# dtype, cotangent, scale: times the scale, divided by it. The oracle is exact arithmetic, then one rounding.
+# Each row contains dtype, cotangent and scale. The reference is computed exactly and rounded once.
 COTANGENTS = {
     "float32": ("float32", 1.1, 2.0**24),
     "not a power of two": ("float32", 3.0, 6.0),
@@ -94,7 +94,8 @@ def test_the_cotangent_is_multiplied_or_divided(dtype, cotangent, scale, jit):
     with enable_x64(True):
         cotangent = jnp.full(1, cotangent, dtype)
         exact = np.asarray(cotangent).astype(np.complex128 if dtype == "complex64" else np.float64)
-        parts = np.array([exact.real, exact.imag])  # since inf * (s + 0j) is not what is meant
+        # Real and imaginary parts are multiplied separately, because inf * (s + 0j) has a NaN as imaginary part.
+        parts = np.array([exact.real, exact.imag])
         for function, factor in ((jls.scale_gradient, scale), (jls.unscale_gradient, 1 / scale)):
             pull = jit(lambda scale, function=function: pulled_back(function, jnp.zeros(1, dtype), cotangent, scale))
             result = pull(jnp.float32(scale))
@@ -118,7 +119,7 @@ def test_powers_of_two_are_exact_wherever_the_result_is_normal(mantissa, exponen
 
 
 def test_a_float16_leaf_loses_what_a_float32_leaf_keeps():
-    """Why `unscale_gradient` belongs in front of the cast."""
+    """`unscale_gradient` must be applied before the cast to float16. Otherwise, small cotangents underflow."""
 
     def loss(w, scale, cast_first):
         if cast_first:
@@ -134,7 +135,7 @@ def test_a_float16_leaf_loses_what_a_float32_leaf_keeps():
 
 @BOTH
 def test_what_carries_a_scale(function):
-    """As in `test_gradients`."""
+    """The scale may be an optimizer state that contains a loss scale, as in `test_gradients.py`."""
     state = jls.loss_scaled(optax.sgd(0.1), 8).init(X)
     for make in (lambda f: f, lambda f: jax.jit(f, static_argnums=0)):
         found = make(pulled_back)(function, X, X, (state, optax.EmptyState()))
@@ -144,7 +145,7 @@ def test_what_carries_a_scale(function):
         function(X, jls.FixedLossScale(jnp.ones(3)))
 
 
-# Within other transformations.
+# --- Other transformations ---
 
 
 def test_any_gradient_function_gives_scaled_gradients_and_the_true_loss():
@@ -158,7 +159,10 @@ def test_any_gradient_function_gives_scaled_gradients_and_the_true_loss():
 
 
 def part(x, scale):
-    """A function of which nothing can be seen from outside but its cotangents inside."""
+    """Apply sin(x)**3 with scaled cotangents inside.
+
+    From outside, its values and derivatives are those of sin(x)**3.
+    """
     return jls.scale_gradient(jnp.sin(jls.unscale_gradient(x, scale)) ** 3, scale)
 
 
@@ -206,7 +210,7 @@ ORDERS = [modes for order in (1, 2, 3) for modes in itertools.product([jax.jacfw
 
 @pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
 def test_a_part_has_its_true_derivatives_of_every_order_in_every_mode(modes):
-    """So a part may differentiate inside, as networks that solve equations do."""
+    """A part of a model may therefore contain derivatives, as in networks that solve differential equations."""
     actual, expected = lambda x: part(x, 2.0**30), lambda x: jnp.sin(x) ** 3
     for mode in modes:
         actual, expected = mode(actual), mode(expected)
@@ -224,7 +228,7 @@ def test_a_scaled_gradient_is_scaled_once_however_often_it_is_differentiated(mod
 def test_forward_mode_is_that_of_the_identity():
     for function in (jls.scale_gradient, jls.unscale_gradient):
         assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)
-        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # the other has no tangent
+        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # `X` has no tangent
         assert only_one[1][0] == 3.0
 
 
@@ -246,7 +250,8 @@ def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
         def local(w, x, *scale):
             if not check_vma:
                 return jax.lax.psum(jax.grad(lambda w: part(w, x, *scale))(w), "data")
-            return jax.grad(lambda w: part(w, x, *scale))(w)  # of the sum over devices, since w does not vary
+            # JAX sums this gradient over all devices, because `w` does not vary over devices.
+            return jax.grad(lambda w: part(w, x, *scale))(w)
 
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma))
 
@@ -294,7 +299,7 @@ def test_strict_promotion():
                 np.testing.assert_array_equal(pulled_back(jls.unscale_gradient, x, x, scale), np.ones(2) / 8)
 
 
-# A loss too narrow for its scale.
+# --- Warnings if the loss dtype cannot represent the scale ---
 
 
 def warned(function, *args):

@@ -1,4 +1,4 @@
-"""`value_and_scaled_grad` is `jax.value_and_grad` with the gradients times the scale, and the true value."""
+"""Comparison of `value_and_scaled_grad` and `scaled_grad` with `jax.value_and_grad` and `jax.grad`."""
 
 import dataclasses
 import re
@@ -89,7 +89,7 @@ def times(scale, grads):
 
 
 def assert_identical(actual, expected):
-    """Bit for bit, dtypes and structure included."""
+    """Check that values, dtypes and tree structures are bitwise equal."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
@@ -142,7 +142,7 @@ def test_the_gradients_overflow_and_the_value_is_still_the_true_one():
         assert not np.isfinite(grads).any()
 
 
-# Whatever carries the scale 8.
+# --- Arguments that contain a loss scale of 8 ---
 
 TX = jls.loss_scaled(optax.sgd(0.1), 8)
 
@@ -150,7 +150,7 @@ TX = jls.loss_scaled(optax.sgd(0.1), 8)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Halved(jls.LossScale):
-    """A user's own kind."""
+    """A user-defined loss scale that stores twice its value."""
 
     twice: jax.Array
 
@@ -226,7 +226,7 @@ def test_strict_promotion(name):
         test_as_jax_with_the_gradients_times_the_scale(name, jax.jit)
 
 
-# Within other transformations.
+# --- Other transformations ---
 
 
 def test_vmap_gives_each_of_an_ensemble_its_own_scale():
@@ -243,7 +243,7 @@ def test_vmap_gives_each_of_an_ensemble_its_own_scale():
 @pytest.mark.parametrize("vary_params", [True, False], ids=["varying parameters", "replicated parameters"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_replicated_loss_with_a_scale_for_each_device(check_vma, vary_params):
-    """The definition, ``scale * value``, differentiated by JAX, is the oracle; the value stays replicated."""
+    """The reference is the derivative of ``scale * value``, computed by JAX. The returned value stays replicated."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
 
@@ -312,7 +312,7 @@ def test_the_forward_pass_is_not_multiplied():
     assert value == jnp.float32(3e38)
 
 
-# A loss too narrow for its scale.
+# --- Warnings if the loss dtype cannot represent the scale ---
 
 
 def warnings_of(function):
@@ -350,14 +350,17 @@ def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(ji
 
 @pytest.mark.parametrize("first", [lambda x: 0.0, jnp.sum, lambda x: jnp.sum(x).astype(jnp.float16)], ids=range(3))
 def test_a_loss_that_is_narrow_later_is_warned_of_then(first):
-    """Whatever it was before: a Python number, float32, or narrow, but wide enough for the scale."""
+    """The first loss causes no warning.
+
+    It is a Python number, float32, or float16 with a scale that float16 can represent.
+    """
     losses = [first, lambda x: jnp.sum(x).astype(jnp.float8_e4m3fn)]
     gradient = jls.scaled_grad(lambda x: losses.pop(0)(x), 2.0**15)
     assert not warnings_of(lambda: gradient(X))
     assert len(warnings_of(lambda: gradient(X))) == 1
 
 
-# A scale that moves must be an argument of the program.
+# --- Warnings if a dynamic loss scale is a constant of a traced function ---
 
 
 def square(x):
@@ -395,9 +398,9 @@ def test_made_before_the_loop_it_is_warned_of_once():
     def step(params, state):
         return gradient(params), state
 
-    gradient(3.0)  # which is no program
+    gradient(3.0)  # an eager call, which must not warn
     with pytest.warns(UserWarning, match="stays as it is now") as caught:
-        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice
+        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice, because 3.0 is weakly typed
     assert len([warning for warning in caught if "stays as it is now" in str(warning.message)]) == 1
 
 

@@ -1,4 +1,4 @@
-"""`scaled_backward`: the values and gradients equal those of the function; only the pass in between is scaled."""
+"""`scaled_backward`: values and gradients equal those of the function, and only the backward pass is scaled."""
 
 import inspect
 import warnings
@@ -20,7 +20,7 @@ X = jnp.array([[1.0, 2.0], [0.5, -1.0], [-2.0, 0.25]])
 
 
 def loss_fn(params, x, *, unit=1e-8):
-    """Small enough for float16 to lose all of its gradients."""
+    """Return a loss so small that all of its gradients underflow in float16."""
     return unit * jnp.mean((x @ params["weights"] + params["bias"] - 1) ** 2)
 
 
@@ -29,7 +29,7 @@ def nearly_equal(tree, expected, rtol=3e-3):
 
 
 JIT = pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
-GRADIENTS = {  # how a library takes them: a function of the loss, and its arguments
+GRADIENTS = {  # ways to compute gradients, each with its arguments
     "jax.grad": (jax.grad, (PARAMS, X)),
     "value and gradient": (jax.value_and_grad, (PARAMS, X)),
     "of another argument": (partial(jax.grad, argnums=1), (PARAMS, X)),
@@ -58,7 +58,7 @@ def test_without_it_float16_loses_these_gradients():
 
 
 def test_where_nothing_is_lost_the_gradients_are_the_same_to_the_bit():
-    """Compiled. What is not rounds otherwise here and there: XLA gets other parts of it at once."""
+    """Only compiled functions are compared, because XLA compiles eager functions in different parts."""
     for unit in 1.0, 1e-3:
         of_unit = partial(loss_fn, unit=unit)
         expected = jax.jit(jax.value_and_grad(of_unit, (0, 1)))(PARAMS, X)
@@ -76,7 +76,7 @@ def test_it_is_the_backward_pass_that_is_scaled():
 
 
 def test_derivatives_inside_the_function_are_not_scaled():
-    """As in the residual of a differential equation, which holds the derivative of the network."""
+    """The residual of a differential equation, for example, contains derivatives of the network."""
 
     def residual(params, t):
         def network(t):
@@ -117,7 +117,7 @@ def test_arguments_and_results_that_are_no_arrays_come_through_as_they_are():
 
 
 def test_a_result_of_any_shape():
-    """As the residuals of a least-squares problem, or the amplitudes of many configurations."""
+    """Examples are the residuals of a least-squares problem and the amplitudes of many configurations."""
 
     def residuals(params, x):
         return {"residual": x @ params["weights"], "others": (x**2, jnp.arange(3))}
@@ -180,11 +180,11 @@ def test_it_can_be_asked_for_its_signature_and_for_its_name():
         nearly_equal(jls.scaled_backward(partial(loss_fn, unit=1.0), SCALE)(PARAMS, X), loss_fn(PARAMS, X, unit=1.0))
 
 
-# What the function holds besides its arguments: the parameters of a module, and what it closes over.
+# --- Functions that contain or close over parameters ---
 
 
 class Plain:
-    """An object that is no pytree, with a method."""
+    """An object with a method that is not a pytree."""
 
     def __init__(self, params):
         self.params = params
@@ -207,7 +207,7 @@ def of_rows(loss):
     return lambda x: jnp.mean(loss(x[:, None]))
 
 
-HOLDERS = {  # how a function comes by its parameters, and what is made of it
+HOLDERS = {  # ways in which a function can refer to its parameters
     "an equinox module": lambda scaled, params, x: scaled(OfEquinox(params))(x),
     "a method of an equinox module": lambda scaled, params, x: scaled(OfEquinox(params).loss)(x),
     "an equinox module, mapped": lambda scaled, params, x: of_rows(scaled(jax.vmap(OfEquinox(params))))(x),
