@@ -79,7 +79,7 @@ def total_loss_of_parts(params, x, targets, branch_scale):
     return large + jls.scale_gradient(small, branch_scale)
 
 
-def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_losses):
+def test_branch_with_its_own_dynamic_scale_trains_like_float32(float32_losses):
     tx = jls.loss_scaled(OPTIMIZER, "dynamic")
 
     def step(params, state, x, targets):
@@ -96,7 +96,7 @@ def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_l
     assert 0 < state.skipped_steps < 20
 
 
-def test_what_leaves_a_branch_backwards_is_as_without_it():
+def test_gradients_that_leave_a_scaled_branch_are_unscaled():
     """The gradients are exact, because the part is computed in float32 and its scale is a power of two."""
     params, x, targets = make_problem()
 

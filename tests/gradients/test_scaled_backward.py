@@ -46,18 +46,18 @@ GRADIENTS = {  # ways to compute gradients, each with its arguments
 @pytest.mark.ci
 @JIT
 @pytest.mark.parametrize(("take", "args"), GRADIENTS.values(), ids=GRADIENTS)
-def test_the_gradients_are_float32s_however_a_library_takes_them(take, args, jit):
+def test_gradients_equal_those_of_float32_for_every_way_to_compute_them(take, args, jit):
     half = jls.autocast(loss_fn)
     found = jit(take(jls.scaled_backward(half, SCALE)))(*args)
     nearly_equal(found, take(loss_fn)(*args))
 
 
-def test_without_it_float16_loses_these_gradients():
+def test_gradients_underflow_in_float16_without_scaling():
     assert (jax.grad(jls.autocast(loss_fn))(PARAMS, X)["weights"] == 0).all()
     assert (jax.grad(loss_fn)(PARAMS, X)["weights"] != 0).all()
 
 
-def test_where_nothing_is_lost_the_gradients_are_the_same_to_the_bit():
+def test_gradients_are_bitwise_unchanged_without_underflow():
     """Only compiled functions are compared, because XLA compiles eager functions in different parts."""
     for unit in 1.0, 1e-3:
         of_unit = partial(loss_fn, unit=unit)
@@ -66,7 +66,7 @@ def test_where_nothing_is_lost_the_gradients_are_the_same_to_the_bit():
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_it_is_the_backward_pass_that_is_scaled():
+def test_cotangents_inside_the_function_are_scaled():
     @jax.custom_vjp
     def see(x):
         return x
@@ -92,7 +92,7 @@ def test_derivatives_inside_the_function_are_not_scaled():
     nearly_equal(in_half, expected[1], rtol=1e-2)
 
 
-def test_arguments_and_results_that_are_no_arrays_come_through_as_they_are():
+def test_arguments_and_results_that_are_not_arrays_are_passed_unchanged():
     key, name, rate = jax.random.key(0), "relu", 0.5
     seen = {}
 
@@ -116,7 +116,7 @@ def test_arguments_and_results_that_are_no_arrays_come_through_as_they_are():
     jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
 
 
-def test_a_result_of_any_shape():
+def test_results_may_have_any_shape():
     """Examples are the residuals of a least-squares problem and the amplitudes of many configurations."""
 
     def residuals(params, x):
@@ -128,7 +128,7 @@ def test_a_result_of_any_shape():
     np.testing.assert_array_equal(found, expected)
 
 
-def test_forward_mode_is_the_functions_own():
+def test_forward_mode_is_not_scaled():
     args, tangents = (PARAMS, X), (PARAMS, jnp.ones_like(X))
     functions = loss_fn, jls.scaled_backward(loss_fn, SCALE)
     expected, found = (jax.jit(lambda *args, fun=fun: jax.jvp(fun, *args))(args, tangents) for fun in functions)
@@ -136,7 +136,7 @@ def test_forward_mode_is_the_functions_own():
 
 
 @pytest.mark.ci
-def test_an_optimizer_with_a_line_search_ends_where_float32_does():
+def test_line_search_converges_like_float32():
     def minimized(fun):
         optimizer = optax.lbfgs()
 
@@ -156,12 +156,12 @@ def test_an_optimizer_with_a_line_search_ends_where_float32_does():
     assert minimized(loss) < 0.05 * start
 
 
-def test_an_overflow_is_not_finite_for_the_library_too():
+def test_overflow_leads_to_nonfinite_gradients():
     grads = jax.grad(jls.scaled_backward(jls.autocast(loss_fn), 2.0**60))(PARAMS, X)
     assert not jls.all_finite(grads)
 
 
-def test_the_scale_comes_from_whatever_holds_one():
+def test_scale_is_found_in_numbers_loss_scales_and_states():
     state = jls.loss_scaled(optax.sgd(0.1), SCALE).init(PARAMS)
     expected = jax.grad(loss_fn)(PARAMS, X)
     for scale in SCALE, np.float32(SCALE), jnp.float32(SCALE), jls.FixedLossScale(SCALE), state:
@@ -172,7 +172,7 @@ def test_the_scale_comes_from_whatever_holds_one():
         jax.jit(jls.scaled_backward(loss_fn, "auto"))(PARAMS, X)
 
 
-def test_it_can_be_asked_for_its_signature_and_for_its_name():
+def test_signature_name_and_docstring_are_preserved():
     scaled = jls.scaled_backward(loss_fn, SCALE)
     assert inspect.signature(scaled) == inspect.signature(loss_fn)
     assert (scaled.__name__, scaled.__doc__) == (loss_fn.__name__, loss_fn.__doc__)
@@ -224,7 +224,7 @@ HOLDERS = {  # ways in which a function can refer to its parameters
 
 @JIT
 @pytest.mark.parametrize("call", HOLDERS.values(), ids=HOLDERS)
-def test_the_gradients_of_all_that_a_function_holds_are_true(call, jit):
+def test_gradients_of_contained_parameters_are_unscaled(call, jit):
     expected = jax.grad(loss_fn, (0, 1))(PARAMS, X)
     for make in (lambda fun: fun), jls.autocast:
         scaled = partial(lambda fun, make: jls.scaled_backward(make(fun), SCALE), make=make)
