@@ -1,4 +1,4 @@
-"""A transformation is a value, as every optax transformation is: copied, pickled, mapped over, held, passed."""
+"""Copies, pickles and other uses of a `loss_scaled` transformation as a Python object and as a pytree."""
 
 import copy
 import pickle
@@ -20,6 +20,7 @@ GRADS = jax.tree.map(lambda leaf: 1024.0 * jnp.ones_like(leaf), PARAMS)
 
 
 def make():
+    """Return a loss-scaled optimizer with a fixed loss scale of 1024."""
     return jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 1024.0)
 
 
@@ -47,7 +48,7 @@ REBUILT = {
 
 @pytest.mark.parametrize("rebuild", REBUILT.values(), ids=REBUILT)
 def test_what_is_rebuilt_steps_alike(rebuild):
-    """Also what has stepped before, and so holds a compiled step."""
+    """The original transformation has already run, so it contains a compiled step."""
     tx = make()
     state = tx.init(PARAMS)
     methods = ("update", "update_and_apply")
@@ -68,7 +69,7 @@ def test_it_is_the_tuple_of_its_two_functions():
 
 
 def test_a_deep_copy_is_equal_as_optaxs_is():
-    """So a train state that holds one is not compiled for again."""
+    """A copied train state therefore does not cause a recompilation."""
     for tx in optax.adam(0.1), make():
         assert copy.deepcopy(tx) == tx
 
@@ -84,7 +85,7 @@ def test_what_it_shows_of_itself():
     repr(nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))
 
 
-# --- Abstract parameters ---
+# --- Initialization from abstract parameters ---
 
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
@@ -99,7 +100,7 @@ def test_init_takes_abstract_parameters(dtype, loss_scale):
     jax.tree.map(np.testing.assert_array_equal, tx.init(partly), expected)
 
 
-# --- Trees with leaves that are no arrays ---
+# --- Pytrees with leaves that are not arrays ---
 
 
 def test_leaves_that_are_no_arrays_are_the_same_objects():
@@ -116,7 +117,7 @@ def test_leaves_that_are_no_arrays_are_the_same_objects():
 @pytest.mark.parametrize("skip_if", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_arrays_that_have_no_gradient_stay_where_all_leaves_are_arrays(compiled, skip_if):
-    """As frozen layers are: alone, and as a whole branch of the tree."""
+    """Frozen layers have no gradients, either as single arrays or as whole subtrees."""
     tx = make()
     frozen = {"embedding": jnp.ones(3), "norm": {"scale": jnp.ones(2), "offset": jnp.zeros(2)}}
     grads = {"layer": GRADS, "embedding": None, "norm": None}

@@ -1,4 +1,4 @@
-"""Steps outside `jax.jit`: how often they compile, what they keep, and that they are those of a compiled program."""
+"""Steps outside `jax.jit`: number of compilations, lifetime of references, and agreement with compiled steps."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}
 BAD_GRADS = {**GRADS, "bias": jnp.float32(np.nan)}
 LOSS_SCALES = {"dynamic": jls.DynamicLossScale(8.0), "auto": "auto", "fixed": 8.0, "none": None}
 
-# A value of an extra argument for each step, and whether the step is one compiled call.
+# Each entry maps the step number to extra arguments, and states whether the whole step is one compiled call.
 EXTRAS = {
     "nothing": (lambda step: {}, True),
     "loss": (lambda step: {"value": float(step)}, True),
@@ -61,7 +61,8 @@ def test_a_step_compiles_once_whatever_it_is_given(extra, is_compiled, loss_scal
         before = len(compilations)
         params, state = tx.update_and_apply(grads, state, params, **extra_args)
         counts.append(len(compilations) - before)
-    # What is not compiled as a whole has an operation or two more on the first bad step.
+    # A step that is not one compiled call executes additional operations at the first nonfinite step, and compiles them
+    # then.
     assert counts[1 if is_compiled else 2 :] == [0] * (4 if is_compiled else 3)
     assert not is_compiled or counts[0] == 1
 

@@ -1,4 +1,4 @@
-"""`loss_scaled` with `AutoLossScale`, which is told the largest gradient, too: what every kind goes through."""
+"""`loss_scaled` with `AutoLossScale`, which also requires the largest gradient magnitude."""
 
 import re
 from collections import Counter
@@ -23,12 +23,13 @@ TX = jls.loss_scaled(optax.adam(0.1), jls.AutoLossScale(8.0))
 
 
 def scaled(state, spoil=0.0):
-    """The gradients as they come at the state's scale, one element of them plus ``spoil``."""
+    """Return gradients that are scaled by the loss scale of the state, with ``spoil`` added to one element."""
     grads = jax.tree.map(lambda leaf: leaf * state.loss_scale(), TRUE_GRADS)
     return {**grads, "bias": grads["bias"] + jnp.asarray([0.0, spoil])}
 
 
-# what spoils the gradients, value, skip_if: applied, how the scale moves, the largest that is kept
+# The columns are the value that is added to a gradient, `value`, `skip_if`, whether the step is applied, the change of
+# the scale, and the stored `largest`.
 STEPS = {
     "all is well": (0.0, 1.0, False, True, "good", LARGEST),
     "the user skips": (0.0, 1.0, True, False, "stays", LARGEST),
@@ -61,7 +62,7 @@ def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, a
         chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
 
 
-# --- Many devices ---
+# --- Several devices ---
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
@@ -86,12 +87,13 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma)
     for spoiled, expected, largest in (
         ((-3.0, 1.0), before.loss_scale.adjust(True, largest=3.0), 3.0),
         ((np.nan, 1.0), before.loss_scale.adjust(False, largest=NAN), NAN),
-        ((1.0, np.nan), before.loss_scale, 1.0),  # the loss of one device: the scale stays
+        ((1.0, np.nan), before.loss_scale, 1.0),  # The loss is nonfinite on one device, so the scale stays.
     ):
         grads, losses = (np.where(np.arange(8) == 5, value, 1).astype(np.float32) for value in spoiled)
         after, state = step(grads * scale, losses, before, params)
         chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
-        np.testing.assert_equal(float(state.largest), largest)  # seven devices have a largest gradient in each case
+        # Seven of the eight devices have finite gradients in each case.
+        np.testing.assert_equal(float(state.largest), largest)
         assert (np.asarray(after) != 1).all() == (largest == 3.0)
     text = step.lower(ones, ones, before, params).compile().as_text()
     collectives = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -100,7 +102,7 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma)
 
 @pytest.mark.parametrize("values", [(1.0, 3.0), (1.0, np.nan), (np.nan, np.nan)], ids=str)
 def test_what_is_not_measured_on_one_device_is_not_measured(values):
-    """Where the minimum of a platform passes over NaN, too."""
+    """On some platforms, the minimum of a number and NaN is the number."""
     shards = np.float32([values[0], values[1], *[0.5] * 6])
 
     def agreed(shard):
@@ -113,11 +115,11 @@ def test_what_is_not_measured_on_one_device_is_not_measured(values):
     np.testing.assert_equal(float(largest), float(np.max(shards)))
 
 
-# --- What is kept ---
+# --- The largest magnitude in the state ---
 
 
 def test_before_the_first_step_nothing_was_measured():
-    with jax.debug_nans(True):  # which raises where JAX computes a NaN
+    with jax.debug_nans(True):  # `debug_nans` raises if JAX computes a NaN.
         assert np.isnan(jls.metrics(TX.init(PARAMS))["largest"])
 
 
@@ -148,7 +150,7 @@ def test_of_gradients_that_are_known_not_to_be_finite_none_is_the_largest():
 
 
 def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_says_that_all_are():
-    """All zeros would let the scale search upwards."""
+    """If the gradients were treated as zeros, the scale would rise."""
     state = TX.init(PARAMS)
     for _ in range(4):
         _, state = TX.update(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS, grads_finite=True)
@@ -160,7 +162,7 @@ def test_another_kind_may_be_put_into_the_state_and_taken_out_again():
     _, state = TX.update_and_apply(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS)
     changed = optax.tree_utils.tree_set(state, loss_scale=jls.DynamicLossScale(8.0))
     _, changed = TX.update_and_apply(scaled(changed), changed, PARAMS)
-    assert np.isnan(jls.metrics(changed)["largest"])  # it is not measured
+    assert np.isnan(jls.metrics(changed)["largest"])  # `DynamicLossScale` does not measure it.
     back = optax.tree_utils.tree_set(changed, loss_scale=jls.AutoLossScale(8.0))
     _, back = TX.update_and_apply(scaled(back), back, PARAMS)
     assert jls.metrics(back)["largest"] == LARGEST

@@ -1,4 +1,4 @@
-"""Reading the state of a run on the host: metrics, whether it is stuck, and states whose leaves are wrapped."""
+"""Functions that read the optimizer state on the host: `metrics`, `raise_if_stuck`, `get_loss_scale` and `explain`."""
 
 import dataclasses
 from functools import partial
@@ -25,6 +25,7 @@ def test_readers_name_what_they_miss():
 
 
 def skipping(loss_scale, steps, **extra):
+    """Return the state after a number of steps with nonfinite gradients."""
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     state = tx.init(PARAMS)
     step = jax.jit(lambda state: tx.update_and_apply(BAD_GRADS, state, PARAMS, **extra)[1])
@@ -97,7 +98,7 @@ def test_a_run_that_is_traced_is_not_read():
 @partial(jax.tree_util.register_dataclass, data_fields=["current"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Measuring(jls.LossScale):
-    """A kind that takes its arguments by its contract and no other way: arrays, and the largest gradient by name."""
+    """A loss scale that only accepts arguments as documented: arrays, with `largest` passed by keyword."""
 
     current: jax.Array
     needs_largest = True
@@ -134,11 +135,11 @@ def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_step
         jls.raise_if_stuck(state._replace(consecutive_skips=jnp.int32(1000)))
 
 
-# States whose leaves are wrapped.
+# --- States whose leaves are wrapped ---
 
 
 class Wrapped:
-    """An array in a coat, as some library may have it."""
+    """An array inside a wrapper object, as some libraries use it."""
 
     def __init__(self, array):
         self.array = array
@@ -188,7 +189,7 @@ def test_an_nnx_optimizer_from_end_to_end():
 
 @jax.tree_util.register_pytree_with_keys_class
 class Named:
-    """An array whose axes have names, as in haliax: part of the tree, and refuses to become a bare array."""
+    """A named array, as in haliax. It is a pytree node and cannot be converted to an array."""
 
     def __init__(self, array):
         self.array = array

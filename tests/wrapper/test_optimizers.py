@@ -1,7 +1,8 @@
-"""Optimizers and wrappers of optax, wrapped: they step as they do bare, and a bad step leaves them untouched.
+"""Loss-scaled optimizers and wrappers of optax take the same steps as without loss scaling.
 
-Five optimizers stand for all: one for each sort of state. The scale is a power of two, so the wrapped chain sees the
-very same gradients. What remains is rounding: two programs of XLA may contract a product and a sum differently.
+A nonfinite step leaves their state unchanged. Five optimizers represent all kinds of optimizer states. Because the
+scale is a power of two, the inner optimizer receives exactly the same gradients. Small differences remain, because XLA
+may fuse multiplications and additions differently in two programs.
 """
 
 import functools
@@ -27,14 +28,14 @@ PARAMS = {
 }
 SCALE = 2.0**10
 STEPS = 5
-BAD_STEP = 2  # counted from 0
+BAD_STEP = 2  # index, counted from 0
 
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2),
     "lbfgs": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-1e-2)),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
-    "polyak": lambda: optax.polyak_sgd(),  # which asks for the value of the loss
+    "polyak": lambda: optax.polyak_sgd(),  # requires the value of the loss
 }
 WRAPPERS = {
     "chain": lambda: optax.named_chain(("clip", optax.clip_by_global_norm(0.1)), ("sgd", optax.sgd(1e-2, 0.9))),
@@ -51,11 +52,11 @@ WRAPPERS = {
     "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
     "on a plateau": lambda: optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 }
-LOOSER = {"lbfgs": 1e-3}  # it divides by differences of gradients, which magnifies rounding
+LOOSER = {"lbfgs": 1e-3}  # L-BFGS divides by differences of gradients, which amplifies rounding errors.
 
 
 def grads_at(step):
-    """Gradients of a size that differs from leaf to leaf and from step to step."""
+    """Return gradients whose values differ between leaves and steps."""
     rng = np.random.default_rng(step + 1)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), PARAMS)
 
@@ -102,10 +103,11 @@ def test_a_wrapped_optimizer_steps_like_the_bare_one_and_survives_a_bad_step(nam
         )
 
 
-HOLDERS = {  # what stands around an optimizer, loss-scaled or bare
+HOLDERS = {  # wrappers around an optimizer, with or without loss scaling
     "chain": lambda tx: optax.chain(optax.with_extra_args_support(optax.identity()), tx, optax.scale(0.5)),
     "named_chain": lambda tx: optax.named_chain(("step", tx), ("half", optax.scale(0.5))),
-    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),  # one that leaves something out is refused
+    # A mask with a False entry would be rejected.
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
     "injected": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=0.5),
 }
 
@@ -132,11 +134,11 @@ def test_a_loss_scaled_optimizer_within_a_wrapper_steps_like_the_bare_one_there(
     assert jls.metrics(state)["skipped_steps"] == 1
 
 
-# What no step may change, found out without compiling one.
+# --- Types that a step must not change, checked without compilation ---
 
 
 def types(tree):
-    """Shape, dtype, weak type and sharding of every leaf, in the structure of the tree."""
+    """Return the shape, dtype, weak type and sharding of each leaf."""
     return jax.tree.map(jax.typeof, tree)
 
 
@@ -164,7 +166,7 @@ def params_of(dtype):
     ],
 )
 def test_a_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
-    """Those of the state and of the parameters: one compilation, and no surprise in a scan."""
+    """A step therefore compiles once and can be the body of a scan."""
     with enable_x64(dtype == "float64"):
         tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), jls.DynamicLossScale(SCALE))
         assert_a_step_changes_no_type(tx, params_of(dtype))
@@ -180,7 +182,7 @@ def test_a_step_keeps_explicit_shardings(name):
 
 @pytest.mark.parametrize("name", ["adam", "adafactor", "lbfgs", "masked"])
 def test_its_state_is_known_before_there_are_parameters(name):
-    """By `jax.eval_shape`, which is how checkpoints are restored, and from shapes alone."""
+    """`jax.eval_shape` is used to restore checkpoints."""
     tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), SCALE)
     expected = types(tx.init(PARAMS))
     assert types(jax.eval_shape(tx.init, PARAMS)) == expected

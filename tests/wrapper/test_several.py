@@ -1,4 +1,4 @@
-"""Several losses, several optimizers: a loss scale each, or one with a joint verdict."""
+"""Several losses and optimizers, with a separate loss scale for each or with one common loss scale."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ GOOD, BAD = jnp.arange(4.0), jnp.array([1.0, np.inf, 1.0, 1.0])
 
 
 def grads_of_all(networks, noises, loss_scale_of):
-    """The gradient of each loss with respect to its own network."""
+    """Return the gradient of each loss with respect to its own network."""
     grads = {}
     for name, loss_fn in LOSSES.items():
         of_all = jls.scaled_grad(loss_fn, loss_scale_of(name))(networks, noises[name])
@@ -69,7 +69,7 @@ SPOILED = {"neither": (), "generator": ("generator",), "critic": ("critic",), "b
 
 @pytest.mark.parametrize("spoiled", SPOILED.values(), ids=SPOILED)
 def test_one_scale_with_a_joint_verdict(spoiled):
-    """By hand and with `optax.partition` in one wrapper: one bad gradient, and neither network steps."""
+    """The result with `optax.partition` equals a manual implementation. A nonfinite gradient skips both steps."""
     noises = {name: BAD if name in spoiled else GOOD for name in LOSSES}
     tx = jls.loss_scaled(optax.transforms.partition(OPTIMIZERS, {name: name for name in OPTIMIZERS}), SCALE)
 
@@ -80,7 +80,7 @@ def test_one_scale_with_a_joint_verdict(spoiled):
     state = tx.init(NETWORKS)
     by_hand = NETWORKS, {name: optimizer.init(NETWORKS[name]) for name, optimizer in OPTIMIZERS.items()}, SCALE
     networks = NETWORKS
-    # A good step, the one in question, a good one.
+    # The first and the last step are finite.
     for now in (dict.fromkeys(LOSSES, GOOD), noises, dict.fromkeys(LOSSES, GOOD)):
         before = networks
         networks, state = joint_step(networks, state, now)
@@ -93,7 +93,7 @@ def test_one_scale_with_a_joint_verdict(spoiled):
     assert state.loss_scale() == (2.0**9 if spoiled else 2.0**11)
 
 
-# Which scale is meant, by path.
+# --- Selection of a loss scale by its path ---
 
 TX = jls.loss_scaled(optax.adam(1e-2), 4.0)
 STATES = {

@@ -1,4 +1,4 @@
-"""What `update` is told beside the gradients, and what holds at every scale, promotion and kind of parameter."""
+"""The arguments `value` and `grads_finite` of `update`, small scales, dtype promotion and parameter types."""
 
 import itertools
 from dataclasses import replace
@@ -13,12 +13,12 @@ import pytest
 import jax_lossscale as jls
 
 PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
-GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # of scale 8
+GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # scaled by 8
 BAD_GRADS = {**GRADS, "bias": jnp.float32(jnp.nan)}
 SCALE = jls.DynamicLossScale(8.0)
 CALLS = {"eager": lambda function: function, "jit": jax.jit}
 
-# --- value ---
+# --- The argument `value` ---
 
 NO_LOSS = {
     "pair": (1.0, {"accuracy": 0.5}),
@@ -52,7 +52,7 @@ def test_real_scalars_of_every_library_are_values(value):
     assert state.applied_steps == 1
 
 
-# --- grads_finite ---
+# --- The argument `grads_finite` ---
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -80,7 +80,7 @@ def test_known_finiteness_is_not_looked_for():
     assert questions(grads_finite=jnp.array(True), skip_if=jnp.array(False)) == 0
 
 
-# --- Below a scale of 1, unscaling can overflow where the scaled gradients are finite ---
+# --- Scales below 1, which can overflow when finite scaled gradients are divided by them ---
 
 BELOW_ONE = {
     "set_by_hand": replace(jls.DynamicLossScale(), current_loss_scale=0.25),
@@ -94,7 +94,7 @@ BELOW_ONE = {
 @pytest.mark.parametrize(("skip", "dtype"), [("cond", jnp.float32), ("select", jnp.bfloat16)])
 @pytest.mark.parametrize("loss_scale", BELOW_ONE.values(), ids=BELOW_ONE)
 def test_no_infinity_gets_through_by_unscaling(loss_scale, dtype, skip):
-    if loss_scale().ndim:  # one of a batch, whose static configuration says nothing of its scale
+    if loss_scale().ndim:  # The scale is a batch element, and its static configuration does not contain the value.
         loss_scale = jax.tree.map(lambda leaf: leaf[0], loss_scale)
     tx = jls.loss_scaled(optax.sgd(1.0), 8.0, skip=skip)
     params = {"large": jnp.zeros(2**16), "small": jnp.zeros(3)}
@@ -110,7 +110,7 @@ def test_no_infinity_gets_through_by_unscaling(loss_scale, dtype, skip):
         assert (state_after.skipped_steps, bool(state_after.grads_finite)) == (1, False)
 
 
-# --- Skipped updates, promotion, weak types ---
+# --- Skipped updates, promotion and weak types ---
 
 
 @pytest.mark.parametrize(("skip", "call"), [("cond", jax.jit), ("select", jax.jit), ("auto", lambda step: step)])
@@ -137,7 +137,7 @@ def test_strict_promotion_changes_nothing(dtype, loss_scale):
     results = []
     for promotion in "standard", "strict":
         with jax.numpy_dtype_promotion(promotion):
-            tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam itself does not do strict promotion
+            tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam does not support strict promotion.
             told = {"value": jnp.float16(1), "skip_if": False}
             first = jax.jit(tx.update_and_apply)(grads, tx.init(params), params, **told)
             results.append((first, tx.update(grads, first[1], first[0], **told)))
@@ -155,7 +155,7 @@ def test_python_floats_become_strong_either_way():
 
 
 def test_apply_if_finite_around_the_wrapper_never_lets_the_scale_down():
-    """Why `docs/guide/accumulation.md` says to leave it out: it goes back to the state before the overflow."""
+    """`apply_if_finite` restores the state before the overflow, so `docs/guide/accumulation.md` advises against it."""
     tx = optax.apply_if_finite(jls.loss_scaled(optax.sgd(0.1), SCALE), max_consecutive_errors=100)
     state = tx.init(PARAMS)
     for _ in range(5):

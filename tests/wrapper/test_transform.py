@@ -1,4 +1,4 @@
-"""`loss_scaled`: which steps are skipped, what a skipped step leaves alone, and where the wrapper goes."""
+"""Skipped steps of `loss_scaled`, its inner optimizer, and its use inside other transformations."""
 
 import functools
 import os
@@ -21,21 +21,22 @@ from any_jax import needs_optax
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
 
-SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
+# "auto" is equivalent to one of these, depending on the platform (see `test_lowering.py`).
+SKIPS = ["cond", "select"]
 PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
-GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}  # of scale 8
+GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}  # scaled by 8
 BAD_GRADS = {**GRADS, "bias": jnp.asarray([4.0, jnp.nan])}
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
 
 
 @functools.cache
 def adam(skip):
-    """One object a way to skip, so that whoever takes the same arguments shares the compiled steps."""
+    """Return one cached transformation per `skip`, so that tests with the same arguments share compiled steps."""
     return jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)
 
 
 def stepped(tx, grads=GRADS, params=PARAMS, state=None, **extra):
-    """Parameters and state after a step through `update`; that `update_and_apply` agrees is asserted on the way."""
+    """Return parameters and state after a step of `update`, and check that `update_and_apply` agrees."""
     state = tx.init(params) if state is None else state
     updates, after = jax.jit(tx.update)(grads, state, params, **extra)
     params_after = optax.apply_updates(params, updates)
@@ -46,7 +47,8 @@ def stepped(tx, grads=GRADS, params=PARAMS, state=None, **extra):
     return fused
 
 
-# gradients, value, skip_if: applied, the scale after, good steps after
+# The columns are the gradients, `value`, `skip_if`, whether the step is applied, the scale after the step, and the
+# number of good steps after it.
 STEP_TABLE = {
     "all is well": (GRADS, 1.0, False, True, 8.0, 2),
     "no value, no condition": (GRADS, None, None, True, 8.0, 2),
@@ -100,11 +102,13 @@ def test_every_way_to_skip_gives_the_same(skip, loss_scale):
 @pytest.mark.ci
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction set is named in x86 terms")
 def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
-    # With fused multiply-add, two programs of XLA contract the same arithmetic differently. AVX has none.
+    # With fused multiply-add, XLA may round the same arithmetic differently in two programs. AVX has no fused
+    # multiply-add.
     flags = "--xla_cpu_max_isa=AVX"
     script = Path(__file__).parents[1] / "programs" / "straightforward.py"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # unoptimized programs have the same bits in any case
+    # Without optimizations, the results are bitwise equal in any case.
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
     finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == [
@@ -144,17 +148,17 @@ def test_what_a_scale_that_never_moves_does_on_nan(loss_scale, skips, applied_st
     params, state = tx.update_and_apply(BAD_GRADS, tx.init(PARAMS), PARAMS)
     assert bool(jls.all_finite(params)) is skips
     assert (state.applied_steps, state.skipped_steps) == (applied_steps, skipped_steps)
-    assert bool(state.grads_finite) is (loss_scale is None)  # which does not look
+    assert bool(state.grads_finite) is (loss_scale is None)  # `NoOpLossScale` does not check the gradients.
     same, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, skip_if=True)
     chex.assert_trees_all_equal(same, PARAMS)
     assert state.skipped_steps == 1
 
 
-# The inner chain.
+# --- The inner optimizer ---
 
 
 def test_the_chain_sees_true_gradients_also_on_a_growth_step():
-    # No clipping and no Adam: to these a gradient is as good as its half.
+    # Clipping and Adam are not used here, because their results do not depend on the size of the gradients.
     chain = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.01, momentum=0.9))
     tx = jls.loss_scaled(chain, jls.DynamicLossScale(8.0, increment_period=1))
     params, state = PARAMS, tx.init(PARAMS)
@@ -319,7 +323,8 @@ def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale
 
 
 def test_a_donated_state_does_not_take_the_loss_scale_of_the_transformation_with_it():
-    loss_scale = SCALE.adjust(True)  # whose leaves are arrays; those of a fresh one are NumPy scalars
+    # After `adjust`, the leaves are JAX arrays. The leaves of a new loss scale are NumPy scalars.
+    loss_scale = SCALE.adjust(True)
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     for _ in range(2):
         _, state = jax.jit(tx.update_and_apply, donate_argnums=1)(GRADS, tx.init(PARAMS), PARAMS)
@@ -327,8 +332,8 @@ def test_a_donated_state_does_not_take_the_loss_scale_of_the_transformation_with
 
 
 def test_no_leaf_of_a_fresh_state_is_weak():
-    """One that is would be strong after a step that meets a strong one, and the next step be traced anew."""
-    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)  # as a kind of the user's may have them
+    """A weakly typed leaf could become strongly typed in the first step, and the second step would be traced again."""
+    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)  # as a user-defined loss scale may have them
     state = jls.loss_scaled(optax.sgd(0.1), weak).init(PARAMS)
     assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 6
 
@@ -354,7 +359,7 @@ def test_leaves_that_are_not_inexact_are_not_shown_to_the_chain_and_stay(grads):
     assert params["frozen"] is None
     assert state.inner_state[0].mu["step"] is None
 
-    del others["key"], float0s["key"]  # which `optax.apply_updates` cannot add to
+    del others["key"], float0s["key"]  # `optax.apply_updates` does not support random keys.
     with_integer = {**PARAMS, **others}
     updates, _ = tx.update({**grads, **float0s}, tx.init(with_integer), with_integer)
     expected, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -388,7 +393,7 @@ def test_without_a_loss_scale_the_program_is_that_of_the_bare_optimizer():
         )
 
 
-# Where it goes.
+# --- Use inside other transformations ---
 
 HOLDERS = {
     "alone": lambda tx: tx,
@@ -435,7 +440,7 @@ def test_scan_carries_the_state_and_vmap_decides_for_each_member():
         assert (after["bias"] == members["bias"]).all(axis=-1).tolist() == [False, True, False]
 
 
-# Saving and restoring.
+# --- Saving and restoring ---
 
 
 def by_pickle(state, target):
@@ -456,7 +461,7 @@ KINDS = {
 
 @functools.cache
 def after_three_steps(kind):
-    """A transformation, and parameters and state after two steps that are applied and one that is skipped."""
+    """Return a transformation, and parameters and state after two applied steps and one skipped step."""
     tx = jls.loss_scaled(optax.adam(0.1), KINDS[kind])
     params, state = PARAMS, tx.init(PARAMS)
     for skip_if in False, True, False:
@@ -485,7 +490,7 @@ def test_float16_parameters_are_warned_of_where_gradients_are_checked():
     params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
     with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
         jls.loss_scaled(optax.sgd(0.1)).init(params)
-    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # without a loss scale nothing is said
+    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # no warning without a loss scale
     jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
 
 
@@ -500,7 +505,7 @@ def test_what_is_wrapped_twice_is_refused():
         jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS)
 
 
-# --- Masks ---
+# --- Masks around the wrapper ---
 
 MASK = {"kernel": True, "bias": False}
 AROUND = {
@@ -513,7 +518,7 @@ AROUND = {
 
 @pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
 def test_a_mask_around_the_wrapper_is_refused(wrap):
-    """What is outside of it would stay scaled."""
+    """The gradients of masked-out leaves would stay scaled."""
     with pytest.raises(ValueError, match=r"init\(params=.*loss_scaled\(optax.masked\(inner, mask\)\)"):
         wrap(jls.loss_scaled(optax.sgd(0.1), SCALE)).init(PARAMS)
     unscaled = wrap(jls.loss_scaled(optax.sgd(1.0), None))

@@ -1,7 +1,7 @@
-"""What `loss_scaled` tells a kind of loss scale of a user's own: whether the gradients are finite, and the largest.
+"""The arguments that `loss_scaled` passes to `adjust` of a user-defined loss scale.
 
-Of gradients that are not finite none is the largest: whatever stands for "not measured", it is no number that a rule
-could take for the largest gradient, nor for zeros where the caller says that all are finite.
+If the gradients are nonfinite, `largest` is not a number that a loss scale could mistake for the largest gradient
+magnitude. It is also not zero if the caller states that all gradients are finite.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ SCALE = 8.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Listening(jls.LossScale):
-    """Keeps what it is told."""
+    """A loss scale that stores the arguments of `adjust`."""
 
     finite: jax.Array
     largest: jax.Array
@@ -43,7 +43,7 @@ START = Listening(jnp.array(True), jnp.float32(0))
 
 
 def assert_told(told, finite, largest):
-    """``None`` for the largest: that it was not measured."""
+    """Check the stored arguments. If ``largest`` is None, check that it was not measured."""
     assert bool(told.finite) == finite
     if largest is None:
         assert not 0 < told.largest < np.inf
@@ -53,7 +53,9 @@ def assert_told(told, finite, largest):
 
 
 FINITE, OVERFLOWED = np.array([-3.0, 1.0], np.float32), np.array([-np.inf, 1.0], np.float32)
-TOLD = {  # the true gradients, what the caller says of them: what the kind is told
+# The columns are the unscaled gradients, the argument `grads_finite` of `update`, and the expected arguments of
+# `adjust`.
+TOLD = {
     "nothing, and they are finite": (FINITE, None, True, 3.0),
     "nothing, and they are not": (OVERFLOWED, None, False, None),
     "rightly that they are finite": (FINITE, True, True, 3.0),
