@@ -66,7 +66,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("way", "check_vma", "axis_type"), WAYS, ids=[way.__name__ for way, *_ in WAYS])
-def test_it_is_the_step_of_one_device_and_skipped_by_all_if_one_has_bad_data(way, check_vma, axis_type):
+def test_step_equals_one_device_and_all_devices_skip_nonfinite_data(way, check_vma, axis_type):
     def local_step(params, state, x):
         loss, grads = way(params, state, x)
         return *TX.update_and_apply(grads, state, params, value=loss), mean(loss)  # `value` is the loss of this device.

@@ -49,7 +49,7 @@ def sharded_step(tx, axis_type):
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("axis_type", MESH.values(), ids=MESH)
-def test_on_a_mesh_one_bad_element_is_seen_by_all_and_shardings_stay(axis_type, skip):
+def test_nonfinite_element_skips_the_step_on_all_devices_of_a_mesh(axis_type, skip):
     (params, state), (after, after_state) = sharded_step(jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip), axis_type)
     assert (np.asarray(params["kernel"]) < 1).all()
     assert (after_state.loss_scale(), after_state.skipped_steps) == (4.0, 1)
@@ -71,7 +71,7 @@ SHARDED, REPLICATED = P("shard"), P()
         *(("update_and_apply", REPLICATED, True, "cond"), ("update_and_apply", REPLICATED, True, "select")),
     ],
 )
-def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, skip):
+def test_nonfinite_shard_skips_the_step_on_all_devices_under_shard_map(method, spec, check_vma, skip):
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="shard", skip=skip)
     params = jnp.ones(8)
     state = tx.init(params)
@@ -108,7 +108,7 @@ def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, s
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("method", ["update", "update_and_apply"])
-def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip):
+def test_each_device_decides_separately_without_axis_name(method, skip):
     """Values that are replicated before the step vary over devices after it, and both branches must declare that."""
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)  # no `axis_name`, so each device decides separately
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
@@ -133,7 +133,7 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
 
 
 @pytest.mark.parametrize(("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Explicit, False)])
-def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, check_vma):
+def test_decision_is_shared_over_several_mesh_axes(axis_type, check_vma):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name=("data", "model"))
     specs = {"kernel": P("data", "model"), "bias": P()}
@@ -167,7 +167,7 @@ has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of 
 
 
 @pytest.mark.parametrize("name", [pytest.param("pmap", marks=has_pmap), "vmap"])
-def test_under_a_named_map_one_bad_member_is_seen_by_all(name):
+def test_nonfinite_member_skips_the_step_of_all_members_under_pmap_and_vmap(name):
     mapped = jax.pmap if name == "pmap" else lambda *args, **axis: jax.jit(jax.vmap(*args, **axis))
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="member")
     params = jnp.full((8, 2), 8.0)
@@ -335,7 +335,7 @@ on_every_mesh = pytest.mark.parametrize(
 
 
 @on_every_mesh
-def test_a_training_step_on_a_mesh_is_that_of_one_device_and_leaves_everything_where_it_lay(layout, axis_type, skip):
+def test_training_step_on_a_mesh_equals_one_device_and_keeps_shardings(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
     params, state, loss = run.step(run.params, run.state)
     assert_is_the_first_step_on_one_device(state.inner_state, loss)
@@ -349,7 +349,7 @@ def test_a_training_step_on_a_mesh_is_that_of_one_device_and_leaves_everything_w
 
 
 @on_every_mesh
-def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_training_step(layout, axis_type, skip):
+def test_nonfinite_batch_or_gradient_skips_the_training_step_on_a_mesh(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
     params, state, _ = run.step(run.params, run.state)
     spoiled = [(batch, 0.0, scale) for batch, scale in SPOILED_BATCHES.values()]
@@ -364,7 +364,7 @@ def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_train
 
 @needs_jax("0.7.2", MORE_COLLECTIVES)
 @on_every_mesh
-def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_type, skip):
+def test_training_step_on_a_mesh_does_not_transfer_parameters_or_moments(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
     text = run.compiled.as_text()
     found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\((.*)", text)
@@ -378,7 +378,7 @@ def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_t
 @pytest.mark.parametrize("loss_scale", ["auto", None])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-def test_init_takes_parameters_on_several_devices_as_a_bare_chain_does(loss_scale, dtype):
+def test_init_keeps_the_placement_of_parameters_on_different_devices(loss_scale, dtype):
     mesh = NamedSharding(jax.make_mesh((2,), ("shard",), devices=jax.devices()[2:4]), P("shard"))
     places = [jax.devices()[0], jax.devices()[1], mesh]
     params = [{"kernel": jax.device_put(np.ones((2, 4), dtype), place)} for place in places]

@@ -91,7 +91,7 @@ STEPS = {
     [(*situation, expected) for situation, expected in STEPS.items()],
     ids=["-".join((skip, *platforms)) for skip, platforms in STEPS],
 )
-def test_a_bad_step_is_skipped_by_a_conditional_or_by_selections(skip, platforms, expected, method):
+def test_steps_are_skipped_by_one_conditional_or_by_selections(skip, platforms, expected, method):
     tx = transformation(skip)
     text = lowered(getattr(tx, method), platforms, PARAMS, tx.init(PARAMS), PARAMS)
     found = parameter_branchings(text)
@@ -163,7 +163,7 @@ SEQUENCE = [
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize(("method", "skip"), [("update", "select"), ("update_and_apply", "auto")])
-def test_a_stored_step_is_the_step(method, skip):
+def test_exported_step_equals_the_original_step(method, skip):
     tx = transformation(skip)
     step = jax.jit(getattr(tx, method))
     params, state = GRADS, tx.init(GRADS)

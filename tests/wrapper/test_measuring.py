@@ -41,7 +41,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(("spoil", "value", "skip_if", "applied", "moves", "largest"), STEPS.values(), ids=STEPS)
-def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, applied, moves, largest):
+def test_skipped_steps_and_scale_changes_of_the_automatic_scale(spoil, value, skip_if, applied, moves, largest):
     step = jax.jit(TX.update_and_apply)
     told = {"value": jnp.float32(1.0), "skip_if": jnp.array(False)}
     params, before = step(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS, **told)
@@ -66,7 +66,7 @@ def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, a
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
-def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma):
+def test_flag_and_largest_share_one_all_reduce_under_shard_map(check_vma):
     tx = jls.loss_scaled(optax.adam(0.1), "auto", axis_name="shard")
     params, before = jnp.ones(8), tx.init(jnp.ones(8))
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), before)
@@ -101,7 +101,7 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma)
 
 
 @pytest.mark.parametrize("values", [(1.0, 3.0), (1.0, np.nan), (np.nan, np.nan)], ids=str)
-def test_what_is_not_measured_on_one_device_is_not_measured(values):
+def test_agree_returns_nan_if_one_device_has_nan(values):
     """On some platforms, the minimum of a number and NaN is the number."""
     shards = np.float32([values[0], values[1], *[0.5] * 6])
 
@@ -118,13 +118,13 @@ def test_what_is_not_measured_on_one_device_is_not_measured(values):
 # --- The largest magnitude in the state ---
 
 
-def test_before_the_first_step_nothing_was_measured():
+def test_largest_is_nan_before_the_first_step():
     with jax.debug_nans(True):  # `debug_nans` raises if JAX computes a NaN.
         assert np.isnan(jls.metrics(TX.init(PARAMS))["largest"])
 
 
 @pytest.mark.parametrize(("loss_scale", "stops"), [("dynamic", False), ("auto", True)])
-def test_jax_debug_nans_stops_at_a_skipped_step_only_for_the_largest_that_was_not_measured(loss_scale, stops):
+def test_debug_nans_raises_at_a_skipped_step_only_if_largest_is_nan(loss_scale, stops):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     state = tx.init(PARAMS)
 
@@ -142,14 +142,14 @@ def test_jax_debug_nans_stops_at_a_skipped_step_only_for_the_largest_that_was_no
             assert train_step(PARAMS, state, INF)[1].skipped_steps == 1
 
 
-def test_of_gradients_that_are_known_not_to_be_finite_none_is_the_largest():
+def test_largest_is_nan_if_grads_finite_is_false():
     before = TX.init(PARAMS)
     for grads in (scaled(before), scaled(before, NAN)):
         _, state = TX.update(grads, before, PARAMS, grads_finite=False)
         assert np.isnan(state.largest)
 
 
-def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_says_that_all_are():
+def test_nonfinite_gradients_are_not_treated_as_zeros_if_grads_finite_is_true():
     """If the gradients were treated as zeros, the scale would rise."""
     state = TX.init(PARAMS)
     for _ in range(4):
@@ -158,7 +158,7 @@ def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_
     assert np.isnan(jls.metrics(state)["largest"])
 
 
-def test_another_kind_may_be_put_into_the_state_and_taken_out_again():
+def test_loss_scale_in_the_state_can_be_replaced_and_restored():
     _, state = TX.update_and_apply(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS)
     changed = optax.tree_utils.tree_set(state, loss_scale=jls.DynamicLossScale(8.0))
     _, changed = TX.update_and_apply(scaled(changed), changed, PARAMS)

@@ -15,7 +15,7 @@ PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray(
 BAD_GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, jnp.nan])}
 
 
-def test_readers_name_what_they_miss():
+def test_error_if_the_tree_has_no_or_several_loss_scaled_states():
     two = (jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), {"b": jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)})
     for reader in jls.get_loss_scale, jls.metrics, jls.raise_if_stuck:
         with pytest.raises(ValueError, match=r"loss_scaled"):
@@ -79,7 +79,7 @@ STUCK = {
 
 
 @pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)
-def test_raise_if_stuck(state, message):
+def test_raise_if_stuck_detects_runs_that_skip_every_step(state, message):
     if message is None:
         jls.raise_if_stuck(state(), patience=10)
     else:
@@ -87,7 +87,7 @@ def test_raise_if_stuck(state, message):
             jls.raise_if_stuck((state(),), patience=10)
 
 
-def test_a_run_that_is_traced_is_not_read():
+def test_raise_if_stuck_rejects_traced_states():
     state = skipping("dynamic", 0)
     with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):
         jax.jit(jls.raise_if_stuck)(state)
@@ -116,7 +116,7 @@ class Measuring(jls.LossScale):
         return {}
 
 
-def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
+def test_run_is_stuck_at_the_lower_bound_of_a_user_defined_loss_scale():
     state = skipping(Measuring(jnp.float32(64.0)), 2)
     assert state.loss_scale() == 4
     state = state._replace(consecutive_skips=jnp.int32(20), skipped_steps=jnp.int32(20))
@@ -127,7 +127,7 @@ def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
     assert "cannot go lower" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
 
 
-def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_steps(monkeypatch):
+def test_run_is_stuck_after_1000_skips_without_a_lower_bound(monkeypatch):
     monkeypatch.delattr(Measuring, "lower_bound")
     state = skipping(Measuring(jnp.float32(1.0)), 1)._replace(consecutive_skips=jnp.int32(999))
     jls.raise_if_stuck(state)
@@ -176,7 +176,7 @@ def test_wrapped_leaves_are_read_as_arrays(wrap):
     assert (value, grad) == (9.0, 6.0 * bare.loss_scale())
 
 
-def test_an_nnx_optimizer_from_end_to_end():
+def test_metrics_and_explain_read_an_nnx_optimizer():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), "dynamic", record_bad_steps=True), wrt=nnx.Param)
     grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), nnx.state(model, nnx.Param))
@@ -205,7 +205,7 @@ class Named:
         raise ValueError("Only scalar NamedArrays can be implicitly converted to jax arrays.")
 
 
-def test_the_moments_of_named_arrays_are_left_alone():
+def test_states_with_named_arrays_can_be_read():
     tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(2.0), record_bad_steps=True)
     params = {"kernel": Named(PARAMS["kernel"])}
     state = tx.init(params)
@@ -222,7 +222,7 @@ def test_the_moments_of_named_arrays_are_left_alone():
         assert jls.value_and_scaled_grad(lambda x: x**2, tree)(3.0)[0] == 9
 
 
-def test_a_state_that_flax_restored_without_knowing_the_loss_scale_is_rejected():
+def test_state_restored_by_flax_without_registration_is_rejected():
     tx = jls.loss_scaled(optax.sgd(0.1))
     restored = tx.init(PARAMS)._replace(loss_scale={"current_loss_scale": jnp.float32(8.0)})
     message = r"has a dictionary in the place of the loss scale.*`import jax_lossscale.interop.flax`"

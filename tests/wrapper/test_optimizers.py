@@ -62,7 +62,7 @@ def grads_at(step):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS)
-def test_a_wrapped_optimizer_steps_like_the_bare_one_and_survives_a_bad_step(name):
+def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
     inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS)[name]())
     tx = jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE))
 
@@ -113,7 +113,7 @@ HOLDERS = {  # wrappers around an optimizer, with or without loss scaling
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_a_loss_scaled_optimizer_within_a_wrapper_steps_like_the_bare_one_there(hold):
+def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(hold):
     inner = optax.adam(1e-2)
     bare, tx = hold(inner), hold(jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE)))
     params, state, expected, bare_state = PARAMS, tx.init(PARAMS), PARAMS, bare.init(PARAMS)
@@ -165,7 +165,7 @@ def params_of(dtype):
         ("adam", "complex64"),
     ],
 )
-def test_a_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
+def test_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
     """A step therefore compiles once and can be the body of a scan."""
     with enable_x64(dtype == "float64"):
         tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), jls.DynamicLossScale(SCALE))
@@ -173,7 +173,7 @@ def test_a_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["adam", "schedule_free"])
-def test_a_step_keeps_explicit_shardings(name):
+def test_step_keeps_explicit_shardings(name):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with set_mesh(mesh):
         params = {"kernel": jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("model")))}
@@ -181,7 +181,7 @@ def test_a_step_keeps_explicit_shardings(name):
 
 
 @pytest.mark.parametrize("name", ["adam", "adafactor", "lbfgs", "masked"])
-def test_its_state_is_known_before_there_are_parameters(name):
+def test_init_works_under_eval_shape_and_with_abstract_parameters(name):
     """`jax.eval_shape` is used to restore checkpoints."""
     tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), SCALE)
     expected = types(tx.init(PARAMS))
@@ -189,7 +189,7 @@ def test_its_state_is_known_before_there_are_parameters(name):
     assert types(tx.init(jax.eval_shape(lambda: PARAMS))) == expected
 
 
-def test_parameters_can_be_found_in_the_state_and_a_rate_can_be_set_there():
+def test_tree_map_params_and_injected_hyperparameters_work():
     tx, inner = jls.loss_scaled(optax.adam(0.1), SCALE), optax.adam(0.1)
     expected = optax.tree.map_params(inner, lambda leaf: "here", inner.init(PARAMS))
     assert optax.tree.map_params(tx, lambda leaf: "here", tx.init(PARAMS)).inner_state == expected

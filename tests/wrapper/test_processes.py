@@ -86,7 +86,7 @@ def is_taken(port):
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_process_has_bad_data_and_all_do_what_a_single_process_does(number, tmp_path):
+def test_several_processes_give_the_same_bits_as_one_process(number, tmp_path):
     bad_shard = DEVICES // number  # the first shard of process 1
     in_processes(number, bad_shard, tmp_path)
     for name, make_step in STEP_MAKERS.items():
@@ -118,7 +118,7 @@ FIRST, LAST = 0, -1  # The first process is the coordinator.
         for who in (FIRST, LAST)
     ],
 )
-def test_if_one_process_is_gone_no_other_waits_for_ever(how, who, tmp_path):
+def test_other_processes_end_if_one_process_ends_or_freezes(how, who, tmp_path):
     port, number = free_port(), 2
     ways = ["never"] * number
     ways[who] = how
@@ -134,7 +134,7 @@ def test_if_one_process_is_gone_no_other_waits_for_ever(how, who, tmp_path):
 
 
 @pytest.mark.parametrize("make_step", STEP_MAKERS.values(), ids=STEP_MAKERS)
-def test_the_run_skips_and_grows_on_all_devices_alike(make_step):
+def test_training_run_has_skipped_steps_and_scale_growth_on_all_devices(make_step):
     expected = [
         # scale, finite, applied, skipped
         (2.0**10, True, 1, 0),

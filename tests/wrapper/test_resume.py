@@ -51,7 +51,7 @@ def go_on_to_the_end(folder):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(tmp_path):
+def test_run_resumed_after_a_kill_is_bitwise_equal(tmp_path):
     seed = random.randrange(2**32)
     print("seed", seed)  # pytest shows the seed if the test fails.
     kill_at_a_random_moment(tmp_path, random.Random(seed))
@@ -66,7 +66,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(tmp_path):
                 assert found[leaf].tobytes() == expected[leaf].tobytes(), f"{name}: {leaf}"
 
 
-def test_that_run_skips_steps_and_its_scale_changes_all_the_way():
+def test_training_run_has_skipped_steps_and_scale_changes_throughout():
     """At every time when the run may be killed, there is state that could be lost."""
     scales = [float(leaves["state/loss_scale/current_loss_scale"]) for leaves in never_stopped()]
     skipped = [int(leaves["state/skipped_steps"]) for leaves in never_stopped()]

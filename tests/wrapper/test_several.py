@@ -34,7 +34,7 @@ def grads_of_all(networks, noises, loss_scale_of):
     return grads
 
 
-def test_each_network_has_a_scale_of_its_own():
+def test_each_network_has_its_own_scale():
     transformations = {name: jls.loss_scaled(inner, SCALE) for name, inner in OPTIMIZERS.items()}
     states = {name: tx.init(NETWORKS[name]) for name, tx in transformations.items()}
 
@@ -68,7 +68,7 @@ SPOILED = {"neither": (), "generator": ("generator",), "critic": ("critic",), "b
 
 
 @pytest.mark.parametrize("spoiled", SPOILED.values(), ids=SPOILED)
-def test_one_scale_with_a_joint_verdict(spoiled):
+def test_common_scale_skips_the_step_of_both_networks(spoiled):
     """The result with `optax.partition` equals a manual implementation. A nonfinite gradient skips both steps."""
     noises = {name: BAD if name in spoiled else GOOD for name in LOSSES}
     tx = jls.loss_scaled(optax.transforms.partition(OPTIMIZERS, {name: name for name in OPTIMIZERS}), SCALE)
@@ -112,7 +112,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize(("path", "scale"), PATHS.values(), ids=PATHS)
-def test_a_path_says_which_loss_scale_is_meant(path, scale):
+def test_get_loss_scale_selects_by_path(path, scale):
     assert jls.get_loss_scale(STATES, path)() == scale
 
 
@@ -126,6 +126,6 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize(("path", "message"), UNCLEAR.values(), ids=UNCLEAR)
-def test_a_path_that_is_not_clear_is_answered_with_those_there_are(path, message):
+def test_ambiguous_or_unknown_path_raises_and_lists_the_paths(path, message):
     with pytest.raises(ValueError, match=message):
         jls.get_loss_scale(STATES, path)

@@ -67,7 +67,7 @@ CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:])
 @needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", MESH)
 @pytest.mark.parametrize(("split", "program"), CASES)
-def test_the_verdict_costs_as_many_scalar_all_reduces_whatever_the_number_of_leaves(split, axis_type, program):
+def test_number_of_scalar_all_reduces_does_not_depend_on_the_number_of_leaves(split, axis_type, program):
     shape, specs, with_auto_axes = SPLITS[split]
     expected = with_auto_axes if axis_type == "auto" else min(with_auto_axes, 1)
     mesh = mesh_of(shape, MESH[axis_type])

@@ -66,7 +66,7 @@ STEP_TABLE = {
 @pytest.mark.parametrize(
     ("grads", "value", "skip_if", "applied", "scale", "good_steps"), STEP_TABLE.values(), ids=STEP_TABLE
 )
-def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, skip_if, applied, scale, good_steps):
+def test_skipped_steps_and_scale_changes_of_the_dynamic_scale(skip, grads, value, skip_if, applied, scale, good_steps):
     tx = adam(skip)
     params, before = stepped(tx)
     extra = {} if value is None else {"value": jnp.float32(value)}
@@ -89,7 +89,7 @@ def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, ski
 
 @pytest.mark.parametrize("loss_scale", [SCALE, "auto"], ids=["dynamic", "auto"])
 @pytest.mark.parametrize("skip", ["auto", "select"])
-def test_every_way_to_skip_gives_the_same(skip, loss_scale):
+def test_all_skip_options_give_the_same_result(skip, loss_scale):
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
     tx, reference = (jls.loss_scaled(inner, loss_scale, skip=how) for how in (skip, "cond"))
     state = expected = (PARAMS, tx.init(PARAMS))
@@ -101,7 +101,7 @@ def test_every_way_to_skip_gives_the_same(skip, loss_scale):
 
 @pytest.mark.ci
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction set is named in x86 terms")
-def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
+def test_fused_step_is_bitwise_equal_to_a_simple_implementation():
     # With fused multiply-add, XLA may round the same arithmetic differently in two programs. AVX has no fused
     # multiply-add.
     flags = "--xla_cpu_max_isa=AVX"
@@ -116,7 +116,7 @@ def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
     ]
 
 
-def test_consecutive_skips_start_again_after_an_applied_step():
+def test_consecutive_skips_reset_after_an_applied_step():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     params, state, counts = PARAMS, tx.init(PARAMS), []
     for grads in BAD_GRADS, BAD_GRADS, GRADS, BAD_GRADS:
@@ -125,7 +125,7 @@ def test_consecutive_skips_start_again_after_an_applied_step():
     assert counts == [(0, 1, 1), (0, 2, 2), (1, 2, 0), (1, 3, 1)]
 
 
-def test_counters_stay_at_the_largest_int32():
+def test_counters_saturate_at_the_largest_int32():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     full = jnp.int32(2**31 - 1)
     state = tx.init(PARAMS)._replace(applied_steps=full, skipped_steps=full, consecutive_skips=full)
@@ -143,7 +143,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize(("loss_scale", "skips", "applied_steps", "skipped_steps"), FIXED.values(), ids=FIXED)
-def test_what_a_scale_that_never_moves_does_on_nan(loss_scale, skips, applied_steps, skipped_steps):
+def test_fixed_scales_skip_nonfinite_steps_only_if_configured(loss_scale, skips, applied_steps, skipped_steps):
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     params, state = tx.update_and_apply(BAD_GRADS, tx.init(PARAMS), PARAMS)
     assert bool(jls.all_finite(params)) is skips
@@ -157,7 +157,7 @@ def test_what_a_scale_that_never_moves_does_on_nan(loss_scale, skips, applied_st
 # --- The inner optimizer ---
 
 
-def test_the_chain_sees_true_gradients_also_on_a_growth_step():
+def test_inner_optimizer_receives_unscaled_gradients_when_the_scale_grows():
     # Clipping and Adam are not used here, because their results do not depend on the size of the gradients.
     chain = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.01, momentum=0.9))
     tx = jls.loss_scaled(chain, jls.DynamicLossScale(8.0, increment_period=1))
@@ -184,7 +184,7 @@ def test_the_chain_sees_true_gradients_also_on_a_growth_step():
         ),
     ],
 )
-def test_value_and_other_arguments_reach_the_chain(wrap):
+def test_value_and_extra_arguments_are_passed_to_the_inner_optimizer(wrap):
     seen = {}
 
     def update(updates, state, params=None, **extra):
@@ -199,7 +199,7 @@ def test_value_and_other_arguments_reach_the_chain(wrap):
     tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
-def test_a_line_search_gets_the_function_and_the_true_gradient():
+def test_line_search_receives_the_loss_function_and_unscaled_gradients():
     def loss_fn(params):
         return jnp.sum((params - 1) ** 2)
 
@@ -217,7 +217,7 @@ def test_a_line_search_gets_the_function_and_the_true_gradient():
     chex.assert_trees_all_close(params, jnp.ones(3), rtol=1e-4)
 
 
-def test_a_schedule_stands_still_on_a_skipped_step():
+def test_schedule_does_not_advance_on_a_skipped_step():
     tx = jls.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), SCALE)
     state = tx.init(PARAMS)
     sizes = []
@@ -241,7 +241,7 @@ def test_skipped_updates_have_the_dtypes_of_applied_ones(skip):
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")])
-def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes):
+def test_half_precision_parameters_keep_their_dtype_and_have_float32_moments(dtypes):
     params = {name: PARAMS[name].astype(dtype) for name, dtype in zip(("bias", "kernel"), dtypes, strict=True)}
     tx = jls.loss_scaled(optax.adamw(0.1), SCALE)
     step = jax.jit(tx.update_and_apply)
@@ -257,7 +257,7 @@ def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes
 
 
 @pytest.mark.parametrize("skip", SKIPS)
-def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
+def test_state_keeps_its_dtypes_if_the_inner_optimizer_changes_them(skip):
     def update(updates, state, params=None):
         return updates, {"weak": state["weak"] + 1.0, "narrowed": state["narrowed"].astype(jnp.bfloat16)}
 
@@ -276,7 +276,7 @@ def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtype", ["float16"])
-def test_the_chain_is_shown_a_float32_view_of_narrow_parameters(dtype):
+def test_inner_optimizer_receives_half_precision_parameters_as_float32(dtype):
     shown = set()
 
     def update(updates, state, params):
@@ -300,7 +300,7 @@ def keeps_everything_twice():
     return optax.GradientTransformation(init, update)
 
 
-def test_a_fresh_state():
+def test_initial_state():
     state = jls.loss_scaled(optax.sgd(0.1), "auto").init(PARAMS)
     counters = (state.applied_steps, state.skipped_steps, state.consecutive_skips)
     assert (*counters, state.grads_finite, state.last_bad_step) == (0, 0, 0, True, None)
@@ -312,7 +312,7 @@ def test_a_fresh_state():
     [(optax.scale_by_lbfgs(), None), (optax.contrib.cocob(), SCALE), (keeps_everything_twice(), "auto")],
     ids=["L-BFGS", "COCOB", "everything twice"],
 )
-def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale):
+def test_initial_state_can_be_donated_for_any_inner_optimizer(inner, loss_scale):
     tx = jls.loss_scaled(inner, loss_scale)
     expected = jax.jit(tx.update_and_apply)(GRADS, tx.init(PARAMS), PARAMS)
     donating = jax.jit(tx.update_and_apply, donate_argnums=(1, 2))
@@ -322,7 +322,7 @@ def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale
     chex.assert_trees_all_equal(donating(GRADS, tx.init(params), params), expected)
 
 
-def test_a_donated_state_does_not_take_the_loss_scale_of_the_transformation_with_it():
+def test_donating_a_state_does_not_delete_the_loss_scale_of_the_transformation():
     # After `adjust`, the leaves are JAX arrays. The leaves of a new loss scale are NumPy scalars.
     loss_scale = SCALE.adjust(True)
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
@@ -331,14 +331,14 @@ def test_a_donated_state_does_not_take_the_loss_scale_of_the_transformation_with
         assert (state.loss_scale(), state.loss_scale.num_good_steps) == (8.0, 2)
 
 
-def test_no_leaf_of_a_fresh_state_is_weak():
+def test_initial_state_has_no_weakly_typed_leaves():
     """A weakly typed leaf could become strongly typed in the first step, and the second step would be traced again."""
     weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)  # as a user-defined loss scale may have them
     state = jls.loss_scaled(optax.sgd(0.1), weak).init(PARAMS)
     assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 6
 
 
-def test_parameters_are_optional_where_the_chain_does_not_need_them():
+def test_parameters_are_optional_if_the_inner_optimizer_does_not_need_them():
     tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))
     chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -g / 16, GRADS))
@@ -349,7 +349,7 @@ def test_parameters_are_optional_where_the_chain_does_not_need_them():
 
 
 @pytest.mark.parametrize("grads", [GRADS, BAD_GRADS], ids=["good", "bad"])
-def test_leaves_that_are_not_inexact_are_not_shown_to_the_chain_and_stay(grads):
+def test_other_leaves_are_hidden_from_the_inner_optimizer_and_unchanged(grads):
     others = {"step": jnp.int32(3), "key": jax.random.key(1), "frozen": None}
     float0s = {"step": np.zeros((), jax.dtypes.float0), "key": np.zeros((), jax.dtypes.float0), "frozen": None}
     tx = jls.loss_scaled(optax.adam(0.1), SCALE)
@@ -373,7 +373,7 @@ def instructions(function, *arguments):
     return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
 
 
-def test_without_a_loss_scale_the_program_is_that_of_the_bare_optimizer():
+def test_program_without_a_loss_scale_equals_that_of_the_inner_optimizer():
     for params, grads in (PARAMS, GRADS), (jax.tree.map(lambda x: x.astype(jnp.bfloat16), (PARAMS, GRADS))):
         inner = optax.adamw(0.1)
         tx = jls.loss_scaled(inner, None)
@@ -404,7 +404,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_it_goes_wherever_an_optax_transformation_goes(hold):
+def test_wrapper_works_inside_other_transformations(hold):
     tx = hold(jls.loss_scaled(optax.adam(0.1), SCALE))
     assert len(tx) == 2
     state = jax.jit(tx.init)(PARAMS)
@@ -420,7 +420,7 @@ def test_it_goes_wherever_an_optax_transformation_goes(hold):
     assert isinstance(optax.tree_utils.tree_get(state, "loss_scale"), jls.DynamicLossScale)
 
 
-def test_scan_carries_the_state_and_vmap_decides_for_each_member():
+def test_scan_carries_the_state_and_vmap_skips_members_separately():
     tx = jls.loss_scaled(optax.adam(0.1), SCALE)
 
     def step(carry, grads):
@@ -471,7 +471,7 @@ def after_three_steps(kind):
 
 @pytest.mark.parametrize("save_and_restore", [by_pickle, by_flax])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind):
+def test_restored_state_continues_bitwise_equal(save_and_restore, kind):
     tx, params, state = after_three_steps(kind)
     restored = save_and_restore(state, tx.init(PARAMS))
     assert type(restored) is type(state)
@@ -480,13 +480,13 @@ def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind):
     chex.assert_trees_all_equal(tx.update_and_apply(GRADS, restored, params), tx.update_and_apply(GRADS, state, params))
 
 
-def test_flax_refuses_the_state_of_another_configuration():
+def test_flax_rejects_the_state_of_another_configuration():
     state = flax.serialization.to_state_dict(jls.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="same configuration"):
         flax.serialization.from_state_dict(jls.DynamicLossScale(), state)
 
 
-def test_float16_parameters_are_warned_of_where_gradients_are_checked():
+def test_init_warns_of_float16_parameters_if_gradients_are_checked():
     params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
     with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
         jls.loss_scaled(optax.sgd(0.1)).init(params)
@@ -494,13 +494,13 @@ def test_float16_parameters_are_warned_of_where_gradients_are_checked():
     jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
 
 
-def test_a_step_without_gradients_is_a_good_step():
+def test_step_without_gradients_counts_as_finite():
     tx = jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(8.0, 1))
     params, state = tx.update_and_apply({"kernel": None}, tx.init({"kernel": None}), {"kernel": None})
     assert (params, state.loss_scale(), state.applied_steps) == ({"kernel": None}, 16.0, 1)
 
 
-def test_what_is_wrapped_twice_is_refused():
+def test_nested_loss_scaled_is_rejected():
     with pytest.raises(ValueError, match="twice"):
         jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS)
 
@@ -517,7 +517,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
-def test_a_mask_around_the_wrapper_is_refused(wrap):
+def test_mask_around_the_wrapper_is_rejected(wrap):
     """The gradients of masked-out leaves would stay scaled."""
     with pytest.raises(ValueError, match=r"init\(params=.*loss_scaled\(optax.masked\(inner, mask\)\)"):
         wrap(jls.loss_scaled(optax.sgd(0.1), SCALE)).init(PARAMS)
@@ -530,7 +530,7 @@ def test_a_mask_around_the_wrapper_is_refused(wrap):
         tx.update(masked, tx.init(PARAMS), PARAMS)
 
 
-def test_an_extra_argument_can_be_the_same_array_as_a_gradient():
+def test_extra_argument_may_be_the_same_array_as_a_gradient():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     _, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, batch=GRADS["kernel"])
     assert state.applied_steps == 1

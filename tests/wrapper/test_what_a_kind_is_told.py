@@ -67,14 +67,14 @@ TOLD = {
 
 
 @pytest.mark.parametrize(("grads", "said", "finite", "largest"), TOLD.values(), ids=TOLD)
-def test_what_the_caller_says_of_the_gradients_is_passed_on_and_the_largest_with_it(grads, said, finite, largest):
+def test_adjust_receives_grads_finite_and_the_largest_gradient(grads, said, finite, largest):
     tx = jls.loss_scaled(optax.sgd(0.1), START)
     _, state = tx.update(grads * SCALE, tx.init(FINITE), FINITE, grads_finite=said)
     assert_told(state.loss_scale, finite, largest)
 
 
 @pytest.mark.parametrize("grads", [FINITE, OVERFLOWED, OVERFLOWED[::-1]], ids=["none", "the first", "the last"])
-def test_if_one_device_overflows_the_largest_of_another_is_not_told(grads):
+def test_largest_is_not_passed_to_adjust_if_one_device_overflows(grads):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = jls.loss_scaled(optax.sgd(0.1), START, axis_name="data")
 
