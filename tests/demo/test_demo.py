@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale``: what it shows, what it writes, and what it refuses."""
+"""The command ``python -m jax_lossscale``: results, output files and rejected options."""
 
 import json
 import sys
@@ -18,6 +18,8 @@ ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic", "float16_auto"
 
 @pytest.fixture
 def must_not_train(monkeypatch):
+    """Make the test fail if the demo starts to train."""
+
     def fail(**options):
         raise AssertionError("trained in spite of a bad option")
 
@@ -26,7 +28,7 @@ def must_not_train(monkeypatch):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What is in the JSON of a short run, which draws a picture, too."""
+    """Return the JSON output of a short run that also draws a figure."""
     folder = tmp_path_factory.mktemp("demo")
     options = ["--steps", "20", "--seed", "1", "--json", str(folder / "a.json"), "--plot", str(folder / "a.png")]
     assert main(options) == 0
@@ -34,7 +36,7 @@ def written(tmp_path_factory):
     return json.loads((folder / "a.json").read_text())
 
 
-# The claims.
+# --- Statements of the demo about float16 ---
 
 
 def test_float16_loses_gradients_and_scaled_follows_float32_from_the_first_steps(written):
@@ -47,7 +49,7 @@ def test_float16_loses_gradients_and_scaled_follows_float32_from_the_first_steps
     assert max(zeros[name] for name in ARMS if name != "float16") < 1e-3
 
 
-@pytest.mark.slow  # the whole main job
+@pytest.mark.slow  # the complete demo
 def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_path, capsys):
     assert main(["--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
     arms = json.loads((tmp_path / "results.json").read_text())["arms"]
@@ -69,7 +71,7 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
     assert "above that of float32" in output.out
 
 
-# What it writes.
+# --- JSON output ---
 
 
 def test_json_has_the_documented_form(written):
@@ -89,7 +91,7 @@ def test_json_has_the_documented_form(written):
         assert 0 <= arm["zero_gradient_fraction"] <= 1
 
 
-# What it refuses: exit code 2, nothing trained, nothing written.
+# --- Rejected options lead to exit code 2, without training and without output files ---
 
 
 BAD_OPTIONS = {

@@ -1,7 +1,7 @@
-"""What is refused: a `ValueError` at once, whose whole message is here. It names the argument, the value and the cure.
+"""Invalid arguments raise a `ValueError` immediately. The message names the argument, its value and a fix.
 
-A new public name has no row here, and fails until it has one. Then: what comes from outside, a configuration or a saved
-state, builds loss scales and does nothing else.
+This file contains the full text of each message. A new public function without a message here fails the test. Other
+tests check that a configuration or a saved state can only build loss scales and has no other effect.
 """
 
 import functools
@@ -42,7 +42,7 @@ def square(x):
     return jnp.sum(x**2)
 
 
-# A call, and below it the message.
+# Each call is followed by its message.
 REFUSED = """
 jls.AutoLossScale("3")
     `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
@@ -319,7 +319,7 @@ ACCEPTED = (
 
 
 def rows():
-    """Pairs of a call and the lines of its message."""
+    """Yield each call together with the lines of its message."""
     message = []
     for line in REFUSED.strip().splitlines():
         if line.startswith(" "):
@@ -334,6 +334,7 @@ STANDS_FOR = {"ACCEPTED": ACCEPTED, "STATE_EXPECTED": STATE_EXPECTED, "SQUARE": 
 
 
 def spelled_out(message):
+    """Return the message in one line, with its placeholders replaced."""
     return functools.reduce(lambda text, word: text.replace(word, STANDS_FOR[word]), STANDS_FOR, " ".join(message))
 
 
@@ -357,7 +358,7 @@ def test_an_error_shows_200_characters_of_a_value(length):
         jls.FixedLossScale(value)
 
 
-# Each function that takes an optimizer state, and objects that users pass instead of one.
+# --- Objects that users pass instead of an optimizer state ---
 
 TAKE_A_STATE = {
     "metrics(opt_state=...)": jls.metrics,
@@ -393,7 +394,7 @@ NOT_A_STATE = {
 def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function, wrong):
     argument, got = NOT_A_STATE[wrong]
     if wrong == "a loss scale" and ("loss_scale" in function or "scale=" in function):
-        TAKE_A_STATE[function](argument)  # which is accepted
+        TAKE_A_STATE[function](argument)  # A loss scale is accepted here.
         return
     with pytest.raises(ValueError) as caught:
         TAKE_A_STATE[function](argument)
@@ -403,7 +404,7 @@ def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function
     assert (f"The order is `{name}(" in message) == name.startswith("update")
 
 
-# They take no arguments.
+# These classes have no arguments.
 TAKE_NOTHING = {"NoOpLossScale", "LossScale"}
 
 
@@ -422,7 +423,7 @@ def test_every_public_function_refuses_something():
     assert set(public_functions()) - TAKE_NOTHING - refusing == set()
 
 
-# Configuration from outside: it builds loss scales, and does nothing else.
+# --- Configurations from untrusted sources may only build loss scales ---
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from([8, 2.0**15, 3]),
@@ -441,7 +442,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-# What Python tells an audit hook of, and what no configuration may bring about.
+# Audit events of Python that no configuration may cause.
 FORBIDDEN = {
     "compile",
     "exec",
@@ -460,11 +461,12 @@ def note_what_is_forbidden(event, _):
         watched.append(event)
 
 
-sys.addaudithook(note_what_is_forbidden)  # for good, but it looks only while a list has begun
+# An audit hook cannot be removed. This one records events only while `watched` is not empty.
+sys.addaudithook(note_what_is_forbidden)
 
 
 def refused_or_a_loss_scale(build, given):
-    """Of our own kinds, with a sound scale; nothing but a `ValueError` comes out, and nothing else is done."""
+    """Check that ``build`` returns a valid built-in loss scale or raises a ValueError, without side effects."""
     watched[:] = ["begun"]
     try:
         built = build(given)
@@ -526,14 +528,14 @@ def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data)
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_flax_restores_a_loss_scale_or_refuses(data):
-    """`from_bytes`, of bytes that were changed on the way: whatever is restored has the structure of the target."""
+    """The saved bytes are changed at random. A restored loss scale must have the configuration of the target."""
     target = jls.DynamicLossScale(8)
     saved = bytearray(flax.serialization.to_bytes(target))
     for position in data.draw(st.lists(st.integers(0, len(saved) - 1), min_size=1, max_size=3)):
         saved[position] = data.draw(st.integers(0, 255))
     try:
         restored = flax.serialization.from_bytes(target, bytes(saved))
-    except Exception:  # flax's own reader has many
+    except Exception:  # flax raises many types of exceptions for invalid bytes.
         return
     assert type(restored) is jls.DynamicLossScale
     assert restored.get_config() == target.get_config()

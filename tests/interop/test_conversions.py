@@ -1,4 +1,4 @@
-"""What the conversions say and refuse, with nothing but dictionaries (and flax and jmp where they are installed)."""
+"""Results, warnings and errors of the conversions. Only the tests for flax and jmp need the other library."""
 
 import dataclasses
 import warnings
@@ -29,12 +29,13 @@ def at(loss_scale, scale, num_good_steps):
 
 
 def warned(function, *arguments, **keywords):
-    """The result, and the messages, which must point at the line that converts."""
+    """Return the result and the warnings, whose location must be the line that calls the conversion."""
     with pytest.warns(UserWarning, match="^`(from|to)_") as caught:
         result = function(*arguments, **keywords)
     assert {warning.filename for warning in caught} == {__file__}
     messages = [str(warning.message) for warning in caught]
-    assert not [message for message in messages if "peer" in message]  # each calls its library by name
+    # Messages contain the name of the library instead of "peer".
+    assert not [message for message in messages if "peer" in message]
     return result, messages
 
 
@@ -43,7 +44,7 @@ def sole_warning(function, *arguments, **keywords):
     return result, message
 
 
-# What is carried over: configuration and state, named here, in full.
+# --- Converted configuration and state ---
 
 
 def test_torch():
@@ -77,14 +78,14 @@ def test_tensorflow():
     state = {"current_loss_scale": np.float32(4.0), "good_steps": np.int64(3)}
     assert from_tensorflow(TENSORFLOW, state) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
     past_the_period = from_tensorflow(TENSORFLOW, {"current_loss_scale": 8.0, "good_steps": 12})
-    assert past_the_period.adjust(True)() == 16.0  # as TensorFlow grows
+    assert past_the_period.adjust(True)() == 16.0  # TensorFlow would grow the scale here.
     assert from_tensorflow({"loss_scale_value": 8.0}) == jls.FixedLossScale(8.0)
     assert to_tensorflow(jls.FixedLossScale(8.0)) == ({"loss_scale_value": 8.0}, {})
 
 
 def test_tensorflow_below_its_floor():
     result, message = sole_warning(from_tensorflow, {**TENSORFLOW, "initial_loss_scale": 0.5})
-    assert float(result.adjust(False)()) == 0.5  # TensorFlow's would rise to 1
+    assert float(result.adjust(False)()) == 0.5  # TensorFlow would raise it to 1.
     assert "never raises" in message
 
 
@@ -148,7 +149,7 @@ def test_jmp():
     assert result.min_loss_scale == TINY
 
 
-# What a configuration loses on its way out.
+# --- Settings that the other library does not support ---
 
 FULL = {
     "backoff_factor": 0.25,
@@ -188,7 +189,7 @@ PAIRS = {
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_there_and_back_again(peer, data):
-    """What the peer has a place for comes back as it was, and the state to the last bit."""
+    """Every setting that the other library supports is preserved, and the state is bitwise equal."""
     to_here, to_peer, fixed = PAIRS[peer]
     config = {
         "initial_loss_scale": 2.0 ** data.draw(st.integers(0, 30)),
@@ -204,7 +205,7 @@ def test_there_and_back_again(peer, data):
         warnings.simplefilter("ignore", UserWarning)
         saved = to_peer(loss_scale)
         back = to_here(*saved) if isinstance(saved, tuple) else to_here(saved)
-    if peer == "torch":  # which keeps the current scale only
+    if peer == "torch":  # The state of torch contains only the current scale.
         config["initial_loss_scale"] = scale
     assert jax.tree.leaves(back) == jax.tree.leaves(loss_scale)
     expected = jls.DynamicLossScale(**config)
@@ -216,7 +217,7 @@ def test_there_and_back_again(peer, data):
             assert value == getattr(expected, argument), argument
 
 
-# What is refused, by whom, and what the message names.
+# --- Rejected inputs ---
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What `docs/differences.md` says that other libraries do, in its second table, seen in them.
+"""The behavior of other libraries that the second table of `docs/differences.md` describes.
 
-The first table is tested in `tests/test_peers.py`. Our side of each
-row is tested with the rule that it is about. Only the packages that are installed are run.
+`tests/test_peers.py` tests the first table. Other tests check the behavior of jax_lossscale. Tests of libraries that
+are not installed are skipped.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The figure of gradient errors, read back from the Axes."""
+"""Contents of the Axes that `plot_gradient_error` draws."""
 
 import dataclasses
 import math
@@ -75,7 +75,8 @@ def test_a_line_for_each_leaf_and_a_thick_one_for_all(ax):
     np.testing.assert_array_equal(total.get_ydata(), [1, 0.005, np.nan])
     np.testing.assert_array_equal(first.get_ydata(), [1, 0.01, np.nan])
     assert total.get_linewidth() > 2 * first.get_linewidth()
-    np.testing.assert_array_equal(second.get_ydata(), [1, 1e-6, 0.02])  # zero has no place on this axis
+    # Zero is drawn at 1e-6, because the axis is logarithmic.
+    np.testing.assert_array_equal(second.get_ydata(), [1, 1e-6, 0.02])
 
 
 def test_overflow_and_the_scale_to_start_from_are_marked(ax):

@@ -1,4 +1,4 @@
-"""What the figures show, read back from the Axes."""
+"""Contents of the Axes that `plot_exponents`, `plot_loss_scale` and `plot_run` draw."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def four_axes():
 
 
 def numbers():
-    """Gradients as they are: log-normal, of either sign, a few exactly zero; none at an edge of float16."""
+    """Return log-normal gradients of both signs, some of which are zero. No value lies at a limit of float16."""
     rng = np.random.default_rng(0)
     values = np.exp(rng.normal(np.log(2e-7), 2.4, 4000)) * rng.choice([-1, 1], 4000)
     values[:1000] = 0
@@ -48,14 +48,14 @@ def legend_title(ax):
 
 
 def histograms(ax):
-    """The outlines in the order of the legend, then what is hatched: values and edges."""
+    """Return heights and edges of the outlines, in the order of the legend, and of the hatched areas."""
     patches = [patch for patch in ax.patches if isinstance(patch, StepPatch)]
     outlines = [patch.get_data()[:2] for patch in patches if not patch.get_hatch()]
     return outlines, [patch.get_data()[:2] for patch in patches if patch.get_hatch()]
 
 
 def drawn(ax):
-    """The labels of the ticks on both axes, once the figure has been drawn, which must give no warning."""
+    """Draw the figure, which must not cause a warning, and return the tick labels of both axes."""
     ax.figure.draw_without_rendering()
     visible = []
     for axis in ax.xaxis, ax.yaxis:
@@ -70,7 +70,7 @@ def points(line):
     return np.asarray(x).tolist(), np.asarray(y).tolist()
 
 
-# The range of a dtype.
+# --- Histogram of exponents ---
 
 
 @pytest.mark.parametrize("log2_scale", [0, 15, -30, 60])
@@ -108,7 +108,7 @@ def test_the_legend_tells_what_a_cast_would_do(ax, log2_scale):
     expected = [f"gradients: {words}", f"times $2^{{{log2_scale}}}$: {scaled_words}{rescued}"]
     assert legend(ax) == expected[: 1 if log2_scale == 0 else 2]
     assert legend_title(ax) == "not drawn: 25 % exactly zero"
-    assert ("overflow" in scaled_words) == (log2_scale == 31)  # the table has both kinds
+    assert ("overflow" in scaled_words) == (log2_scale == 31)  # Only one of the scales causes an overflow.
     assert before == pytest.approx(100 * float(underflow_fraction(numbers()).zero), rel=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_what_is_lost_is_hatched_and_nothing_else(ax):
 
 
 SITUATIONS = {
-    # situation: (tree, loss scale, legend, title of the legend)
+    # Each entry contains the pytree, the loss scale, the legend and the title of the legend.
     "a loss scale": ([1.0], jls.DynamicLossScale(8.0), [..., "times $2^{3}$: 0 % become zero"], ""),
     "too little to give": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
     "a bit of all": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
@@ -154,7 +154,7 @@ def test_situations(ax, tree, loss_scale, labels, title, yscale):
     assert legend_title(ax) == title
 
 
-# What happened over the steps.
+# --- Curves over the training steps ---
 
 # steps:  1     2     3     4     5     6     7    8
 SCALES = [16.0, 16.0, 8.0, 8.0, 16.0, 16.0, NAN, 4.0]
@@ -201,7 +201,7 @@ def test_a_run_on_one_page(four_axes):
     assert [ax.get_yscale() for ax in axes] == ["log", "log", "linear", "linear"]
     gaps = axes[0].lines[1]
     assert gaps.get_xdata().tolist() == [2, 5]
-    assert gaps.get_transform() == axes[0].get_xaxis_transform()  # at the foot of the Axes
+    assert gaps.get_transform() == axes[0].get_xaxis_transform()  # The markers are at the bottom of the Axes.
     assert legend(axes[0]) == ["not finite (2)"]
     assert len({ax.get_xlim() for ax in axes}) == 1
     assert drawn(axes[3])[0] == [*"12345678"]
@@ -220,12 +220,13 @@ def test_the_metrics_of_a_training_as_they_come(four_axes):
     loss, scale, total = plot_run(history, axes=four_axes[:3])
     np.testing.assert_array_equal(loss.lines[0].get_ydata(), [3.0, 2.0, 1.5, NAN, 1.0])
     assert scale.lines[0].get_ydata().tolist() == [8.0, 4.0, 4.0, 4.0, 8.0]
-    assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])  # the second for its loss, whose gradients were finite
+    # The fourth step is skipped because its loss is NaN, although its gradients are finite.
+    assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])
     assert points(scale.lines[2]) == ([5], [8.0])
     assert total.lines[0].get_ydata().tolist() == [0, 1, 1, 2, 2]
 
 
-# What it needs.
+# --- Imports of matplotlib ---
 
 WITHOUT_PYPLOT = """
 import jax_lossscale.plotting, sys
