@@ -37,7 +37,7 @@ CONFIGURATIONS = {
     "strict_promotion": (
         "JAX_NUMPY_DTYPE_PROMOTION=strict",
         CORE,
-        {"bits_of_the_straightforward_one": "its program, a process of its own, runs Adam"},
+        {"bitwise_equal_to_a_simple_implementation": "its program, a process of its own, runs Adam"},
     ),
     "leak_checks": ("JAX_CHECK_TRACER_LEAKS=1", WRAPPER, {}),
     "disable_jit": ("JAX_DISABLE_JIT=1", WRAPPER, {}),

@@ -39,7 +39,7 @@ def written(tmp_path_factory):
 # --- Statements of the demo about float16 ---
 
 
-def test_float16_loses_gradients_and_scaled_follows_float32_from_the_first_steps(written):
+def test_float16_underflows_and_scaled_float16_follows_float32_in_20_steps(written):
     loss = {name: arm["final_loss"] for name, arm in written["arms"].items()}
     zeros = {name: arm["zero_gradient_fraction"] for name, arm in written["arms"].items()}
     assert loss["float16"] > 1.005 * loss["float32"]
@@ -74,7 +74,7 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
 # --- JSON output ---
 
 
-def test_json_has_the_documented_form(written):
+def test_json_has_the_documented_fields(written):
     assert set(written) == {"arms", "steps", "seed", "versions"}
     assert (written["steps"], written["seed"]) == (20, 1)
     assert written["versions"]["jax_lossscale"] == jls.__version__
@@ -106,7 +106,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS.items())
-def test_a_bad_option_ends_it(options, words, tmp_path, monkeypatch, capsys, must_not_train):
+def test_invalid_option_ends_the_program(options, words, tmp_path, monkeypatch, capsys, must_not_train):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(SystemExit) as exit_info:
@@ -122,7 +122,7 @@ def test_a_bad_option_ends_it(options, words, tmp_path, monkeypatch, capsys, mus
     ("module", "extra", "distribution"),
     [("sklearn", "demo", "scikit-learn"), ("matplotlib", "plot", "matplotlib")],
 )
-def test_a_missing_package_ends_it_and_names_the_extra(
+def test_error_for_a_missing_package_names_the_extra(
     module, extra, distribution, tmp_path, monkeypatch, capsys, must_not_train
 ):
     monkeypatch.setitem(sys.modules, module, None)

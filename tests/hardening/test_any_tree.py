@@ -105,12 +105,12 @@ arguments = {"tree": trees, "loss_scale": kinds, "skip": st.sampled_from(["cond"
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(**arguments)
-def test_what_is_trained_is_trained_as_if_it_were_alone(tree, loss_scale, skip, is_bad):
+def test_trained_leaves_do_not_depend_on_other_leaves(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(**arguments)
-def test_many_more_trees(tree, loss_scale, skip, is_bad):
+def test_trained_leaves_do_not_depend_on_other_leaves_in_many_trees(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)

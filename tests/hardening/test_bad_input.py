@@ -344,14 +344,14 @@ NAMES = dict(vars(jls), **globals()) | {name: sys.modules[f"jax_lossscale.intero
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_bad_argument_is_refused_in_these_words(call):
+def test_invalid_argument_raises_this_message(call):
     with pytest.raises(ValueError) as caught:
         eval(call, NAMES)
     assert str(caught.value) == CALLS[call]
 
 
 @pytest.mark.parametrize("length", [199, 200, 201, 1000])
-def test_an_error_shows_200_characters_of_a_value(length):
+def test_error_shows_at_most_200_characters_of_a_value(length):
     value = "a" * (length - len("''"))
     shown = repr(value) if length <= 200 else f"{repr(value)[:200]}..."
     with pytest.raises(ValueError, match=re.escape(f"must be a number, got {shown}.") + "$"):
@@ -391,7 +391,7 @@ NOT_A_STATE = {
 
 @pytest.mark.parametrize("function", TAKE_A_STATE)
 @pytest.mark.parametrize("wrong", NOT_A_STATE)
-def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function, wrong):
+def test_error_describes_the_object_passed_instead_of_a_state(function, wrong):
     argument, got = NOT_A_STATE[wrong]
     if wrong == "a loss scale" and ("loss_scale" in function or "scale=" in function):
         TAKE_A_STATE[function](argument)  # A loss scale is accepted here.
@@ -418,7 +418,7 @@ def public_functions():
                 yield name
 
 
-def test_every_public_function_refuses_something():
+def test_every_public_function_has_an_error_message_here():
     refusing = {message.removeprefix("`").partition("(")[0].partition("`")[0] for message in CALLS.values()}
     assert set(public_functions()) - TAKE_NOTHING - refusing == set()
 
@@ -482,20 +482,20 @@ def refused_or_a_loss_scale(build, given):
         assert type(jls.get(json.loads(json.dumps(jls.serialize(built))))) is type(built)
 
 
-def test_the_watch_would_see_an_evaluation():
+def test_audit_hook_detects_eval():
     with pytest.raises(AssertionError, match="compile"):
         refused_or_a_loss_scale(lambda given: eval(given), "jls.get(8)")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(identifier=configs | json_values)
-def test_get_builds_loss_scales_and_nothing_else(identifier):
+def test_get_only_builds_loss_scales(identifier):
     refused_or_a_loss_scale(jls.get, identifier)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(kind=st.sampled_from(OWN_KINDS), config=st.dictionaries(names, json_values, max_size=4) | json_values)
-def test_from_config_builds_its_kind_and_nothing_else(kind, config):
+def test_from_config_only_builds_loss_scales(kind, config):
     refused_or_a_loss_scale(kind.from_config, config)
 
 
@@ -519,7 +519,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data):
+def test_conversions_from_other_libraries_only_build_loss_scales(reader, data):
     read, argument, right = READERS[reader]
     changed = {name: data.draw(NUMBERS | st.just(value)) for name, value in right.items()}
     refused_or_a_loss_scale(lambda given: read(**{argument: given}), changed)
@@ -527,7 +527,7 @@ def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data)
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_flax_restores_a_loss_scale_or_refuses(data):
+def test_flax_restores_corrupted_bytes_as_a_valid_loss_scale_or_raises(data):
     """The saved bytes are changed at random. A restored loss scale must have the configuration of the target."""
     target = jls.DynamicLossScale(8)
     saved = bytearray(flax.serialization.to_bytes(target))

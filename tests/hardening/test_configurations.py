@@ -67,7 +67,7 @@ def ordinary_run():
 @pytest.mark.parametrize(
     "setting", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS]
 )
-def test_a_run_under_a_strict_setting_is_the_ordinary_one(setting):
+def test_run_under_a_strict_setting_equals_the_default_run(setting):
     """The run calls every function of a training loop and contains one step that overflows."""
     ordinary, made = ordinary_run(), beginning()
     if setting not in FIRST:

@@ -181,7 +181,7 @@ def by_scan(name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_ten_thousand_steps_of_faults(name):
+def test_training_with_random_faults_reaches_the_float32_loss(name):
     (params, _), seen = by_scan(name)
     assert seen["finite"].all()
     assert (np.diff(seen["skipped_steps"], prepend=0) <= seen["stood_still"]).all()
@@ -192,7 +192,7 @@ def test_ten_thousand_steps_of_faults(name):
     assert abs(final_loss(params) - np.mean(without)) < 6 * np.std(without, ddof=1), without
 
 
-def test_the_faults_are_what_they_are_called():
+def test_each_fault_occurs_and_has_the_expected_effect():
     """Each fault occurs in at least 300 steps, and exactly the expected faults skip the step."""
     faults, seen = inputs(0)["fault"], by_scan("fixed_skipping")[1]
     skipped = np.diff(seen["skipped_steps"], prepend=0)

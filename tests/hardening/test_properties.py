@@ -95,7 +95,7 @@ def history(name, inner, sequence, seed, exponent):
 @each_kind
 @quick(max_examples=20)
 @runs
-def test_every_step_is_that_of_the_oracle_in_either_way(name, sequence, seed, exponent):
+def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed, exponent):
     """The reference consists of a run in NumPy and the table in the docstring of `loss_scaled`."""
     kind = KINDS[name]
     for inputs, (params, state), ways in history(name, MOMENTUM, sequence, seed, exponent):
@@ -136,7 +136,7 @@ CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_sch
 @pytest.mark.slow
 @quick(max_examples=12)
 @runs
-def test_a_whole_chain_stands_still_on_a_skipped_step(sequence, seed, exponent):
+def test_skipped_step_leaves_a_chain_of_transformations_unchanged(sequence, seed, exponent):
     """The inner optimizer contains clipping, moments, weight decay and a schedule."""
     for inputs, (params, state), ways in history("dynamic", CHAIN, sequence, seed, exponent):
         verdict = verdict_of(KINDS["dynamic"], float(state.loss_scale()), inputs)
@@ -149,7 +149,7 @@ def test_a_whole_chain_stands_still_on_a_skipped_step(sequence, seed, exponent):
 
 @quick(max_examples=5)
 @runs
-def test_eager_steps_are_the_compiled_ones(sequence, seed, exponent):
+def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
     params, state = beginning("auto", MOMENTUM, exponent)
     for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
         grads, told = arguments_of(inputs)
@@ -192,7 +192,7 @@ def scaled_and_unscaled(loss_scale, tree):
 
 @quick(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(0, 60))
-def test_unscale_undoes_scale_exactly(seed, exponent):
+def test_unscale_inverts_scale_exactly(seed, exponent):
     """The result is exact if the scaled leaf is a normal number of its dtype."""
     tree, loss_scale = leaves_of(seed), jls.FixedLossScale(2.0**exponent)
     scaled, unscaled = scaled_and_unscaled(loss_scale, tree)
@@ -277,7 +277,7 @@ TRIPS = {
 
 @quick(max_examples=150)
 @given(loss_scale=any_loss_scale)
-def test_round_trips(loss_scale):
+def test_serialization_preserves_configuration_and_state(loss_scale):
     fresh = jls.get(jls.serialize(loss_scale))
     assert jls.serialize(fresh) == jls.serialize(loss_scale)
     for trip, through in TRIPS.items():
@@ -287,7 +287,7 @@ def test_round_trips(loss_scale):
         assert jls.serialize(restored) == jls.serialize(loss_scale)
 
 
-def test_every_event_is_met():
+def test_events_skip_the_expected_steps():
     """Exactly the events with nonfinite values or `skip_if` skip the step at a scale that causes no overflow."""
     random = np.random.default_rng(0)
     kind = KINDS["fixed_skipping"]

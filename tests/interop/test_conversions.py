@@ -47,7 +47,7 @@ def sole_warning(function, *arguments, **keywords):
 # --- Converted configuration and state ---
 
 
-def test_torch():
+def test_from_and_to_torch():
     expected = at(jls.DynamicLossScale(4.0, 9, 2.0, backoff_factor=0.5, min_loss_scale=1.0), 4.0, 3)
     assert from_torch(TORCH, min_loss_scale=1.0) == expected
     result, message = sole_warning(from_torch, TORCH)
@@ -60,7 +60,7 @@ def test_torch():
     assert to_torch(jls.NoOpLossScale()) == {}
 
 
-def test_keras():
+def test_from_keras():
     state = {"dynamic_scale": np.float32(4.0), "step_counter": np.int32(3)}
     assert from_keras(KERAS, state, min_loss_scale=1.0) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
     assert from_keras(KERAS, min_loss_scale=1.0) == jls.DynamicLossScale(8.0, 9)
@@ -69,12 +69,12 @@ def test_keras():
     assert "Keras has no floor" in message
 
 
-def test_keras_2_is_refused():
+def test_keras_2_is_rejected():
     with pytest.raises(ValueError, match="tf-keras 2"):
         from_keras({**KERAS, "dynamic": True})
 
 
-def test_tensorflow():
+def test_from_and_to_tensorflow():
     state = {"current_loss_scale": np.float32(4.0), "good_steps": np.int64(3)}
     assert from_tensorflow(TENSORFLOW, state) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
     past_the_period = from_tensorflow(TENSORFLOW, {"current_loss_scale": 8.0, "good_steps": 12})
@@ -83,13 +83,13 @@ def test_tensorflow():
     assert to_tensorflow(jls.FixedLossScale(8.0)) == ({"loss_scale_value": 8.0}, {})
 
 
-def test_tensorflow_below_its_floor():
+def test_from_tensorflow_with_a_scale_below_one():
     result, message = sole_warning(from_tensorflow, {**TENSORFLOW, "initial_loss_scale": 0.5})
     assert float(result.adjust(False)()) == 0.5  # TensorFlow would raise it to 1.
     assert "never raises" in message
 
 
-def test_flax():
+def test_from_and_to_flax():
     flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
@@ -107,7 +107,7 @@ def test_flax():
 
 
 @pytest.mark.parametrize("steps_late", [0, 1])
-def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
+def test_flax_growth_interval_is_corrected_only_if_flax_grows_late(monkeypatch, steps_late):
     flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
@@ -119,7 +119,7 @@ def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
     assert flax.to_flax(jls.DynamicLossScale(increment_period=9)).growth_interval == 9 - steps_late
 
 
-def test_flax_grows_one_step_late_if_the_conversion_says_so():
+def test_flax_grows_as_late_as_the_conversion_assumes():
     flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
@@ -130,7 +130,7 @@ def test_flax_grows_one_step_late_if_the_conversion_says_so():
     assert scales.index(2.0) + 1 == 3 + flax._steps_late()
 
 
-def test_jmp():
+def test_from_and_to_jmp():
     jmp, theirs = ours("jmp"), pytest.importorskip("jmp")
     assert jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), jnp.int32(3), 9)) == at(
         jls.DynamicLossScale(4.0, 9), 4.0, 3
@@ -168,7 +168,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("peer", LOST)
-def test_what_has_no_place_in_the_peer_is_named(peer):
+def test_warning_names_each_unsupported_setting(peer):
     convert = getattr(ours(peer), f"to_{peer}")
     _, messages = warned(convert, jls.DynamicLossScale(8.0, 9, 3.0, **FULL))
     named = {
@@ -188,7 +188,7 @@ PAIRS = {
 @pytest.mark.parametrize("peer", PAIRS)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_there_and_back_again(peer, data):
+def test_conversion_to_another_library_and_back(peer, data):
     """Every setting that the other library supports is preserved, and the state is bitwise equal."""
     to_here, to_peer, fixed = PAIRS[peer]
     config = {
@@ -237,13 +237,13 @@ def test_there_and_back_again(peer, data):
         ),
     ],
 )
-def test_what_is_refused(convert, named):
+def test_error_names_the_invalid_entry(convert, named):
     with pytest.raises(ValueError) as caught:
         convert()
     assert [part for part in named if part not in str(caught.value)] == []
 
 
-def test_what_flax_and_jmp_refuse():
+def test_from_flax_and_from_jmp_reject_other_types():
     with pytest.raises(ValueError, match="DynamicScale"):
         ours("flax").from_flax({"scale": 1.0})
     with pytest.raises(ValueError, match="loss scale of jmp"):

@@ -95,7 +95,7 @@ def second_growth(record, cut):
 @pytest.mark.parametrize(("file", "case"), CASES)
 @pytest.mark.parametrize("cut", [0, 30])
 @pytest.mark.filterwarnings("ignore:`from_.*`. ")
-def test_the_record_goes_on(file, case, cut):
+def test_converted_loss_scale_continues_the_record(file, case, cut):
     record = RECORDS[file][case]
     loss_scale = FILES[file](record, cut)
     # After two growths in a row, DeepSpeed is one step ahead, as `docs/migrating.md` states.
@@ -113,7 +113,7 @@ def test_the_record_goes_on(file, case, cut):
             assert int(loss_scale.num_good_steps) == record["counter"][step], step
 
 
-def test_deepspeed_grows_late_after_an_overflow_only():
+def test_deepspeed_grows_one_step_late_only_after_an_overflow():
     """DeepSpeed grows after N + 1 finite steps following an overflow, but after N finite steps following a growth."""
     intervals = {"overflow": set(), "growth": set()}
     for record in RECORDS["deepspeed_loss_scalers"]:
@@ -128,7 +128,7 @@ def test_deepspeed_grows_late_after_an_overflow_only():
     assert intervals == {"overflow": {1}, "growth": {0}}
 
 
-def test_the_table_of_names_says_the_same_of_megatron():
+def test_name_table_agrees_with_the_megatron_code_block():
     """The code block below the table is tested with the records."""
     rows = PAGE[PAGE.index("| jax_lossscale | torch |") :].partition("\n\n")[0].splitlines()
     column = [cell.strip() for cell in rows[0].split("|")].index("Megatron-LM")
@@ -139,6 +139,6 @@ def test_the_table_of_names_says_the_same_of_megatron():
     assert named.items() <= called.items()
 
 
-def test_the_records_are_there():
+def test_number_of_records_and_code_blocks():
     assert len(RECORDS["deepspeed_loss_scalers"]) == 20
     assert len(CALLS) == 2

@@ -74,7 +74,7 @@ def points(line):
 
 
 @pytest.mark.parametrize("log2_scale", [0, 15, -30, 60])
-def test_the_bars_are_the_shares_by_power_of_two_and_the_scale_moves_them(ax, log2_scale):
+def test_bars_are_percentages_per_power_of_two_and_the_scale_shifts_them(ax, log2_scale):
     plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
     values = numbers()[1000:]
     exponents = np.floor(np.log2(np.abs(values.astype(np.float64)))).astype(int)
@@ -92,7 +92,7 @@ def test_the_bars_are_the_shares_by_power_of_two_and_the_scale_moves_them(ax, lo
 
 
 @pytest.mark.parametrize("log2_scale", [0, 4, 15, 31, -3])
-def test_the_legend_tells_what_a_cast_would_do(ax, log2_scale):
+def test_legend_states_the_effect_of_a_cast_to_float16(ax, log2_scale):
     plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
     values = numbers()[1000:]
 
@@ -112,7 +112,7 @@ def test_the_legend_tells_what_a_cast_would_do(ax, log2_scale):
     assert before == pytest.approx(100 * float(underflow_fraction(numbers()).zero), rel=1e-5)
 
 
-def test_what_is_lost_is_hatched_and_nothing_else(ax):
+def test_only_underflow_and_overflow_are_hatched(ax):
     values = np.array([2.0**-27, 2.0**-26, 1.5 * 2.0**-25, 1.0, 2.0**5, 2.0**6], np.float32)
     plot_exponents(values, 2.0**10, ax=ax)
     _, hatched = histograms(ax)
@@ -144,7 +144,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("yscale", ["linear", "log"])
 @pytest.mark.parametrize(("tree", "loss_scale", "labels", "title"), SITUATIONS.values(), ids=SITUATIONS)
-def test_situations(ax, tree, loss_scale, labels, title, yscale):
+def test_legends_of_special_inputs(ax, tree, loss_scale, labels, title, yscale):
     if isinstance(tree, list):
         tree = np.array(tree, np.float32)
     assert plot_exponents(tree, loss_scale, yscale=yscale, ax=ax) is ax
@@ -161,7 +161,7 @@ SCALES = [16.0, 16.0, 8.0, 8.0, 16.0, 16.0, NAN, 4.0]
 SKIPPED = [False, True, True, False, False, False, False, True]
 
 
-def test_the_loss_scale_over_the_steps(ax):
+def test_plot_loss_scale_draws_curve_skips_and_growths(ax):
     assert plot_loss_scale(SCALES, SKIPPED, ax=ax) is ax
     curve, skips, growths = ax.lines
     np.testing.assert_array_equal(curve.get_data(), [range(1, 9), SCALES])
@@ -185,7 +185,7 @@ HISTORY = {
 TITLES = ["loss", "loss scale (power of two)", "skipped steps (total)", "underflow (% of gradients)"]
 
 
-def test_a_run_on_one_page(four_axes):
+def test_plot_run_draws_all_panels(four_axes):
     axes = plot_run(HISTORY, axes=four_axes)
     assert axes == tuple(four_axes)
     assert [ax.get_title("left") for ax in axes] == TITLES
@@ -208,7 +208,7 @@ def test_a_run_on_one_page(four_axes):
     assert drawn(axes[2])[1] == [*"012"]
 
 
-def test_the_metrics_of_a_training_as_they_come(four_axes):
+def test_plot_run_accepts_a_list_of_metrics(four_axes):
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, increment_period=2))
     params = jnp.ones(2)
     state = tx.init(params)
@@ -242,7 +242,7 @@ print("matplotlib.pyplot" in sys.modules)
 """
 
 
-def test_matplotlib_is_imported_by_a_drawing_only_and_pyplot_only_where_no_axes_are_given():
+def test_matplotlib_and_pyplot_are_only_imported_when_needed():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", WITHOUT_PYPLOT]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
