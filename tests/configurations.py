@@ -1,14 +1,14 @@
-"""The tests of the core once more, under some of JAX's strict settings.
+"""Run the tests of the core under strict settings of JAX.
 
-    python tests/configurations.py            all of them, one after another
-    python tests/configurations.py x64 ...    some
+    python tests/configurations.py            all settings, one after another
+    python tests/configurations.py x64 ...    some settings
 
-Of each it prints how many tests passed, and ends with 1 if one failed. A test that the setting forbids is left out: by
-name below, with the reason, or because the error was raised by the test's own code or by optax (Adam fails under strict
-promotion), which is then counted as skipped.
+The program prints the number of passed tests for each setting, and exits with status 1 if a test fails. Tests that a
+setting forbids are excluded in two ways. `CONFIGURATIONS` lists some of them by name, with the reason. Other tests
+count as skipped because their own code or optax raises the error; Adam, for example, fails under strict promotion.
 
-`jax.debug_nans` and `jax.transfer_guard` are not here: the tests make NaN and hand NumPy arrays over everywhere. A run
-under each is in `tests/hardening/test_configurations.py`. Rank promotion is "raise" in all tests.
+`jax.debug_nans` and `jax.transfer_guard` are missing here, because most tests create NaNs and pass NumPy arrays.
+`tests/hardening/test_configurations.py` contains a run with each of them. All tests set rank promotion to "raise".
 """
 
 import os
@@ -28,10 +28,11 @@ CORE = (
     "tests/wrapper/test_transform.py",
     "tests/wrapper/test_told.py",
 )
-# Under the last two nothing is compiled once and run again: all of the core would take hours.
+# The last two settings disable caching or compilation, so the whole core would take hours.
 WRAPPER = ("tests/wrapper/test_told.py",)
 
-# Name: (what sets it, the tests, {part of a test's name: why it is left out})
+# Each entry contains the environment variable, the tests, and the excluded tests. Excluded tests are given by a part of
+# their name, with the reason.
 CONFIGURATIONS = {
     "x64": ("JAX_ENABLE_X64=1", CORE, {"without_x64": "says what is so without it"}),
     "strict_promotion": (
@@ -46,7 +47,7 @@ CONFIGURATIONS = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call):
-    """Under strict promotion: a test fails only where this library mixes dtypes."""
+    """Report a promotion error as skipped unless this library mixed the dtypes."""
     report = yield
     if call.excinfo is not None and call.excinfo.typename == "TypePromotionError":
         path = next(str(entry.path) for entry in reversed(call.excinfo.traceback) if "/jax/" not in str(entry.path))
@@ -56,7 +57,7 @@ def pytest_runtest_makereport(call):
 
 
 def run(name):
-    """The exit code of pytest, and its last line."""
+    """Run the tests of a configuration, print the last line of pytest, and return its exit code."""
     setting, tests, left_out = CONFIGURATIONS[name]
     variable, value = setting.split("=")
     deselect = " and ".join(f"not {part}" for part in left_out)

@@ -1,4 +1,4 @@
-"""Float32 programs of equinox under `autocast`: modules with functions and settings among their leaves."""
+"""Float32 equinox models under `autocast`, including models with functions and settings among their leaves."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Float32 programs of flax nnx under `autocast`: what a module changes while it runs is kept."""
+"""Float32 flax nnx models under `autocast`. Changes that the forward pass makes to a module must be preserved."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Network(nnx.Module):
         self.num_calls += 1
         x = self.dropout(nnx.relu(self.norm(self.dense(x))))
         x = x + self.attention(x[None])[0]
-        self.hidden = nnx.Intermediate(x)  # a new variable, the first time
+        self.hidden = nnx.Intermediate(x)  # a new variable in the first call
         return self.readout(x)
 
 
@@ -41,7 +41,7 @@ def loss_fn(model, x, y):
 
 
 def changeable(model):
-    """All but the parameters: batch statistics, random streams, what is remembered."""
+    """Return all variables except the parameters: batch statistics, random streams and intermediates."""
     state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
     return jax.tree.map(
         lambda leaf: jax.random.key_data(leaf) if leaf.dtype == jax.random.key(0).dtype else leaf, state
@@ -107,7 +107,7 @@ def test_a_variable_by_itself_is_kept_too():
 
 
 class Remembering(nnx.Module):
-    """Keeps what it has seen wherever a module may."""
+    """A module that changes all kinds of attributes in its forward pass."""
 
     def __init__(self, depth):
         self.below = Remembering(depth - 1) if depth else nnx.Linear(8, 2, rngs=nnx.Rngs(0))
@@ -139,7 +139,7 @@ def test_a_module_that_is_changed_and_no_argument_is_refused():
     model = Network()
     with pytest.raises(ValueError, match="Make the module an argument of the function"):
         jls.autocast(lambda x: model(x))(X)
-    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # which changes nothing
+    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # a module without variables that change
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 

@@ -1,4 +1,4 @@
-"""equinox: the page's program, `filter_value_and_scaled_grad` beside equinox's own, and whole modules as parameters."""
+"""The program on the equinox page, `filter_value_and_scaled_grad`, and equinox modules as parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def page():
 
 
 class Small(eqx.Module):
-    """With all that a module may hold beside its parameters."""
+    """A module with all kinds of fields that are not parameters."""
 
     weight: jax.Array
     dropout: eqx.nn.Dropout

@@ -1,4 +1,4 @@
-"""haiku: the page's program, and float16 master weights that nobody asked for."""
+"""The program on the haiku page, further networks, and unintended float16 parameters."""
 
 import warnings
 

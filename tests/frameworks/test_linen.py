@@ -1,4 +1,4 @@
-"""flax linen: the page's program, against the step written out, over skips, copies and checkpoints."""
+"""The program on the flax linen page: comparison with a manual step, skipped steps and checkpoints."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ def page():
 
 
 def batches(page, number=6):
-    """The third makes the loss NaN."""
+    """Return batches, the third of which makes the loss NaN."""
     return [bad(page.batch) if step == 2 else page.batch for step in range(number)]
 
 
@@ -44,7 +44,7 @@ def trained(step, state, batches):
 
 
 def test_it_is_flaxs_own_step_written_out(page):
-    """With flax's own state: `update`, `apply_updates`, and a selection of what has to roll back."""
+    """The manual step uses the `TrainState` of flax and selects the fields that a skipped step must restore."""
 
     class TheirState(train_state.TrainState):
         batch_stats: dict
@@ -81,7 +81,8 @@ def test_a_skipped_step_changes_nothing_but_its_counters(page, value):
     assert_same_bits(after.opt_state.inner_state, page.state.opt_state.inner_state)
     assert after.step == page.state.step + 1
     assert after.opt_state.applied_steps == page.state.opt_state.applied_steps
-    assert after.opt_state.loss_scale() == page.state.opt_state.loss_scale()  # a loss that is NaN is not its fault
+    # A nonfinite loss does not lower the scale.
+    assert after.opt_state.loss_scale() == page.state.opt_state.loss_scale()
 
 
 def simple(**fields):
@@ -116,7 +117,7 @@ def test_what_the_optimizer_is_told_decides_about_further_fields(told):
 
 
 def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
-    """Flax hands over the new statistics of its float8 layers as if they were gradients."""
+    """The float8 layers of flax return their new statistics in place of gradients."""
     name = OVERWRITE_WITH_GRADIENT
     params = {"params": {"x": jnp.ones(2)}, name: {"amax": jnp.zeros(2)}}
     tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
@@ -152,7 +153,7 @@ def through_checkpoints(state, target, folder):
     return checkpoints.restore_checkpoint(folder, target)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # The warning comes from orbax.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("through", [through_bytes, through_checkpoints])
 def test_a_restored_state_goes_on_bit_for_bit(page, through, tmp_path):
@@ -201,7 +202,8 @@ def test_other_networks_are_narrow_and_like_float32(network):
     assert_like_float32(loss_fn, variables["params"], statistics, x, tolerance=2e-2)
 
 
-# Flax knows a loss scale once `jax_lossscale.interop.flax` is imported; in a fresh interpreter, since it is here.
+# Importing `jax_lossscale.interop.flax` registers the loss scales with flax. The test needs a new interpreter, because
+# this file has already imported the module.
 
 KNOWN_OR_NOT = """
 from flax import serialization
@@ -230,4 +232,5 @@ def test_flax_knows_the_loss_scales_once_the_module_is_imported():
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
-    assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"  # as `docs/frameworks/linen.md` says
+    # `docs/frameworks/linen.md` quotes this message.
+    assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"

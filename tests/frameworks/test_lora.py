@@ -1,4 +1,4 @@
-"""LoRA: a frozen base stored in 16 bits, float32 adapters, and an optimizer that knows the adapters only."""
+"""LoRA fine-tuning with a frozen base model stored in 16 bits, and an optimizer for the float32 adapters only."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ HALF = pytest.mark.parametrize("half", ["float16", "bfloat16"])
 
 
 def make_problem():
-    """A pretrained network, and data of one whose first layer differs by a matrix of low rank."""
+    """Return a pretrained network, and data from a network whose first layer differs by a low-rank matrix."""
     keys = jax.random.split(jax.random.key(0), 6)
     base = {
         "first": jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5,
@@ -88,7 +88,7 @@ def test_every_product_is_narrow_those_of_the_base_too(stored, half):
 
 
 def test_a_base_stored_in_float16_gives_the_gradients_of_the_float32_one_to_the_bit():
-    """`autocast` would have rounded the float32 base to the same 16 bits."""
+    """`autocast` rounds a float32 base model to the same 16-bit values."""
     adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapters_for(BASE))
     grads = jax.jit(jls.value_and_scaled_grad(jls.autocast(loss_fn), 2.0**10))
     expected = grads(adapters, BASE, BATCH)

@@ -1,4 +1,4 @@
-"""flax nnx: the page's program, and the same with flax's own optimizer; what rolls back, and what does not."""
+"""The program on the flax nnx page, both nnx optimizers, and restoring a module after a skipped step."""
 
 import copy
 from functools import partial
@@ -111,7 +111,7 @@ def test_the_optimizer_is_told_what_loss_scaled_is_told(told):
 
 
 class Deep(nnx.Module):
-    """With all that a forward pass may change: statistics, the counts of random streams, what it adds."""
+    """A module whose forward pass changes statistics and random streams and adds a variable."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -144,7 +144,8 @@ def test_the_optimizers_gradient_is_flaxs_own_times_the_scale(wrt):
     assert opt.opt_state.applied_steps[...] == 1
 
 
-SKIPPED = {  # what makes a step a skipped one; whether the step is compiled
+# The entries are the input, arguments of `update`, whether the step is skipped, and whether it is compiled.
+SKIPPED = {
     "none is": (XS[0], {}, False, True),
     "the batch": (XS[3], {}, True, True),
     "the batch, eagerly": (XS[3], {}, True, False),
@@ -163,7 +164,7 @@ def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, kwarg
     model = Deep()
     opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1), LOSS_SCALE), wrt=nnx.Param)
     run = nnx.jit(one_step) if compiled else one_step
-    run(model, opt, jnp.stack([XS[1], XS[2]]).astype(jnp.float32), {})  # after which nothing is zero
+    run(model, opt, jnp.stack([XS[1], XS[2]]).astype(jnp.float32), {})  # After this step, no statistic is zero.
     start, start_of_inner = copied_leaves(pure(model)), copied_leaves(pure(opt)["opt_state"]["inner_state"])
     changed = copied_leaves(nnx.clone(model))
     deep_loss(changed, jnp.stack([x, x]).astype(jnp.float32))
@@ -189,7 +190,7 @@ def test_what_the_forward_pass_adds_stays_and_without_restore_from_nothing_is_un
 
 
 def with_its_statistics(model):
-    """A model of new parameters, and of the same statistics."""
+    """Return a copy with new parameters that shares its statistics with the model."""
     copied = nnx.clone(model)
     copied.seen = model.seen
     return copied
@@ -233,11 +234,11 @@ def test_what_takes_an_optimizer_state_takes_that_of_nnx(page):
         gradient(jnp.square, state)(1.0)
 
 
-# --- Gradient accumulation ---
+# --- Gradient accumulation with nnx modules ---
 
 
 class Regularized(nnx.Module):
-    """Batch norm and dropout, whose variables each micro-batch changes."""
+    """A module with batch norm and dropout, whose variables change in each micro-batch."""
 
     def __init__(self, rngs):
         self.dense = nnx.Linear(4, 8, rngs=rngs)

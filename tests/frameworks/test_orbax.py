@@ -1,4 +1,4 @@
-"""orbax: every kind of loss scale is restored, from shapes alone and on another mesh; then the run goes on."""
+"""Restoring every class of loss scale with orbax, from abstract shapes and on another mesh."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from pages import assert_same_bits
 
 import jax_lossscale as jls
 
-pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # within orbax
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # The warning comes from orbax.
 
 LOSS_SCALES = {
     "dynamic": jls.DynamicLossScale(8.0, 3, hysteresis=2),
@@ -30,7 +30,7 @@ PARAMS = {"kernel": np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4), "bi
 
 
 def grads_at(step):
-    """Of about the size that a scale of 8 makes of them; the third are not finite."""
+    """Return gradients scaled by about 8. The gradients of step 2 are nonfinite."""
     dice = np.random.default_rng(step)
     grads = jax.tree.map(lambda leaf: 8 * dice.normal(size=leaf.shape).astype(np.float32), PARAMS)
     if step == 2:
@@ -41,7 +41,7 @@ def grads_at(step):
 def steps(tx, run, numbers, at=lambda tree: tree):
     step = jax.jit(tx.update_and_apply)
     for number in numbers:
-        # Without a loss scale nobody looks at the gradients, and the user says when to skip.
+        # Without a loss scale, the gradients are not checked, so `skip_if` skips the nonfinite step.
         params, opt_state = step(at(grads_at(number)), run["opt_state"], run["params"], skip_if=number == 2)
         run = {"params": params, "opt_state": opt_state}
     return run
