@@ -10,12 +10,12 @@ import jax_lossscale as jls
 pytestmark = pytest.mark.ci
 
 
-def test_it_is_a_file_of_sixty_lines():
+def test_program_has_at_most_60_lines():
     assert len(first_block("bare").splitlines()) <= 60
 
 
 @pytest.mark.slow
-def test_float16_ends_within_the_noise_of_float32():
+def test_float16_reaches_the_loss_of_float32():
     page = copied("bare")
     ends = {dtype: page.train(dtype) for dtype in (jnp.float32, jnp.float16)}
     (full, full_state), (half, half_state) = ends[jnp.float32], ends[jnp.float16]

@@ -77,7 +77,7 @@ def trained(loss_fn, params, *batch, is_narrow=True, steps=20):
     assert not is_narrow or " 0 of " not in products.splitlines()[0]
 
 
-def test_brax():
+def test_brax_update_with_scaled_backward():
     gradients = library("brax.training.gradients")
 
     def with_aux(params, x, y):
@@ -99,7 +99,7 @@ def test_brax():
     assert not any(leaf.any() for leaf in jax.tree.leaves(nothing))
 
 
-def test_haliax():
+def test_haliax_training():
     hax, eqx = library("haliax"), library("equinox")
     batch, features, out = hax.Axis("batch", 32), hax.Axis("features", 8), hax.Axis("out", 1)
     model = hax.nn.MLP.init(features, out, 16, 2, activation=hax.tanh, key=jax.random.key(0))
@@ -112,7 +112,7 @@ def test_haliax():
     trained(loss_fn, params, X, Y)
 
 
-def test_penzai():
+def test_penzai_training():
     library("penzai")
     from penzai import pz
     from penzai.models import simple_mlp
@@ -128,7 +128,7 @@ def test_penzai():
     trained(loss_fn, params, X, Y)
 
 
-def test_mctx():
+def test_mctx_training():
     mctx = library("mctx")
     params = {**WEIGHTS, "policy": WEIGHTS["square"][:, :4]}
 
@@ -155,7 +155,7 @@ def test_mctx():
     trained(loss_fn, params, X, Y)
 
 
-def test_e3nn():
+def test_e3nn_training():
     e3nn, nn = library("e3nn_jax"), library("flax.linen")
     from e3nn_jax.flax import Linear
 
@@ -175,7 +175,7 @@ def test_e3nn():
     trained(loss_fn, params, vectors, jnp.sum(X[:, :3] ** 2, axis=1, keepdims=True))
 
 
-def test_qwix():
+def test_qwix_training():
     qwix, nn = library("qwix"), library("flax.linen")
 
     class Network(nn.Module):
@@ -193,7 +193,7 @@ def test_qwix():
     trained(loss_fn, params, X, Y, is_narrow=False)  # The matmuls are in int8.
 
 
-def test_evosax():
+def test_evosax_evolution_in_float16():
     """Evolution needs no gradients and no loss scale. Only the networks of a population use half precision."""
     library("evosax")
     from evosax.algorithms import Open_ES
@@ -252,7 +252,7 @@ for loss_fn in by_lineax, by_optimistix, by_diffrax:
 
 
 @pytest.mark.parametrize(("on_error", "stops"), [("nan", False), ("raise", True)])
-def test_a_solver_in_the_loss(on_error, stops):
+def test_loss_with_a_solver_raises_on_overflow_only_if_configured(on_error, stops):
     """The test runs in a subprocess because Equinox reads its setting when it is imported."""
     for name in "lineax", "optimistix", "diffrax":
         library(name)

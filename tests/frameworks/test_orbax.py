@@ -55,7 +55,7 @@ def saved_and_restored(run, target, folder):
 
 
 @pytest.mark.parametrize("name", LOSS_SCALES)
-def test_every_kind_is_restored_and_the_run_goes_on_bit_for_bit(name, tmp_path):
+def test_run_restored_from_a_checkpoint_continues_bitwise_equal(name, tmp_path):
     tx = jls.loss_scaled(optax.adamw(optax.linear_schedule(0.1, 0.0, 10)), LOSS_SCALES[name])
     run = steps(tx, {"params": PARAMS, "opt_state": tx.init(PARAMS)}, range(4))
     assert run["opt_state"].skipped_steps == 1
@@ -67,7 +67,7 @@ def test_every_kind_is_restored_and_the_run_goes_on_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dynamic", "auto"])
-def test_a_run_of_eight_devices_goes_on_on_another_mesh(name, tmp_path):
+def test_run_on_eight_devices_continues_on_another_mesh(name, tmp_path):
     tx = jls.loss_scaled(optax.sgd(0.125, momentum=0.5), LOSS_SCALES[name])
 
     def on(mesh, spec):
