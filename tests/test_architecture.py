@@ -1,4 +1,4 @@
-"""What imports what, what importing costs, and what the public names are and say."""
+"""Imports between modules, side effects of importing the package, and documentation of public names."""
 
 import ast
 import dataclasses
@@ -22,8 +22,9 @@ import jax_lossscale as jls
 PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
-# Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-# Loss scaling, up to the optax wrapper, does not depend on programs as data (`_program`) or on what is built on them.
+# The keys are layers, and the values are the layers that they may import, including optax. A layer may import only
+# lower layers. Loss scaling, up to the optimizer wrapper, does not depend on jaxpr tools (`_program`) or on modules
+# that use them.
 CORE = {"_check", "_compat", "_limits", "_warn", "_tree", "_measure", "_loss_scale"}
 MIDDLE = CORE | {"_gradients", "_optax", "optax", "_program", "_autocast", "_version"}
 LAYERS = {
@@ -45,9 +46,9 @@ LAYERS = {
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
-    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},  # the package's own __init__
+    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},  # `__init__.py` of the package
 }
-# What every policy, each in a file of its own, may import of its siblings.
+# Modules in `_loss_scale` that the modules with the loss-scale classes may import.
 POLICY_BASE = {"base", "bounded", "powers"}
 NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
@@ -60,13 +61,16 @@ DIAGNOSTICS = (
 
 
 def layer_of(module):
-    """The part after the package's name: "" for the package, "_tree" for `jax_lossscale._tree`."""
+    """Return the first name after that of the package: "_tree" for `jax_lossscale._tree`, and "" for the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
 
 
 def imported_names(path):
-    """The absolute dotted names that a file imports, anywhere in it; ``from a import b`` gives ``a`` and ``a.b``."""
+    """Yield the absolute names that a file imports.
+
+    ``from a import b`` gives ``a.b`` if this is a module, otherwise ``a``.
+    """
     package = list(path.relative_to(PACKAGE.parent).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -86,7 +90,7 @@ def is_module(name):
 
 
 def known_layers(path):
-    """The layers, and optax, that a file imports."""
+    """Yield the layers that a file imports, and "optax" if it imports optax."""
     for name in imported_names(path):
         if name.split(".")[0] == PACKAGE.name:
             yield layer_of(name)
@@ -110,10 +114,10 @@ def test_modules_of_the_diagnostics_import_only_modules_before_them():
 
 
 def test_no_imports_run_in_a_circle():
-    """Those that are for type checkers only are counted, too."""
+    """Imports for type checkers count as well."""
     names = {path: module.removesuffix(".__init__") for path, module in MODULES.items()}
     imported = {name: {n for n in imported_names(path) if is_module(n)} - {name} for path, name in names.items()}
-    graphlib.TopologicalSorter(imported).prepare()  # raises if there is one
+    graphlib.TopologicalSorter(imported).prepare()  # `prepare` raises if there is a cycle.
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_loss_scale").glob("*.py")), ids=lambda path: path.name)
@@ -125,7 +129,7 @@ def test_policies_do_not_know_one_another(path):
         assert siblings <= POLICY_BASE
 
 
-# In a fresh interpreter.
+# --- Tests in a new interpreter ---
 
 EXTRAS = ("flax", "jmp", "matplotlib", "orbax", "rich", "sklearn", "torch", "tqdm")
 DESCRIBE = """
@@ -135,7 +139,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules if sys.m
 
 
 def run_python(code, *options, **environment):
-    """The standard output of a fresh interpreter, from whose path the package can be imported."""
+    """Run code in a new interpreter that can import the package, and return the standard output."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     completed = subprocess.run(
         [sys.executable, *options, "-c", "import sys\n" + code],
@@ -159,13 +163,13 @@ def test_what_the_core_imports_is_named_among_the_dependencies():
     named = {re.match(r"\w+", dependency)[0] for dependency in project["dependencies"]}
     core = [path for path in MODULES if layer_of(MODULES[path]) not in ("demo", "interop", "plotting")]
     imported = {name.partition(".")[0] for path in core for name in imported_names(path)}
-    assert "scipy" in imported  # in the middle of a function
+    assert "scipy" in imported  # The package imports scipy inside a function.
     assert imported - sys.stdlib_module_names - {PACKAGE.name} <= named
 
 
 def test_importing_without_the_extras_is_silent_and_touches_no_device():
     without_extras = f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
-    # A platform that does not exist: whatever looks for a device fails, as the last lines make sure of.
+    # The platform does not exist, so any access to a device fails. The probe checks that it does.
     probe = "try: jax.devices()\nexcept RuntimeError: print('no device')\n"
     code = without_extras + "import jax, jax_lossscale\n" + probe
     assert run_python(code, "-W", "error", JAX_PLATFORMS="no_such_platform") == "no device\n"
@@ -186,18 +190,18 @@ print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state))
     assert run_python(code, JAX_PLATFORMS="cpu") == "1 256.0\n"
 
 
-# The public names.
+# --- Documentation of public names ---
 
 
 def public_modules():
-    """All but the files of the demo: it is a program, which is run and read, and nobody imports it."""
+    """Yield all public modules except the files of the demo, which is a program."""
     for info in pkgutil.walk_packages([str(PACKAGE)], "jax_lossscale."):
         if not any(part.startswith("_") for part in info.name.split(".")[1:]) and ".demo." not in info.name:
             yield info.name
 
 
 def test_no_error_tells_to_install_this_package_by_name():
-    """It is on no index: an extra can be installed from a checkout only."""
+    """The package is not in a package index, so extras can only be installed from a checkout."""
     for path in MODULES:
         assert re.findall(r"pip install [^`\n]*jax_lossscale", path.read_text()) == []
 
@@ -210,7 +214,7 @@ def import_or_skip(name):
 
 
 def documented(module):
-    """The functions and classes that a module makes public, and the public methods of those classes."""
+    """Yield the public functions and classes of a module, and the public methods of these classes."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     for name in names:
         thing = getattr(module, name)
@@ -228,7 +232,7 @@ def documented(module):
 
 
 def parameters(thing):
-    """What a docstring must explain: parameters of a function, fields of a data class or a named tuple."""
+    """Return the names that a docstring must explain, which are parameters or fields."""
     if dataclasses.is_dataclass(thing):
         return [field.name for field in dataclasses.fields(thing)]
     if inspect.isclass(thing):
@@ -237,7 +241,7 @@ def parameters(thing):
 
 
 def section(docstring, *headings):
-    """The text of the sections of a docstring under any of the headings."""
+    """Return the text of the docstring sections with any of these headings."""
     sections = re.split(r"^(\w+):\n", inspect.cleandoc(docstring), flags=re.MULTILINE)
     return "\n".join(text for heading, text in zip(sections[1::2], sections[2::2], strict=True) if heading in headings)
 
@@ -250,7 +254,7 @@ def test_everything_public_is_documented(module):
         if not docstring.strip():
             flaws.append(f"{name}: no docstring")
         if "." in name and "\n" not in docstring.strip():
-            continue  # a method that one line describes
+            continue  # A one-line docstring is sufficient for a method.
         explained = re.findall(r"^  (?:``)?\*{0,2}(\w+)", section(docstring, "Args", "Attributes"), re.MULTILINE)
         flaws += [f"{name}: {parameter} unexplained" for parameter in parameters(thing) if parameter not in explained]
         if inspect.isfunction(thing):
@@ -270,4 +274,4 @@ def test_the_examples_run(path):
 def test_every_public_function_and_loss_scale_has_an_example():
     names = [name for name, thing in documented(jls) if inspect.isfunction(thing) or issubclass(thing, jls.LossScale)]
     without = [name for name in names if "." not in name and ">>>" not in getattr(jls, name).__doc__]
-    assert without == ["LossScale"]  # abstract
+    assert without == ["LossScale"]  # The abstract class needs no example.

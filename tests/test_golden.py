@@ -1,8 +1,8 @@
-"""`DynamicLossScale` does, step by step, what TensorFlow, torch, Keras and Megatron-LM were recorded to do.
+"""`DynamicLossScale` reproduces recorded steps of TensorFlow, torch, Keras and Megatron-LM.
 
-`golden/README.md` says where the records come from. Where multiplier and backoff are powers of two, the scale is
-equal to the last bit; elsewhere a change of the scale may round differently (TensorFlow divides by the multiplier, we
-multiply by its reciprocal), so after n changes it is within n units in the last place.
+`golden/README.md` describes the source of the records. If multiplier and backoff factor are powers of two, the scale is
+bitwise equal. Otherwise, each change of the scale may round differently, because TensorFlow divides by the multiplier
+and `DynamicLossScale` multiplies by its reciprocal. After n changes, the scale is within n units in the last place.
 """
 
 import json
@@ -15,8 +15,8 @@ import pytest
 
 import jax_lossscale as jls
 
-NO_FLOOR = 2.0**-126  # the smallest scale that can be a floor
-ULP = 2.0**-23  # a unit in the last place of a float32, at most, relative to it
+NO_FLOOR = 2.0**-126  # the smallest valid `min_loss_scale`
+ULP = 2.0**-23  # upper bound of a unit in the last place of a float32, relative to the number
 
 
 def from_tf1(config):

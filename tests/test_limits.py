@@ -1,4 +1,4 @@
-"""`limits_of`: the limits of a dtype, compared with casts of the neighboring numbers of a wider dtype."""
+"""Comparison of `limits_of` with casts of neighboring numbers from a wider dtype."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The page of promises, `docs/numerics.md`: each names its tests, and these fail when the promise is broken."""
+"""Each promise on the page `docs/numerics.md` names tests, which fail if the promise is broken."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "numerics.md").read_text()
 
 
 def promises():
-    """The tests that the page names, by the heading that they stand below."""
+    """Return the tests that the page names below each heading."""
     sections = re.split(r"^### (.+)$", PAGE, flags=re.MULTILINE)
     texts = dict(zip(sections[1::2], sections[2::2], strict=True))
     return {heading: re.findall(r"`(tests/[\w/]+\.py::\w+)`", text) for heading, text in texts.items()}
@@ -73,5 +73,6 @@ def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piec
         check=False,
     )
     name = test.partition("::")[2]
-    assert run.returncode == 1, run.stdout  # 1: tests failed; whatever else went wrong has another status
+    # Exit status 1 means that tests failed. Other errors have another status.
+    assert run.returncode == 1, run.stdout
     assert re.search(rf"^FAILED tests/[\w/]+\.py::{name}\b", run.stdout, re.MULTILINE), run.stdout

@@ -1,19 +1,19 @@
-"""What other libraries get wrong, and this one must not. Each test names who fails it.
+"""Faults of other libraries that jax_lossscale must not have. The name of each test names libraries with the fault.
 
  1. A growth step returns the exact gradient.
- 2. Every field survives flatten and unflatten.
- 3. 160 NaN steps, then a healthy one: parameters finite, gradient not zero.
+ 2. Every field survives flattening and unflattening.
+ 3. After 160 NaN steps, the parameters are finite, and a step with finite gradients works.
  4. Unscaling is exact at every scale up to the largest finite float32.
- 5. Float16 gradients with float32 parameters under Adam.
+ 5. Adam works with float16 gradients and float32 parameters.
  6. The first step with a float16 loss is not skipped by default.
- 7. The true loss is returned on an overflow step.
- 8. One shard overflows: all shards skip, with one scale.
- 9. Trees with float0, integers, None, random keys and complex numbers.
-10. One compilation over many steps from the default constructor.
-11. Growth exactly at N.
-12. Zero float16 gradients through Adam never become NaN updates.
-13. `optax.MultiSteps` inside and outside: one bad micro-batch never poisons the window.
-14. A fresh state can be donated: no two leaves share a buffer.
+ 7. An overflow step returns the unscaled loss.
+ 8. If one shard overflows, all shards skip the step and have the same scale.
+ 9. Pytrees may contain float0, integers, None, random keys and complex numbers.
+10. Many steps need one compilation if the loss scale comes from the default constructor.
+11. The scale grows after exactly N steps.
+12. Zero float16 gradients never become NaN updates in Adam.
+13. With `optax.MultiSteps` inside or outside, one nonfinite micro-batch does not affect the window.
+14. An initial state can be donated, because no two leaves share a buffer.
 """
 
 import warnings
@@ -114,7 +114,7 @@ def test_07_the_true_loss_is_returned_on_an_overflow_step__flax_makes_nan_of_a_f
     def loss_fn(params):
         return jnp.sum(params.astype(jnp.float16) * 100).astype(dtype)
 
-    loss_scale = jls.DynamicLossScale(max_loss_scale=2.0**15)  # more, float16 cannot carry
+    loss_scale = jls.DynamicLossScale(max_loss_scale=2.0**15)  # float16 cannot represent a larger scale.
     value, grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(jnp.ones(2))
     assert not jls.all_finite(grads)
     assert value == 200.0
@@ -197,7 +197,8 @@ def test_13_one_bad_micro_batch_inside_multi_steps_is_dropped_alone__multi_steps
     tx = jls.loss_scaled(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2), jls.DynamicLossScale(8.0))
     params = jnp.float32(0.0)
     state = tx.init(params)
-    for scaled in 8.0, jnp.inf, 12.0:  # of scale 8, the bad one lowers it to 4
+    # The gradients are scaled by 8 until the nonfinite gradient lowers the scale to 4.
+    for scaled in 8.0, jnp.inf, 12.0:
         params, state = tx.update_and_apply(jnp.float32(scaled), state, params)
     assert params == -(8.0 / 8 + 12.0 / 4) / 2
     assert jls.get_loss_scale(state)() == 4.0
@@ -219,7 +220,7 @@ def test_13_one_bad_micro_batch_outside_does_not_poison_the_window__multi_steps(
 def test_14_a_fresh_state_can_be_donated__optax_once_shared_buffers(loss_scale):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     params = {"kernel": jnp.ones((128, 128))}
-    for _ in range(2):  # the transformation keeps nothing that was donated
+    for _ in range(2):  # In the second iteration, the transformation must not use donated buffers.
         state = tx.init(params)
         pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
         assert len(set(pointers)) == len(pointers)

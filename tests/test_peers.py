@@ -1,9 +1,8 @@
-"""The table of `docs/differences.md`: what every cell says is what the library in its column does when it is run.
+"""Each cell in the table of `docs/differences.md` describes the actual behavior of the library in its column.
 
-`peers` has a module a library with a function a question, each of which returns what came of it in the table's words.
-What needs a package that is not installed here is skipped, and says so. To run all of it:
-``pip install torch==2.15.0 keras==3.15.1 tensorflow-cpu==2.21.0``, and
-``python -m pytest -m peers tests/test_peers.py``.
+`peers` contains one module per library, with one function per row. Each function runs the library and returns the words
+of the table. Tests of packages that are not installed are skipped. To run all tests, use ``pip install torch==2.15.0
+keras==3.15.1 tensorflow-cpu==2.21.0`` and ``python -m pytest -m peers tests/test_peers.py``.
 """
 
 import importlib
@@ -21,14 +20,14 @@ PAGE = (ROOT / "docs" / "differences.md").read_text()
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-LIBRARIES = {  # head of the column: the module of `peers`; the package and its version
+LIBRARIES = {  # The keys are the column headings. The values are the module in `peers`, the package and its version.
     "jax_lossscale": ("ours", "jax_lossscale", ""),
     "jmp 0.0.4": ("jmp_", "jmp", "0.0.4"),
     "flax 0.12 `DynamicScale`": ("flax_", "flax", "0.12"),
     "torch 2.15 `GradScaler`": ("torch_", "torch", "2.15"),
     "Keras 3.15 `LossScaleOptimizer`, on jax": ("keras_", "keras", "3.15"),
 }
-TABLE = {  # what is asked: the function that asks it; the answers, in the order of the columns
+TABLE = {  # The keys are the first cells of the rows. The values are the function and the cells of all columns.
     "grows after (N asked for)": ("growth", ["N", "N", "N + 1", "N", "N"]),
     "never lower than": (
         "floor",
@@ -109,18 +108,18 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
         ],
     ),
 }
-RECORDS = {  # of `golden`: the package and its version
+RECORDS = {  # The keys are files in `golden`. The values are the package and its version.
     "tf1_dynamic_loss_scale": ("tensorflow", "2.21"),
     "torch_grad_scaler": ("torch", "2.15"),
     "keras3_loss_scale_optimizer": ("keras", "3.15"),
 }
 
-# The packages' own warnings at import are not ours.
+# Importing other packages can cause warnings.
 pytestmark = [pytest.mark.ci, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def require(package, version):
-    """Skip, unless this version of the package is installed."""
+    """Skip the test unless this version of the package is installed."""
     pytest.importorskip(package, reason=f"{package} {version} is not installed", exc_type=ImportError)
     if package != "jax_lossscale":
         installed = importlib.metadata.version("tensorflow_cpu" if package == "tensorflow" else package)

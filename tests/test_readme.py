@@ -1,4 +1,4 @@
-"""The README's snippets run, top to bottom, in one namespace, as a reader would try them."""
+"""The code blocks of the README run in order, in one namespace."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_every_python_snippet_runs_and_prints_what_stands_below_it(capsys):
         printed[source] = capsys.readouterr().out
     assert namespace["loss"] > 0
     shown = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    # From the last snippet's opening fence on: the expression above starts at the first one.
+    # The regular expression starts at the first opening fence, so the source is the text after the last one.
     shown = [(source.rpartition("```python\n")[2], output) for source, output in shown]
     assert shown
     for source, output in shown:

@@ -1,4 +1,4 @@
-"""What a release says of itself in several places is the same in all of them."""
+"""Version numbers, dates and names of extras are consistent in all files."""
 
 import re
 import tomllib
@@ -25,7 +25,7 @@ def test_the_hosted_ci_runs_what_a_contributor_runs():
 
 
 def test_what_texts_and_errors_tell_to_install_exists():
-    """Extras as `.[name]` and "extra `name`", groups as `--group name` and "group `name`"."""
+    """Extras are written `.[name]` or "extra `name`", and groups are written `--group name` or "group `name`"."""
     folders = [ROOT / name for name in ("benchmarks", "docs", "examples", "jax_lossscale", "notebooks", "tests")]
     paths = [path for folder in folders for kind in ("*.py", "*.md") for path in folder.rglob(kind)]
     paths += [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "ci.yml", ROOT / "mkdocs.yml"]

@@ -1,4 +1,4 @@
-"""Numbers that pages take from ``benchmarks/results`` are those that stand there."""
+"""Numbers on pages and in the README equal the numbers in ``benchmarks/results``."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def rows(path, heading):
-    """The cells of the first table below a heading."""
+    """Return the cells of the first table below a heading."""
     lines = re.search(r"(?:^\|.*\n)+", path.read_text().partition(heading)[2], re.MULTILINE)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -45,7 +45,7 @@ def test_what_the_readme_begins_with():
     assert f"[{number(ours[1])} times as long]" in start
 
 
-# The row of README: that of the benchmark.
+# The keys are rows of the README, and the values are rows of the benchmark.
 CONTENDERS = {
     '`update_and_apply`, `"auto"`': "ours, update_and_apply, 'auto'",
     '`update_and_apply`, `"dynamic"`': "ours, update_and_apply",
@@ -76,7 +76,7 @@ def test_what_moves_between_devices():
         assert [f"{moved[layout, way]:.0f}" for way in ways] == cells, layout
 
 
-# The row of the page: the rows of the benchmark.
+# Each list contains the rows of the benchmark that a row of the page combines.
 MIXED = [
     ["2^8, noise 3", "2^8, noise 3.5", "2^8, noise 4"],
     ["2^16, noise 4"],
@@ -93,7 +93,7 @@ MIXED = [
 
 
 def least_to_most(values):
-    """Rounded, as the page has it."""
+    """Return the rounded range of the values in the notation of the page."""
     least, most = f"{min(values):.0f}", f"{max(values):.0f}"
     return least if least == most else f"{least} to {most}"
 

@@ -1,4 +1,4 @@
-"""The leaf rule, and the tree functions that follow from it."""
+"""The leaves that scaling, unscaling, casting and selection of pytrees change, and the results."""
 
 import dataclasses
 from fractions import Fraction
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.as_for_users
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 LARGEST_APPLIED = 2.0**126
 
-# A leaf, made with x64 enabled; and the dtype in which it is unscaled, None where it is left untouched.
+# Each entry contains a function that creates a leaf with x64 enabled, and the dtype of the unscaled leaf. The dtype is
+# None if the leaf is not changed.
 LEAVES = {
     "python float": (lambda: 1.0, "float64"),
     "python complex": (lambda: 1 + 0j, "complex128"),
@@ -120,7 +121,7 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
 @pytest.mark.parametrize(
     ("dtype", "leaf", "scale", "expected"),
     [
-        ("float16", 0.0, 2.0**16, 0.0),  # a float16 scale of 2**16 would be inf, and 0 * inf NaN
+        ("float16", 0.0, 2.0**16, 0.0),  # 2**16 is infinite in float16, so 0 * 2**16 would be NaN.
         ("float16", -0.0, 2.0**16, -0.0),
         ("float16", 2.0**-10, 2.0**16, 2.0**6),
         ("float16", 2.0**-24, 2.0**24, 1.0),
@@ -128,7 +129,7 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
         ("float16", -np.inf, 2.0, -np.inf),
         ("float16", np.nan, 2.0, np.nan),
         ("bfloat16", 1.0, 2.0**126, 2.0**126),
-        ("bfloat16", 1.0, 2.0**127, 2.0**126),  # no scale beyond is applied
+        ("bfloat16", 1.0, 2.0**127, 2.0**126),  # 2**126 is the largest applied scale.
         ("float8_e5m2", 1.0, 2.0**16, np.inf),
         ("float8_e5m2", 0.0, 2.0**127, 0.0),
         ("float8_e4m3fn", 0.0, 2.0**127, 0.0),
@@ -160,18 +161,18 @@ def test_unscale_keeps_what_is_not_finite_and_nothing_more(leaf, expected):
 
 
 def unscale_eagerly(leaf, scale):
-    """Through the public interface, at any positive scale, with one compilation for all of them."""
+    """Unscale with the public interface. The scale is a leaf, so all scales share one compiled program."""
     anywhere = jls.DynamicLossScale(min_loss_scale=2.0**-126)
     return dataclasses.replace(anywhere, current_loss_scale=jnp.float32(scale)).unscale(leaf)
 
 
 def unscale_by_a_constant(leaf, scale):
-    """The scale is known to the compiler, which may fold it."""
+    """Unscale under `jax.jit` with a constant scale, which the compiler may fold."""
     return jax.jit(lambda leaf: unscale_eagerly(leaf, scale))(leaf)
 
 
 def unscale_by_a_constant_argument(leaf, scale):
-    """Likewise, in a function of the user's own that is compiled within another."""
+    """Unscale in a nested `jax.jit` function whose scale is a constant of the outer function."""
     return jax.jit(lambda leaf: jax.jit(unscale_eagerly)(leaf, jnp.float32(scale)))(leaf)
 
 
@@ -185,11 +186,11 @@ MODES = pytest.mark.parametrize("unscale", UNSCALE.values(), ids=UNSCALE)
 
 
 def assert_quotient(unscale, leaf, scale, max_ulp=0):
-    """``leaf / scale`` as NumPy has it, wherever that is zero or normal: subnormals are flushed by XLA on the CPU."""
+    """Compare ``leaf / scale`` with NumPy for zero or normal results. XLA flushes subnormals to zero on CPUs."""
     leaf, given, scale = np.asarray(leaf), scale, np.float32(np.clip(scale, FLOAT32_TINY, LARGEST_APPLIED))
     magnitude = np.abs(leaf.astype(np.float64)) / np.float64(scale)
     comparable = (magnitude == 0) | (magnitude >= FLOAT32_TINY)
-    if max_ulp:  # a distance from infinity is none
+    if max_ulp:  # The distance from infinity in units in the last place is undefined.
         comparable &= magnitude <= FLOAT32_MAX / 2
     with np.errstate(over="ignore", under="ignore"):
         expected = (leaf.astype(np.float32) / scale)[comparable]
@@ -201,8 +202,9 @@ def assert_quotient(unscale, leaf, scale, max_ulp=0):
         np.testing.assert_array_equal(actual, expected)
 
 
-EXPONENTS = np.arange(-126, 128)  # of every power of two that a loss scale can be set to
-GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), np.arange(-126, 128, 7)).ravel()  # normal, over all of float32
+EXPONENTS = np.arange(-126, 128)  # exponents of all possible power-of-two loss scales
+# normal numbers over the range of float32
+GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), np.arange(-126, 128, 7)).ravel()
 
 
 @pytest.mark.parametrize("mode", ["eager", "jit"])
@@ -262,7 +264,7 @@ def test_what_is_scaled_is_unscaled_with_the_same_scale_wherever_it_stands(scale
     np.testing.assert_array_equal(loss_scale.unscale(grads), leaf)
 
 
-# What is compiled: a function of a tree, with the scale and the predicate already on the device.
+# Each function is compiled. The scale and the predicate are already on the device.
 COMPILED = {
     "scale": jls.FixedLossScale(2).scale,
     "unscale": jls.FixedLossScale(2).unscale,
@@ -275,9 +277,10 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_eager_call_is_one_program_compiled_once(name, compilations):
-    # Shapes that occur nowhere else, so that anything run on its own would have to be compiled.
+    # These shapes occur nowhere else, so a separate operation would cause a compilation.
     tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
-    COMPILED[name](np.float32(1))  # the constants, which under x64 JAX compiles once for each dtype
+    # This call compiles constants, which JAX compiles once per dtype under x64.
+    COMPILED[name](np.float32(1))
     before = len(compilations)
     for _ in range(2):
         COMPILED[name](tree)
@@ -291,7 +294,7 @@ def test_within_a_users_jit_everything_is_inlined(name):
     calls = [
         equation for equation in equations if str(equation.primitive) in {"jit", "pjit", "closed_call", "core_call"}
     ]
-    assert {call.params["name"] for call in calls} <= {"_where"}  # of `jnp.where` itself
+    assert {call.params["name"] for call in calls} <= {"_where"}  # `jnp.where` contains a nested call.
 
 
 FLOAT0 = np.zeros(2, jax.dtypes.float0)
@@ -406,11 +409,11 @@ def test_select_tree_refuses_two_structures(on_true, on_false):
 
 
 def test_cast_floating_leaves_the_floats_of_python_alone():
-    """Such as a dropout rate, on which code of the user's own may branch."""
+    """A Python float may be a dropout rate, for example, on which user code may branch."""
     model = {"weights": jnp.ones(2), "rate": 0.5, "numpy": np.float64(0.5)}
     cast = jls.cast_floating(model, jnp.float16)
     assert cast["rate"] is model["rate"]
-    assert cast["weights"].dtype == cast["numpy"].dtype == jnp.float16  # a scalar of NumPy has a dtype to be cast
+    assert cast["weights"].dtype == cast["numpy"].dtype == jnp.float16  # NumPy scalars have a dtype and are cast.
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16", np.float32, np.dtype(np.float16), jnp.float8_e4m3fn])
@@ -473,11 +476,11 @@ def test_cast_floating_asks_of_floating_leaves_only():
     assert sorted(asked) == sorted(FLOATING)
 
 
-# Leaves on several devices, as the stages of a pipeline are.
+# --- Leaves on different devices, as in pipeline parallelism ---
 
 
 def across_devices():
-    """Four leaves on each of two devices and on a mesh of three others, one of NumPy, and one that goes anywhere."""
+    """Return leaves on two devices, on a mesh of three other devices, in NumPy, and on the default device."""
     mesh = jax.sharding.Mesh(jax.devices()[2:5], "x")
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     places = {"first": jax.devices()[0], "second": jax.devices()[1], "mesh": replicated}

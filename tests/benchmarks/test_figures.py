@@ -1,4 +1,4 @@
-"""The figures of the pages that the benchmarks draw: their legends, and what their axes say."""
+"""Legends and axis labels of the benchmark figures on the pages."""
 
 from types import SimpleNamespace
 
