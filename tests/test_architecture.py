@@ -99,12 +99,12 @@ def known_layers(path):
 
 
 @pytest.mark.parametrize("path", sorted(MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
+def test_layers_import_only_lower_layers(path):
     layer = layer_of(MODULES[path])
     assert set(known_layers(path)) <= LAYERS[layer] | ({layer} - {""})
 
 
-def test_modules_of_the_diagnostics_import_only_modules_before_them():
+def test_diagnostics_modules_import_only_preceding_modules():
     directory = PACKAGE / "diagnostics"
     assert {path.stem for path in directory.rglob("*.py")} == {"__init__", *DIAGNOSTICS}
     for index, module in enumerate(DIAGNOSTICS):
@@ -113,7 +113,7 @@ def test_modules_of_the_diagnostics_import_only_modules_before_them():
         assert modules <= {*DIAGNOSTICS[:index]}, module
 
 
-def test_no_imports_run_in_a_circle():
+def test_imports_have_no_cycles():
     """Imports for type checkers count as well."""
     names = {path: module.removesuffix(".__init__") for path, module in MODULES.items()}
     imported = {name: {n for n in imported_names(path) if is_module(n)} - {name} for path, name in names.items()}
@@ -121,7 +121,7 @@ def test_no_imports_run_in_a_circle():
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_loss_scale").glob("*.py")), ids=lambda path: path.name)
-def test_policies_do_not_know_one_another(path):
+def test_loss_scale_modules_do_not_import_each_other(path):
     siblings = {name.split(".")[2] for name in imported_names(path) if name.startswith("jax_lossscale._loss_scale.")}
     if path.stem in POLICY_BASE:
         assert siblings <= POLICY_BASE - {path.stem}
@@ -152,13 +152,13 @@ def run_python(code, *options, **environment):
     return completed.stdout
 
 
-def test_importing_brings_nothing_but_the_dependencies_and_what_they_bring():
+def test_import_loads_only_the_dependencies():
     dependencies = "import jax, jaxlib, optax, chex, numpy\n"
     before, after = (set(json.loads(run_python(code + DESCRIBE))) for code in (dependencies, "import jax_lossscale\n"))
     assert after - before - sys.stdlib_module_names == {"jax_lossscale"}
 
 
-def test_what_the_core_imports_is_named_among_the_dependencies():
+def test_imports_of_the_core_are_declared_dependencies():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     named = {re.match(r"\w+", dependency)[0] for dependency in project["dependencies"]}
     core = [path for path in MODULES if layer_of(MODULES[path]) not in ("demo", "interop", "plotting")]
@@ -167,7 +167,7 @@ def test_what_the_core_imports_is_named_among_the_dependencies():
     assert imported - sys.stdlib_module_names - {PACKAGE.name} <= named
 
 
-def test_importing_without_the_extras_is_silent_and_touches_no_device():
+def test_import_without_extras_gives_no_warning_and_uses_no_device():
     without_extras = f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
     # The platform does not exist, so any access to a device fails. The probe checks that it does.
     probe = "try: jax.devices()\nexcept RuntimeError: print('no device')\n"
@@ -200,7 +200,7 @@ def public_modules():
             yield info.name
 
 
-def test_no_error_tells_to_install_this_package_by_name():
+def test_no_message_recommends_installing_this_package_from_an_index():
     """The package is not in a package index, so extras can only be installed from a checkout."""
     for path in MODULES:
         assert re.findall(r"pip install [^`\n]*jax_lossscale", path.read_text()) == []
@@ -247,7 +247,7 @@ def section(docstring, *headings):
 
 
 @pytest.mark.parametrize("module", ["jax_lossscale", *public_modules()])
-def test_everything_public_is_documented(module):
+def test_public_names_and_parameters_are_documented(module):
     flaws = []
     for name, thing in documented(import_or_skip(module)):
         docstring = thing.__doc__ or ""
@@ -266,12 +266,12 @@ def test_everything_public_is_documented(module):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("path", [path for path in sorted(MODULES) if path.stem != "__main__"], ids=MODULES.get)
-def test_the_examples_run(path):
+def test_docstring_examples_run(path):
     module = import_or_skip(MODULES[path].removesuffix(".__init__"))
     assert doctest.testmod(module).failed == 0
 
 
-def test_every_public_function_and_loss_scale_has_an_example():
+def test_public_functions_and_loss_scales_have_examples():
     names = [name for name, thing in documented(jls) if inspect.isfunction(thing) or issubclass(thing, jls.LossScale)]
     without = [name for name in names if "." not in name and ">>>" not in getattr(jls, name).__doc__]
     assert without == ["LossScale"]  # The abstract class needs no example.

@@ -59,7 +59,7 @@ def packages(page):
         for package in packages(page)
     ],
 )
-def test_the_blocks_of_a_page_run(page, package, capsys):
+def test_code_blocks_run_and_print_the_shown_output(page, package, capsys):
     needs = PAGE_NEEDS.match(page.read_text())
     for needed in [*(needs[1].split(", ") if needs else []), *([package] if package else [])]:
         import_or_skip(needed)
@@ -82,7 +82,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"], ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_existing_targets(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -92,7 +92,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_tests_that_a_page_names_exist(page):
+def test_tests_named_on_pages_exist(page):
     """Pages refer to tests as ``tests/file.py::test_name`` in backticks."""
     for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         source = (DOCS.parent / path).read_text()
@@ -129,17 +129,17 @@ def public_names():
 @pytest.mark.parametrize(
     "page", [*PAGES, *DOCS.parent.glob("*.md"), DOCS.parent / "examples" / "README.md"], ids=name_of
 )
-def test_every_fence_is_closed(page):
+def test_code_fences_are_closed(page):
     fences = re.findall(r"^\s*```(.*)$", page.read_text(), re.MULTILINE)
     assert len(fences) % 2 == 0
     assert set(fences[1::2]) <= {""}  # Closing fences have no language.
 
 
-def test_the_reference_lists_every_public_name_once():
+def test_api_reference_lists_every_public_name_once():
     assert sorted(listed_in_the_reference()) == sorted(public_names())
 
 
-def test_the_overview_of_the_reference_names_what_a_user_calls():
+def test_api_overview_names_every_public_function():
     overview = (API / "index.md").read_text()
     functions = {
         name.removeprefix("jax_lossscale.")
@@ -150,6 +150,6 @@ def test_the_overview_of_the_reference_names_what_a_user_calls():
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=name_of)
-def test_code_is_not_wider_than_a_page_of_the_site(page):
+def test_code_blocks_fit_the_width_of_the_site(page):
     lines = [line for match in BLOCK.finditer(page.read_text()) for line in match[3].splitlines()]
     assert [line for line in lines if len(line) > WIDEST_CODE] == []

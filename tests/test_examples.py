@@ -75,7 +75,7 @@ QUICK = ("sharded_training",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 )
-def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
+def test_example_trains_draws_a_figure_and_prints_results(name, tmp_path, capsys):
     run_here(name, "--steps", 2, "--figure", tmp_path / "figure.png")
     printed = numbers(capsys.readouterr().out)
     measures = load("compare").MEASURES[name]
@@ -86,7 +86,7 @@ def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-def test_the_readme_and_the_comparison_know_every_example():
+def test_readme_and_comparison_contain_every_example():
     page = (EXAMPLES / "README.md").read_text()
     assert set(re.findall(r"^python examples/(\w+)\.py", page, re.MULTILINE)) == {*NAMES, "compare"}
     assert sorted(load("compare").MEASURES) == NAMES
@@ -113,7 +113,7 @@ REACHED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_learns(name, tmp_path):
+def test_example_reaches_the_expected_result(name, tmp_path):
     load(name)
     printed = numbers(run_command(EXAMPLES / f"{name}.py", "--figure", tmp_path / "figure.png"))
     measure, lowest, highest = REACHED[name]
@@ -121,7 +121,7 @@ def test_an_example_learns(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_classifier_goes_on_to_the_bit_after_it_was_killed(tmp_path):
+def test_killed_classifier_resumes_bitwise_equal(tmp_path):
     program = (EXAMPLES / "linen_classifier.py", "--steps", 40, "--checkpoint-every", 10)
     never_killed = run_command(*program)
     run_command(*program, "--checkpoints", tmp_path, "--kill-at", 35, code=-9)
@@ -131,7 +131,7 @@ def test_the_classifier_goes_on_to_the_bit_after_it_was_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_bfloat16_makes_two_policies_of_one_and_float16_nearly_does_not(capsys):
+def test_float16_has_a_smaller_log_probability_mismatch_than_bfloat16(capsys):
     mismatch = {}
     for dtype in DTYPES:
         run_here("rl_float16", "--steps", 3, "--dtype", dtype)

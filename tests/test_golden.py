@@ -73,7 +73,7 @@ def is_power_of_two(value):
 @pytest.mark.parametrize(
     ("file", "case"), [pytest.param(file, i, id=f"{file}-{i}") for file in FILES for i in range(len(RECORDS[file]))]
 )
-def test_record_is_reproduced(file, case):
+def test_dynamic_scale_reproduces_the_record(file, case):
     record = RECORDS[file][case]
     loss_scale = FILES[file](record["config"])
     grads = np.where(record["finite"], np.float32(0.5), np.float32(np.nan))
@@ -93,7 +93,7 @@ def test_record_is_reproduced(file, case):
         assert hysteresis_left is None
 
 
-def test_records_are_complete():
+def test_number_and_length_of_the_records():
     assert {name: len(cases) for name, cases in RECORDS.items()} == {
         "tf1_dynamic_loss_scale": 20,
         "torch_grad_scaler": 20,

@@ -10,7 +10,7 @@ LARGEST_BYTES = 500_000  # The figures have 150 dpi.
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_as_it_ran(path):
+def test_notebook_contains_the_outputs_of_a_clean_run(path):
     """Every cell was executed once, in order, without an error or a warning, and the file is small."""
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

@@ -24,7 +24,7 @@ def promises():
 PROMISES = promises()
 
 
-def test_every_promise_has_limits_and_a_test_that_exists():
+def test_every_promise_has_limits_and_existing_tests():
     assert len(PROMISES) > 20
     for text in re.split(r"^### .+$", PAGE, flags=re.MULTILINE)[1:]:
         assert text.count("**Limits.** ") == text.count("**Test.** ") == 1
@@ -34,7 +34,7 @@ def test_every_promise_has_limits_and_a_test_that_exists():
             assert f"def {name}(" in (ROOT / path).read_text(), heading
 
 
-def test_there_is_a_way_to_break_each_promise_for_each_of_its_tests():
+def test_every_test_of_a_promise_has_a_change_that_breaks_it():
     assert {heading: len(breaks) for heading, breaks in BREAKS.items()} == {
         heading: len(tests) for heading, tests in PROMISES.items()
     }
@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("test", "file", "piece", "broken"), CASES)
-def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piece, broken, tmp_path):
+def test_test_fails_if_its_promise_is_broken(test, file, piece, broken, tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     for folder in "jax_lossscale", "tests", "benchmarks":
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)

@@ -131,7 +131,7 @@ def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_table_of_the_page_is_this_one():
+def test_table_on_the_page_equals_the_table_here():
     section = re.search(r"^# How it differs\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
     head, _, *rows = [cells(line) for line in section.splitlines() if line.startswith("|")]
     assert head == ["", *LIBRARIES]
@@ -141,7 +141,7 @@ def test_the_table_of_the_page_is_this_one():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("question", TABLE)
-def test_the_library_does_what_the_cell_says(question, library):
+def test_library_behaves_as_the_table_states(question, library):
     module, package, version = LIBRARIES[library]
     require(package, version)
     function, answers = TABLE[question]
@@ -150,7 +150,7 @@ def test_the_library_does_what_the_cell_says(question, library):
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_the_records_are_what_the_packages_still_do(record):
+def test_records_agree_with_the_installed_packages(record):
     require(*RECORDS[record])
     from peers import recorded
 

@@ -107,7 +107,7 @@ def write():
 
 
 @pytest.mark.parametrize("module", public_modules())
-def test_a_change_of_the_public_names_is_deliberate(module):
+def test_public_names_and_signatures_equal_the_file(module):
     try:
         now = described(module)
     except ImportError as error:
@@ -115,7 +115,7 @@ def test_a_change_of_the_public_names_is_deliberate(module):
     assert now == written()[module], "if this is meant, run `python tests/test_public_api.py`"
 
 
-def test_no_public_module_is_gone():
+def test_public_modules_equal_those_in_the_file():
     assert list(written()) == public_modules()
 
 

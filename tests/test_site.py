@@ -58,7 +58,7 @@ def read(page):
     return references
 
 
-def test_no_page_loads_anything_from_elsewhere(site):
+def test_pages_load_nothing_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -68,13 +68,13 @@ def test_no_page_loads_anything_from_elsewhere(site):
         assert not re.search(r"url\([\"']?(https?:)?//", style.read_text()), style
 
 
-def test_every_fence_became_a_block_of_code(site):
+def test_all_code_fences_are_rendered(site):
     """A fence that is not closed appears as text and turns the rest of the page into code."""
     for page in site.rglob("*.html"):
         assert "```" not in page.read_text(), page
 
 
-def test_every_figure_says_what_it_shows(site):
+def test_figures_have_alternative_texts(site):
     for page in site.rglob("*.html"):
         for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
             told = re.search(r'alt="([^"]*)"', picture)
@@ -82,7 +82,7 @@ def test_every_figure_says_what_it_shows(site):
             assert len(told[1]) > 25, (page, picture)
 
 
-def test_every_link_leads_to_a_page_and_to_a_place_in_it(site):
+def test_links_lead_to_existing_pages_and_anchors(site):
     """Links from names in backticks and links in notebooks are included."""
     pages = {page: read(page) for page in site.rglob("*.html") if page.name != "404.html"}
     for page, references in pages.items():
@@ -97,7 +97,7 @@ def test_every_link_leads_to_a_page_and_to_a_place_in_it(site):
                 assert anchor in pages[target].ids, (page, link)
 
 
-def test_names_in_backticks_lead_to_the_reference(site):
+def test_names_in_backticks_link_to_the_reference(site):
     text = (site / "guide" / "step" / "index.html").read_text()
     assert re.search(r'href="../../api/gradients/#jax_lossscale.value_and_scaled_grad"[^>]*><code>jls\.value', text)
     text = (site / "api" / "optimizer" / "index.html").read_text()
@@ -197,7 +197,7 @@ run()
 """
 
 
-def test_the_search_answers_what_readers_type(site):
+def test_search_finds_the_expected_page(site):
     node = shutil.which("node")
     if node is None:
         pytest.skip("There is no node, which the group `docs` brings.")

@@ -21,7 +21,7 @@ def number(cell):
     return float(re.match(r"[\d.]+", cell)[0])
 
 
-def test_what_is_predicted_for_an_h100():
+def test_predictions_for_an_h100():
     predicted = {
         (model, loss): (number(time), number(temporaries))
         for model, loss, time, _, temporaries, *_ in rows(RESULTS / "autocast.md", "### Training steps for an H100")
@@ -34,7 +34,7 @@ def test_what_is_predicted_for_an_h100():
         assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
 
 
-def test_what_the_readme_begins_with():
+def test_numbers_at_the_start_of_the_readme():
     start = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
     told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     time, temporaries = [sorted(float(row[column]) for row in told) for column in (1, 3)]
@@ -55,7 +55,7 @@ CONTENDERS = {
 }
 
 
-def test_what_the_step_costs():
+def test_cost_of_an_optimizer_step():
     told = {row[0]: row[1:] for row in rows(ROOT / "README.md", "## What it costs")}
     assert told.keys() == CONTENDERS.keys()
     for place, gradients in enumerate(["float32 gradients", "float16 gradients"]):
@@ -67,7 +67,7 @@ def test_what_the_step_costs():
             assert told[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
 
 
-def test_what_moves_between_devices():
+def test_data_movement_between_devices():
     moved = {(layout, way): number(cells[5]) for layout, way, *cells in rows(RESULTS / "collectives.md", "### Coll")}
     told = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
     ways = ("by hand", "autocast", "autocast, recompute=False", "autocast, table cast")
@@ -98,7 +98,7 @@ def least_to_most(values):
     return least if least == most else f"{least} to {most}"
 
 
-def test_the_limits_of_the_automatic_scale():
+def test_limits_of_the_automatic_scale():
     page = ROOT / "docs" / "choosing.md"
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
     told = rows(page, "**Rare kinds of batches.**")
@@ -114,11 +114,11 @@ def test_the_limits_of_the_automatic_scale():
     assert text.format(*map(least_to_most, unused)) in " ".join(page.read_text().split())
 
 
-def test_the_index_is_that_of_the_files():
+def test_index_of_the_results_is_current():
     assert {path.stem for path in RESULTS.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(RESULTS)
 
 
-def test_every_benchmark_has_a_module():
+def test_every_benchmark_has_an_existing_module():
     modules = [benchmark.module for benchmark in (BENCHMARKS | ON_REQUEST).values()]
     assert [module for module in modules if importlib.util.find_spec(f"benchmarks.{module}") is None] == []

@@ -60,7 +60,7 @@ UNTOUCHED = [name for name in LEAVES if name not in TOUCHED]
 
 @pytest.mark.parametrize("name", UNTOUCHED)
 @pytest.mark.parametrize("function", ["scale", "unscale", "cast_floating", "widen"])
-def test_untouched_leaves_are_the_same_objects(name, function):
+def test_other_leaves_are_returned_as_the_same_objects(name, function):
     functions = {
         "scale": jls.FixedLossScale(2).scale,
         "unscale": jls.FixedLossScale(2).unscale,
@@ -74,7 +74,7 @@ def test_untouched_leaves_are_the_same_objects(name, function):
     assert not _tree.is_inexact(leaf)
 
 
-def test_widen_takes_abstract_and_concrete_leaves_side_by_side():
+def test_widen_accepts_abstract_and_concrete_leaves():
     half = jnp.ones(2, jnp.float16)
     abstract, concrete = _tree.widen([jax.ShapeDtypeStruct((3,), jnp.bfloat16), half])
     assert (abstract.shape, abstract.dtype) == ((3,), jnp.float32)
@@ -83,12 +83,12 @@ def test_widen_takes_abstract_and_concrete_leaves_side_by_side():
     assert [leaf.dtype for leaf in kept] == ["float32", "float16"]
 
 
-def test_leaves_and_nones():
+def test_leaves_and_nones_contains_none():
     assert _tree.leaves_and_nones({"a": None, "b": [1, (None, 2)]}) == [None, 1, None, 2]
 
 
 @pytest.mark.parametrize("name", TOUCHED)
-def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(name):
+def test_scale_keeps_dtypes_and_unscale_returns_at_least_float32(name):
     make, wide_dtype = LEAVES[name]
     with enable_x64(True):
         leaf = make()
@@ -107,11 +107,11 @@ def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(
     [(1.0, "float32"), (np.float64(1), "float32"), (np.ones(2), "float32"), (1j, "complex64")],
     ids=["python float", "numpy float64 scalar", "numpy float64", "python complex"],
 )
-def test_without_x64_double_precision_becomes_single(leaf, dtype):
+def test_float64_leaves_become_float32_without_x64(leaf, dtype):
     assert jls.FixedLossScale(2).unscale(leaf).dtype == dtype
 
 
-def test_of_a_sparse_matrix_only_the_data_are_touched():
+def test_unscale_of_a_sparse_matrix_changes_only_its_data():
     matrix = sparse.BCOO((jnp.ones(2, jnp.float16), jnp.array([[0, 1], [2, 0]])), shape=(3, 3))
     unscaled = jls.FixedLossScale(4).unscale({"embedding": matrix})["embedding"]
     assert unscaled.indices is matrix.indices
@@ -139,7 +139,7 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
         ("complex64", complex(np.nan, 1), 4.0, complex(np.nan, 4)),
     ],
 )
-def test_scale(dtype, leaf, scale, expected):
+def test_scale_of_special_values(dtype, leaf, scale, expected):
     result = np.asarray(jls.FixedLossScale(scale).scale(jnp.array(leaf, dtype)))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result.astype(np.complex128), np.complex128(expected))
@@ -156,7 +156,7 @@ def test_scale(dtype, leaf, scale, expected):
         (np.nan, np.nan),
     ],
 )
-def test_unscale_keeps_what_is_not_finite_and_nothing_more(leaf, expected):
+def test_unscale_of_complex_and_nonfinite_values(leaf, expected):
     np.testing.assert_array_equal(jls.FixedLossScale(4).unscale(leaf), expected)
 
 
@@ -215,18 +215,18 @@ def test_unscale_is_exact_at_every_power_of_two(mode):
 
 @pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 15, 64, 100, 125, 126, 127])
 @pytest.mark.parametrize("mode", ["constant", "constant argument"])
-def test_unscale_is_exact_where_the_compiler_knows_the_scale(mode, exponent):
+def test_unscale_is_exact_for_constant_scales(mode, exponent):
     assert_quotient(UNSCALE[mode], GRID, 2.0**exponent)
 
 
 @MODES
 @pytest.mark.parametrize("scale", [FLOAT32_MAX, 3e38, 1e20, 3.0, 65504.0, 1.1])
-def test_unscale_is_within_two_ulp_elsewhere_up_to_the_largest_float32(unscale, scale):
+def test_unscale_by_other_scales_is_within_two_ulp(unscale, scale):
     assert_quotient(unscale, GRID, scale, max_ulp=2)
 
 
 @MODES
-def test_unscale_of_every_subnormal_float16(unscale):
+def test_unscale_is_exact_for_every_subnormal_float16(unscale):
     subnormals = np.arange(1, 2**10, dtype=np.uint16).view(np.float16)
     for scale in (1.0, 2.0**15, 2.0**100):
         assert_quotient(unscale, subnormals, scale)
@@ -252,7 +252,7 @@ def test_unscale_of_complex_values_is_exact(unscale, exponent):
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**126, 2.0**127, FLOAT32_MAX])
-def test_what_is_scaled_is_unscaled_with_the_same_scale_wherever_it_stands(scale):
+def test_scaling_and_unscaling_functions_apply_the_same_scale(scale):
     loss_scale = dataclasses.replace(jls.DynamicLossScale(), current_loss_scale=scale)
     leaf = np.float32([1.0, -1.25]) if scale > 1 else np.float32([2.0**100, -(2.0**100)])
     assert loss_scale() == np.float32(scale)
@@ -276,7 +276,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_an_eager_call_is_one_program_compiled_once(name, compilations):
+def test_eager_call_compiles_one_program_once(name, compilations):
     # These shapes occur nowhere else, so a separate operation would cause a compilation.
     tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
     # This call compiles constants, which JAX compiles once per dtype under x64.
@@ -288,7 +288,7 @@ def test_an_eager_call_is_one_program_compiled_once(name, compilations):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_within_a_users_jit_everything_is_inlined(name):
+def test_calls_are_inlined_under_jit(name):
     tree = [jnp.ones(3), jnp.ones((2, 2), jnp.float16), jnp.ones(2, jnp.complex64), jnp.arange(3)]
     equations = jax.make_jaxpr(COMPILED[name])(tree).jaxpr.eqns
     calls = [
@@ -332,7 +332,7 @@ def assert_same_leaf(actual, expected):
 
 @pytest.mark.parametrize("pred", [True, np.False_, jnp.array(True), jnp.array(False)], ids=repr)
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_select_tree(name, pred):
+def test_select_tree_for_each_leaf_type(name, pred):
     on_true, on_false = SELECTIONS[name]
     selected = jls.select_tree(pred, {"leaf": [on_true]}, {"leaf": [on_false]})
     assert_same_leaf(selected["leaf"][0], on_true if pred else on_false)
@@ -345,7 +345,7 @@ class NeverEqual:
         return False
 
 
-def test_select_tree_takes_leaves_that_are_equal_or_the_same():
+def test_select_tree_accepts_equal_or_identical_leaves():
     name, its_copy, odd = "adam", "".join(["ad", "am"]), NeverEqual()
     assert name is not its_copy
     assert jls.select_tree(True, [name, odd], [its_copy, odd]) == [name, odd]
@@ -383,18 +383,18 @@ def test_select_tree_under_jit_and_vmap():
     ],
     ids=lambda leaf: repr(leaf)[:20],
 )
-def test_select_tree_names_the_path_of_leaves_it_cannot_choose_between(on_true, on_false):
+def test_select_tree_error_names_the_path_of_different_leaves(on_true, on_false):
     with pytest.raises(ValueError, match=r"\['stats'\]\[1\]"):
         jls.select_tree(True, {"stats": [0.0, on_true]}, {"stats": [0.0, on_false]})
 
 
 @pytest.mark.parametrize("pred", [1, "yes", None, jnp.array([True, False])], ids=repr)
-def test_select_tree_refuses_what_is_no_boolean_scalar(pred):
+def test_select_tree_rejects_other_predicates(pred):
     with pytest.raises(ValueError, match=r"`select_tree\(pred=...\)` must be a boolean scalar"):
         jls.select_tree(pred, 1.0, 2.0)
 
 
-def test_select_tree_takes_equal_arrays_of_strings():
+def test_select_tree_accepts_equal_arrays_of_strings():
     names = np.array(["a", "b"])
     assert jls.select_tree(False, {"names": names}, {"names": names.copy()})["names"] is names
 
@@ -403,12 +403,12 @@ def test_select_tree_takes_equal_arrays_of_strings():
     ("on_true", "on_false"),
     [({"mean": 1.0}, {"var": 1.0}), ([1.0], (1.0,)), ([1.0], [1.0, 2.0]), ([None], [1.0])],
 )
-def test_select_tree_refuses_two_structures(on_true, on_false):
+def test_select_tree_rejects_different_structures(on_true, on_false):
     with pytest.raises(ValueError, match="same structure"):
         jls.select_tree(True, on_true, on_false)
 
 
-def test_cast_floating_leaves_the_floats_of_python_alone():
+def test_cast_floating_does_not_cast_python_floats():
     """A Python float may be a dropout rate, for example, on which user code may branch."""
     model = {"weights": jnp.ones(2), "rate": 0.5, "numpy": np.float64(0.5)}
     cast = jls.cast_floating(model, jnp.float16)
@@ -418,7 +418,7 @@ def test_cast_floating_leaves_the_floats_of_python_alone():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16", np.float32, np.dtype(np.float16), jnp.float8_e4m3fn])
 @pytest.mark.parametrize("name", TOUCHED)
-def test_cast_floating(name, dtype):
+def test_cast_floating_changes_the_dtype(name, dtype):
     with enable_x64(True):
         leaf = jnp.asarray(LEAVES[name][0]())
         cast = jls.cast_floating({"leaf": leaf}, dtype)["leaf"]
@@ -427,7 +427,7 @@ def test_cast_floating(name, dtype):
         np.testing.assert_array_equal(np.asarray(cast).astype(np.complex128), np.ones(leaf.shape))
 
 
-def test_the_gradient_of_a_cast_is_that_of_the_master_weights():
+def test_gradient_of_a_cast_has_the_dtype_of_the_argument():
     grads = jax.grad(lambda w: jls.cast_floating(w, jnp.float16).sum().astype(jnp.float32))(jnp.ones(3, jnp.float32))
     np.testing.assert_array_equal(grads, np.ones(3, np.float32), strict=True)
 
@@ -454,7 +454,7 @@ WHERE = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", WHERE)
-def test_cast_floating_where(name, compiled):
+def test_cast_floating_with_where(name, compiled):
     where, expected = WHERE[name]
     cast = jls.cast_floating(MIXED, jnp.bfloat16, where=where)
     if compiled:
@@ -470,7 +470,7 @@ def test_cast_floating_where(name, compiled):
     assert found == expected
 
 
-def test_cast_floating_asks_of_floating_leaves_only():
+def test_cast_floating_calls_where_only_for_floating_leaves():
     asked = []
     jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: asked.append(jax.tree_util.keystr(path)) or True)
     assert sorted(asked) == sorted(FLOATING)
@@ -489,7 +489,7 @@ def across_devices():
     return {"b": np.float16(2), **tree, "a": jnp.float16(3), "static": "relu", "frozen": None}
 
 
-def test_leaves_stay_on_their_devices_one_dispatch_a_device(monkeypatch):
+def test_leaves_stay_on_their_devices_with_one_dispatch_per_device(monkeypatch):
     calls = []
     for name in "_widen", "_cast":
         compiled = getattr(_tree, name)

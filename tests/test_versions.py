@@ -54,7 +54,7 @@ def is_there(name):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_package_uses_only_names_that_this_jax_has(path):
+def test_package_uses_only_names_of_the_installed_jax(path):
     assert [name for name in dict.fromkeys(dotted_names(path)) if not is_there(name)] == []
 
 
@@ -65,7 +65,7 @@ def test_each_fallback_is_still_needed():
     assert [version for version in needed_before if as_numbers(version) <= as_numbers(OLDEST["jax"])] == []
 
 
-def test_the_readme_and_the_classifiers_say_the_same_versions():
+def test_readme_and_classifiers_state_the_same_versions():
     readme = (ROOT / "README.md").read_text()
     assert f"jax {OLDEST['jax'].removesuffix('.0')} or newer" in " ".join(readme.split())
     assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or newer" in " ".join(readme.split())

@@ -40,7 +40,7 @@ def no_loss_scale(gradients):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_float32_learns_and_float16_under_the_found_policy_ends_where_it_does(name):
+def test_float16_with_the_found_policy_reaches_the_loss_of_float32(name):
     workload = small(name)
     exact = training.compile_training(workload, jnp.float32, no_loss_scale)(seed=0)
     begun = float(jax.jit(workload.evaluate)(*training.begin(workload, 0)))
