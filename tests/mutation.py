@@ -63,7 +63,7 @@ KILLED, KILLED_IN_CI = 1, 2  # Exit status if a test of the README's test comman
 PASSED = (0, 5)  # Exit status of pytest if all tests pass, or if there are no tests.
 IN_CI = "not slow and not peers"
 OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts=")
-FIRST = 12  # number of tests that run first because they detected other mutants
+FIRST = 12  # This number of tests, which detected other mutants, run first.
 # Modules that are imported before the fork, because importing them takes longer than most tests.
 SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
@@ -151,7 +151,8 @@ def changed(node, **fields):
 def lines_of_statements(source):
     """Map each line to the lines of its statement. For a block, these are the lines of its header."""
     found = {}
-    for node in ast.walk(ast.parse(source)):  # `ast.walk` visits outer statements first.
+    # `ast.walk` visits outer statements first, so the lines of inner statements replace those of outer statements.
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt):
             end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
             lines = range(node.lineno, max(node.lineno, end) + 1)

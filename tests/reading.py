@@ -23,7 +23,7 @@ def is_multiplication(eqn):
     left, right = (np.array(atom.aval.shape, object) for atom in eqn.invars[:2])
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     numbers = numbers.dot_dimension_numbers if numbers else eqn.params["dimension_numbers"]
-    if hasattr(numbers, "rhs_spec"):  # dimension numbers of a convolution
+    if hasattr(numbers, "rhs_spec"):  # Only the dimension numbers of a convolution have this attribute.
         return all(right[list(numbers.rhs_spec[1:])] == 1)
     return all(left[list(numbers[0][0])] == 1)
 

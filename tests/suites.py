@@ -69,7 +69,7 @@ PROJECTS = {
     "lineax": ("lineax", ["tests/test_*.py"]),
     "numpyro": ("numpyro", ["test/**/test_*.py"]),
     "distrax": ("distrax", ["distrax/**/*_test.py"]),
-    "planted": ("jax", ["test_*.py"]),  # the project that `test_suites.py` creates
+    "planted": ("jax", ["test_*.py"]),  # `test_suites.py` creates this project.
 }
 OPTIONS = ("-q", "--no-header", "--tb=short", "-p", "suites_shim", "-p", "no:cacheprovider", "-W", "ignore")
 OPTIONS += ("--continue-on-collection-errors", "-o", "addopts=")
@@ -194,7 +194,7 @@ def differences_in(records):
             yield "shim", f"error of the shim: {record['error of the shim'].splitlines()[-1][:300]} [{record['test']}]"
 
 
-MINUTES = 4  # minutes of each process
+MINUTES = 4  # Each process runs for about this number of minutes.
 COUNTED = ("tests", "programs", "values", "gradients")
 OUTCOMES = ("as with jit", "sensitive", "rounding", "overflow")
 KINDS = ("crash", "trace", "exact", "assertion", "numbers", "shim")

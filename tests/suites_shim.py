@@ -48,7 +48,7 @@ AT_ONCE = ("vjp", "jvp", "linearize")
 LOOPS = ("associative_scan", "cond", "custom_linear_solve", "custom_root", "fori_loop", "map", "scan", "switch")
 LOOPS += ("while_loop",)
 NUMBERS_CHECKS = ("numbers", "numbers of the gradient")
-SECONDS = 40  # time limit of a test
+SECONDS = 40  # This is the time limit of a test in seconds.
 LARGEST = 200_000  # For jaxprs with more characters, only the types are compared.
 
 
@@ -137,7 +137,7 @@ class Traced:
 
     jaxpr: Any
     structure: str
-    is_array: list  # for each result, whether it is an array or a Python number
+    is_array: list  # Each entry states whether a result is an array or a Python number.
     inputs: list
 
     def difference(self, other):

@@ -46,7 +46,8 @@ LAYERS = {
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
-    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},  # `__init__.py` of the package
+    # The empty name stands for `__init__.py` of the package.
+    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},
 }
 # Modules in `_loss_scale` that the modules with the loss-scale classes may import.
 POLICY_BASE = {"base", "bounded", "powers"}
@@ -114,7 +115,7 @@ def test_diagnostics_modules_import_only_preceding_modules():
 
 
 def test_imports_have_no_cycles():
-    """Imports for type checkers count as well."""
+    """Imports that are only used by type checkers count as well."""
     names = {path: module.removesuffix(".__init__") for path, module in MODULES.items()}
     imported = {name: {n for n in imported_names(path) if is_module(n)} - {name} for path, name in names.items()}
     graphlib.TopologicalSorter(imported).prepare()  # `prepare` raises if there is a cycle.

@@ -15,8 +15,9 @@ import pytest
 
 import jax_lossscale as jls
 
-NO_FLOOR = 2.0**-126  # the smallest valid `min_loss_scale`
-ULP = 2.0**-23  # upper bound of a unit in the last place of a float32, relative to the number
+NO_FLOOR = 2.0**-126  # This is the smallest valid `min_loss_scale`.
+# A unit in the last place of a float32 is at most this fraction of the number.
+ULP = 2.0**-23
 
 
 def from_tf1(config):

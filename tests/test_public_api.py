@@ -29,7 +29,8 @@ def described(module):
     thing = importlib.import_module(module)
     names = getattr(thing, "__all__", None) or [name for name in vars(thing) if is_made_in(thing, name)]
     lines = [line for name in sorted(names) for line in description(name, getattr(thing, name))]
-    if module == "jax_lossscale":  # the functions of the transformation that `loss_scaled` returns
+    # The file also contains the functions of the transformation that `loss_scaled` returns.
+    if module == "jax_lossscale":
         functions = thing.loss_scaled(optax.identity())
         lines += [f"loss_scaled().{name}{signature(getattr(functions, name))}" for name in TRANSFORMATION]
     return lines

@@ -202,8 +202,8 @@ def assert_quotient(unscale, leaf, scale, max_ulp=0):
         np.testing.assert_array_equal(actual, expected)
 
 
-EXPONENTS = np.arange(-126, 128)  # exponents of all possible power-of-two loss scales
-# normal numbers over the range of float32
+EXPONENTS = np.arange(-126, 128)  # These are the exponents of all power-of-two loss scales.
+# The grid covers the range of normal float32 numbers.
 GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), np.arange(-126, 128, 7)).ravel()
 
 

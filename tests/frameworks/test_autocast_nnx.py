@@ -32,7 +32,7 @@ class Network(nnx.Module):
         self.num_calls += 1
         x = self.dropout(nnx.relu(self.norm(self.dense(x))))
         x = x + self.attention(x[None])[0]
-        self.hidden = nnx.Intermediate(x)  # a new variable in the first call
+        self.hidden = nnx.Intermediate(x)  # The first call creates a new variable.
         return self.readout(x)
 
 
@@ -139,7 +139,7 @@ def test_autocast_rejects_changing_a_module_that_is_not_an_argument():
     model = Network()
     with pytest.raises(ValueError, match="Make the module an argument of the function"):
         jls.autocast(lambda x: model(x))(X)
-    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # a module without variables that change
+    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # The forward pass of this module changes no variables.
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 

@@ -103,7 +103,7 @@ def test_argnums_batch_argnums_aux_and_keyword_arguments():
     )
     expected = jax.grad(fun, argnums=(1, 0), has_aux=True)(2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5)[0]
     jax.tree.map(lambda ours, whole: np.testing.assert_allclose(ours / 8, whole, rtol=1e-6), window.grads, expected)
-    # means over examples 0 and 2, and over examples 1 and 3
+    # The entries are means over examples 0 and 2, and over examples 1 and 3.
     np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])
 
 

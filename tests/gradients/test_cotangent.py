@@ -135,7 +135,6 @@ def test_float16_cotangent_underflows_if_unscaled_after_the_cast():
 
 @BOTH
 def test_scale_may_be_an_optimizer_state(function):
-    """The scale may be an optimizer state that contains a loss scale, as in `test_gradients.py`."""
     state = jls.loss_scaled(optax.sgd(0.1), 8).init(X)
     for make in (lambda f: f, lambda f: jax.jit(f, static_argnums=0)):
         found = make(pulled_back)(function, X, X, (state, optax.EmptyState()))
@@ -210,7 +209,7 @@ ORDERS = [modes for order in (1, 2, 3) for modes in itertools.product([jax.jacfw
 
 @pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
 def test_part_has_unscaled_derivatives_of_every_order_in_every_mode(modes):
-    """A part of a model may therefore contain derivatives, as in networks that solve differential equations."""
+    """A part of a model may itself contain derivatives, as in networks that solve differential equations."""
     actual, expected = lambda x: part(x, 2.0**30), lambda x: jnp.sin(x) ** 3
     for mode in modes:
         actual, expected = mode(actual), mode(expected)
@@ -228,7 +227,7 @@ def test_higher_derivatives_of_a_scaled_gradient_are_scaled_once(modes):
 def test_forward_mode_is_the_identity():
     for function in (jls.scale_gradient, jls.unscale_gradient):
         assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)
-        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # `X` has no tangent
+        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # `X` has no tangent.
         assert only_one[1][0] == 3.0
 
 

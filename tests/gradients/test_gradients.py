@@ -398,9 +398,9 @@ def test_gradient_function_created_outside_the_step_warns_once():
     def step(params, state):
         return gradient(params), state
 
-    gradient(3.0)  # an eager call, which must not warn
+    gradient(3.0)  # Eager calls must not warn.
     with pytest.warns(UserWarning, match="stays as it is now") as caught:
-        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice, because 3.0 is weakly typed
+        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # The function is traced twice, because 3.0 is weakly typed.
     assert len([warning for warning in caught if "stays as it is now" in str(warning.message)]) == 1
 
 

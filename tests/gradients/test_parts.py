@@ -11,7 +11,8 @@ import jax_lossscale as jls
 
 pytestmark = pytest.mark.ci
 
-UNITS = {"large": 1.0, "small": 2.0**-33}  # factor by which the loss and the gradients of each branch are multiplied
+# The loss of each branch, and therefore its gradients, are multiplied by this factor.
+UNITS = {"large": 1.0, "small": 2.0**-33}
 NUM_STEPS = 400
 OPTIMIZER = optax.adam(
     optax.cosine_decay_schedule(0.02, NUM_STEPS), eps=1e-30

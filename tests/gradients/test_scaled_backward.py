@@ -29,7 +29,7 @@ def nearly_equal(tree, expected, rtol=3e-3):
 
 
 JIT = pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
-GRADIENTS = {  # ways to compute gradients, each with its arguments
+GRADIENTS = {  # Each entry contains a way to compute gradients, and the arguments of the function.
     "jax.grad": (jax.grad, (PARAMS, X)),
     "value and gradient": (jax.value_and_grad, (PARAMS, X)),
     "of another argument": (partial(jax.grad, argnums=1), (PARAMS, X)),
@@ -207,7 +207,7 @@ def of_rows(loss):
     return lambda x: jnp.mean(loss(x[:, None]))
 
 
-HOLDERS = {  # ways in which a function can refer to its parameters
+HOLDERS = {  # In each entry, the function refers to its parameters in a different way.
     "an equinox module": lambda scaled, params, x: scaled(OfEquinox(params))(x),
     "a method of an equinox module": lambda scaled, params, x: scaled(OfEquinox(params).loss)(x),
     "an equinox module, mapped": lambda scaled, params, x: of_rows(scaled(jax.vmap(OfEquinox(params))))(x),

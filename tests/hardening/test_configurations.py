@@ -51,7 +51,7 @@ def beginning():
 
 def whole_run(params, state, x, flags):
     """Run five steps and return the parameters, the metrics and the results of each step."""
-    seen, compiled = [], jax.jit(lambda *args: step(*args))  # a new function, which is not in the cache of `jax.jit`
+    seen, compiled = [], jax.jit(lambda *args: step(*args))  # This new function is not in the cache of `jax.jit`.
     for is_spoiled in flags:
         params, state, is_finite, average = compiled(params, state, x, is_spoiled)
         seen.append((is_finite, average))

@@ -129,7 +129,7 @@ def test_deepspeed_grows_one_step_late_only_after_an_overflow():
 
 
 def test_name_table_agrees_with_the_megatron_code_block():
-    """The code block below the table is tested with the records."""
+    """Another test checks the code block below the table with the records."""
     rows = PAGE[PAGE.index("| jax_lossscale | torch |") :].partition("\n\n")[0].splitlines()
     column = [cell.strip() for cell in rows[0].split("|")].index("Megatron-LM")
     cells = [[cell.strip().partition(" = ")[0].strip("`") for cell in row.split("|")] for row in rows[2:]]

@@ -12,7 +12,7 @@ from kinds import F32_MAX, Dynamic, Fixed
 
 import jax_lossscale as jls
 
-OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # a NumPy scalar of dtype bfloat16
+OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # This is a NumPy scalar of dtype bfloat16.
 NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jnp.int32(8), jnp.array(8.0), OF_BFLOAT16]
 
 

@@ -162,7 +162,7 @@ def test_replace_rejects_a_concrete_scale_of_zero(batch):
 
 
 def test_replacing_the_configuration_keeps_the_state():
-    """Replacing the configuration keeps the state, even if the initial scale is replaced."""
+    """The state is also kept if the initial scale is replaced."""
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=64)
     assert (float(begun()), int(begun.num_good_steps), begun.initial_loss_scale) == (8, 1, 64)
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=8, increment_period=3)

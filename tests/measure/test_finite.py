@@ -22,10 +22,10 @@ BAD = (np.nan, np.inf, -np.inf)
         ("float8_e5m2", np.inf, False),
         ("float8_e5m2", np.nan, False),
         ("float8_e4m3", -np.inf, False),
-        ("float8_e4m3fn", np.nan, False),  # float8_e4m3fn has no infinity
+        ("float8_e4m3fn", np.nan, False),  # float8_e4m3fn has no infinity.
         ("float8_e4m3fnuz", np.nan, False),
         ("float8_e8m0fnu", np.nan, False),
-        ("float8_e4m3fn", 448.0, True),  # 448 is the largest float8_e4m3fn
+        ("float8_e4m3fn", 448.0, True),  # 448 is the largest number in float8_e4m3fn.
         ("float16", 65504.0, True),
         ("float16", 2.0**-24, True),
         ("bfloat16", -np.inf, False),
@@ -38,7 +38,7 @@ def test_all_finite_of_special_values_in_each_dtype(dtype, value, expected):
     assert jls.all_finite(jnp.full(3, value, dtype)).tolist() is expected
 
 
-SIZE = 2**20 + 7  # not a multiple of a vector, tile or block size
+SIZE = 2**20 + 7  # This size is not a multiple of a vector, tile or block size.
 POSITIONS = sorted(
     {0, SIZE - 1, SIZE // 2} | {block + offset for block in (8, 16, 128, 2**15, 2**20) for offset in (-1, 0, 1)}
 )

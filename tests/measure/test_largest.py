@@ -35,9 +35,9 @@ def oracle(tree, scale=1.0):
             wide = np.asarray(part).astype(np.float64)
             limit = np.finfo(np.float64 if part.dtype == np.float64 else np.float32).max
             with np.errstate(over="ignore"):
-                # `unscale` clips the scale to this range
+                # `unscale` clips the scale to this range.
                 wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)
-            if not (wide <= limit).all():  # False if the array contains a NaN
+            if not (wide <= limit).all():  # The comparison is False if the array contains a NaN.
                 return False, None
             largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
     return True, number(np.float32(min(largest_so_far, LARGEST_FLOAT32)))
@@ -114,7 +114,7 @@ def test_result_equals_numpy_for_random_leaves(dtype, data):
         assert as_numbers(finite[0], magnitude[0]) == oracle([leaf])
 
 
-POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # the smallest 23 powers are subnormal
+POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # The smallest 23 powers of two are subnormal.
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def test_largest_equals_that_of_the_unscaled_gradients_bitwise(scale):
         assert as_numbers(finite, magnitude) == (bool(finite), largest_there)
 
 
-SIZE = 2**17 + 7  # not a multiple of a vector, tile or block size
+SIZE = 2**17 + 7  # This size is not a multiple of a vector, tile or block size.
 POSITIONS = sorted({0, SIZE - 1, SIZE // 2} | {n + offset for n in (8, 16, 128, 2**15, 2**16) for offset in (-1, 0, 1)})
 
 
@@ -187,7 +187,7 @@ def test_one_element_of_one_of_many_leaves_is_found(read):
         for value in -3.0, BAD[n % 3]:
             leaf = tree[n].copy()
             leaf[(-1,) * leaf.ndim] = value
-            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # all other elements are 1
+            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # All other elements are 1.
 
 
 @every_reading
@@ -208,7 +208,8 @@ def test_one_leaf_is_found_if_small_leaves_do_not_fit_in_one_block(read):
         ([1.5, jnp.zeros(0)], (True, 1.5)),
         (complex(3, -4), (True, 4.0)),
         (float("nan"), (False, None)),
-        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),  # subnormal in float16, but normal in float32
+        # These numbers are subnormal in float16, but normal in float32.
+        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),
         (np.float32([-(2.0**-126)]), (True, 2.0**-126)),
     ],
     ids=lambda value: repr(value)[:30],

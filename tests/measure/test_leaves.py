@@ -39,7 +39,7 @@ def test_each_leaf_is_either_in_one_block_or_large():
     halves = [jnp.zeros(5, jnp.float16)]
     found = list(blocks([*leaves, *halves]))
     assert [block.dtype for block in found] == ["float32", "float32", "float16"]
-    assert found[0].size == 8 * 2**15  # the largest number of leaves that fit in one block
+    assert found[0].size == 8 * 2**15  # The block contains as many leaves as fit.
     expected = jnp.concatenate([leaf for leaf in leaves if leaf.size <= 2**15])
     np.testing.assert_array_equal(jnp.concatenate(found[:2]), expected)
     assert [leaf.size for leaf in large(leaves)] == [2**15 + 1] * 9

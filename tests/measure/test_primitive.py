@@ -16,7 +16,7 @@ import jax_lossscale as jls
 pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
 
 GOOD = np.ones((8, 16), np.float32)
-LARGE = np.ones((8, 2**13), np.float32)  # too large to be read in a block with other leaves
+LARGE = np.ones((8, 2**13), np.float32)  # This leaf is too large to be read in a block with other leaves.
 BAD = GOOD.copy()
 BAD[5, 3] = np.nan
 
@@ -100,7 +100,7 @@ def test_eval_shape_returns_a_boolean_scalar():
 
 
 MEMBERS = np.stack([GOOD, BAD, GOOD])
-MAPPED = {  # (in_axes, leaves, expected)
+MAPPED = {  # Each entry contains `in_axes`, the leaves and the expected results.
     "one leaf": ((0,), (MEMBERS,), [True, False, True]),
     "another axis": ((2,), (np.moveaxis(MEMBERS, 0, 2),), [True, False, True]),
     "a leaf that all share": ((0, None), (MEMBERS, GOOD), [True, False, True]),

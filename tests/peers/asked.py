@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
-PERIOD = 5  # number of finite steps after which a scale should grow
-HIGHEST_POWER = 2.0**127  # the largest power of two in float32
+PERIOD = 5  # A scale should grow after this number of finite steps.
+HIGHEST_POWER = 2.0**127  # This is the largest power of two in float32.
 
 
 def growth(scales):

@@ -60,7 +60,7 @@ def value():
 
     for dtype in jnp.float32, jnp.float16:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the warning that float16 cannot represent the scale
+            warnings.simplefilter("ignore")  # Ignore the warning that float16 cannot represent the scale.
             loss, grads = jls.value_and_scaled_grad(loss_fn, 2.0**16)(PARAMS, dtype)
         assert not jls.all_finite(grads)
         assert loss == 100

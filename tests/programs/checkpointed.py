@@ -91,7 +91,7 @@ class Checkpoints:
 
 
 def main():
-    signal.alarm(180)  # limits the run time in case the parent process has ended
+    signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
     say = functools.partial(print, flush=True)
     folder, waits = Path(sys.argv[1]), sys.argv[2:] == ["wait"]
     checkpoints = Checkpoints(folder)

@@ -160,7 +160,7 @@ STEP_MAKERS = {"under_jit": step_under_jit, "under_shard_map": step_under_shard_
 
 def main():
     port, number_of_processes, process, bad_shard = map(int, sys.argv[1:5])
-    signal.alarm(180)  # limits the run time in case the parent process has ended
+    signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(address, number_of_processes, process, coordinator_bind_address=address)

@@ -39,7 +39,7 @@ WAYS = {
 def main():
     port, number, process = map(int, sys.argv[1:4])
     leave, shard_of_batch = WAYS[sys.argv[4]], data_parallel.shard_of_batch
-    signal.alarm(180)  # limits the run time in case the parent process has ended
+    signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
 
     def shard_or_leave(step, shard, bad_shard):
         if step == LAST_STEP:

@@ -69,7 +69,7 @@ def test_transformation_unpacks_into_init_and_update():
 
 
 def test_deep_copy_is_equal_to_the_original():
-    """A copied train state therefore does not cause a recompilation."""
+    """If copies are equal, a copied train state does not cause a recompilation."""
     for tx in optax.adam(0.1), make():
         assert copy.deepcopy(tx) == tx
 

@@ -87,7 +87,7 @@ def test_step_equals_one_device_and_all_devices_skip_nonfinite_data(way, check_v
     )
 
     bad = BATCH.copy()
-    bad[11, 2] = np.nan  # an element of the shard of one device
+    bad[11, 2] = np.nan  # One device has a NaN in its shard.
     after, after_state, loss = step(params, state, jax.device_put(bad, rows))
     assert np.isnan(loss)
     jax.tree.map(np.testing.assert_array_equal, (after, after_state.inner_state), (params, state.inner_state))

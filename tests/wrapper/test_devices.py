@@ -40,7 +40,7 @@ def sharded_step(tx, axis_type):
         }
         good = jax.tree.map(lambda leaf: leaf * 8, params)
         spoiled = np.full((16, 4), 8, np.float32)
-        spoiled[11, 2] = np.nan  # one element of the shard of one device
+        spoiled[11, 2] = np.nan  # One device has a NaN in its shard.
         bad = {**good, "kernel": jax.device_put(spoiled, params["kernel"].sharding)}
         step = jax.jit(tx.update_and_apply)
         first = step(good, jax.jit(tx.init)(params), params)
@@ -79,7 +79,7 @@ def test_nonfinite_shard_skips_the_step_on_all_devices_under_shard_map(method, s
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
 
     def step(grads, losses, state, params):
-        if spec == P():  # data parallel: the user sums the gradients, and each device has its own loss
+        if spec == P():  # In data parallelism, the user sums the gradients, and each device has its own loss.
             grads = jax.lax.psum(grads.sum(), "shard") * jnp.ones(8)
         value = losses.sum()
         if method == "update_and_apply":
@@ -110,7 +110,7 @@ def test_nonfinite_shard_skips_the_step_on_all_devices_under_shard_map(method, s
 @pytest.mark.parametrize("method", ["update", "update_and_apply"])
 def test_each_device_decides_separately_without_axis_name(method, skip):
     """Values that are replicated before the step vary over devices after it, and both branches must declare that."""
-    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)  # no `axis_name`, so each device decides separately
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)  # Without `axis_name`, each device decides separately.
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
 
     def local_step(grads, state, params):
@@ -247,8 +247,8 @@ class Layout(NamedTuple):
     mesh: dict[str, int]
     batch: P
     params: dict[str, P]
-    gathers: int  # number of collectives of whole arrays in the model itself
-    verdicts: int  # number of different sets of mesh axes over which gradients are sharded
+    gathers: int  # The model itself contains this number of collectives of whole arrays.
+    verdicts: int  # Gradients are sharded over this number of different sets of mesh axes.
 
 
 LAYOUTS = {
@@ -372,7 +372,7 @@ def test_training_step_on_a_mesh_does_not_transfer_parameters_or_moments(layout,
     verdicts = [rest for _, rest in found if any(f"to_apply={name}," in f"{rest}," for name in maxima)]
     assert len(verdicts) == run.layout.verdicts
     moves = [kind for kind, _ in found if kind != "all-reduce"]
-    assert moves == ["all-gather"] * run.layout.gathers  # the all-gathers of the forward pass
+    assert moves == ["all-gather"] * run.layout.gathers  # The forward pass contains these all-gathers.
 
 
 @pytest.mark.parametrize("loss_scale", ["auto", None])

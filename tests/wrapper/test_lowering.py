@@ -32,7 +32,7 @@ def lowered(function, platforms, *args):
 
 
 class Branching(NamedTuple):
-    on: str  # "flag" or "platform"
+    on: str  # The value is "flag" or "platform".
     branches: int
     results: str
 
@@ -122,7 +122,7 @@ def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, s
         sum(math.prod(map(int, shape.split("x"))) for shape in words) / math.prod(LARGE),
         len([found for found in branchings(text) if found.on == "flag"]),
     )
-    # The numbers of elementwise `is_finite`, of sums, of conversions to integers per element and of conditionals.
+    # The counts are elementwise `is_finite` operations, sums, conversions to integers per element, and conditionals.
     assert counts == (0, 0, 1, 0)
     assert "custom_call" not in text
 

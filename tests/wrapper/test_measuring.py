@@ -102,7 +102,7 @@ def test_flag_and_largest_share_one_all_reduce_under_shard_map(check_vma):
 
 @pytest.mark.parametrize("values", [(1.0, 3.0), (1.0, np.nan), (np.nan, np.nan)], ids=str)
 def test_agree_returns_nan_if_one_device_has_nan(values):
-    """On some platforms, the minimum of a number and NaN is the number."""
+    """On some platforms, the minimum of a number and NaN is the number, so NaN needs special treatment."""
     shards = np.float32([values[0], values[1], *[0.5] * 6])
 
     def agreed(shard):

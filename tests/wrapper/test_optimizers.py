@@ -28,14 +28,14 @@ PARAMS = {
 }
 SCALE = 2.0**10
 STEPS = 5
-BAD_STEP = 2  # index, counted from 0
+BAD_STEP = 2  # Steps are counted from 0.
 
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2),
     "lbfgs": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-1e-2)),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
-    "polyak": lambda: optax.polyak_sgd(),  # requires the value of the loss
+    "polyak": lambda: optax.polyak_sgd(),  # `polyak_sgd` requires the value of the loss.
 }
 WRAPPERS = {
     "chain": lambda: optax.named_chain(("clip", optax.clip_by_global_norm(0.1)), ("sgd", optax.sgd(1e-2, 0.9))),
@@ -103,7 +103,7 @@ def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
         )
 
 
-HOLDERS = {  # wrappers around an optimizer, with or without loss scaling
+HOLDERS = {  # Each entry wraps an optimizer with or without loss scaling.
     "chain": lambda tx: optax.chain(optax.with_extra_args_support(optax.identity()), tx, optax.scale(0.5)),
     "named_chain": lambda tx: optax.named_chain(("step", tx), ("half", optax.scale(0.5))),
     # A mask with a False entry would be rejected.
@@ -166,7 +166,7 @@ def params_of(dtype):
     ],
 )
 def test_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
-    """A step therefore compiles once and can be the body of a scan."""
+    """If a step changes no types, it compiles once and can be the body of a scan."""
     with enable_x64(dtype == "float64"):
         tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), jls.DynamicLossScale(SCALE))
         assert_a_step_changes_no_type(tx, params_of(dtype))

@@ -87,7 +87,7 @@ def is_taken(port):
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_give_the_same_bits_as_one_process(number, tmp_path):
-    bad_shard = DEVICES // number  # the first shard of process 1
+    bad_shard = DEVICES // number  # This is the first shard of process 1.
     in_processes(number, bad_shard, tmp_path)
     for name, make_step in STEP_MAKERS.items():
         expected = in_this_process(make_step, bad_shard)
@@ -136,7 +136,7 @@ def test_other_processes_end_if_one_process_ends_or_freezes(how, who, tmp_path):
 @pytest.mark.parametrize("make_step", STEP_MAKERS.values(), ids=STEP_MAKERS)
 def test_training_run_has_skipped_steps_and_scale_growth_on_all_devices(make_step):
     expected = [
-        # scale, finite, applied, skipped
+        # The columns are the scale, `grads_finite`, `applied_steps` and `skipped_steps`.
         (2.0**10, True, 1, 0),
         (2.0**10, True, 2, 0),
         (2.0**11, True, 3, 0),

@@ -13,7 +13,7 @@ import pytest
 import jax_lossscale as jls
 
 PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
-GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # scaled by 8
+GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # The gradients are scaled by 8.
 BAD_GRADS = {**GRADS, "bias": jnp.float32(jnp.nan)}
 SCALE = jls.DynamicLossScale(8.0)
 CALLS = {"eager": lambda function: function, "jit": jax.jit}

@@ -24,7 +24,8 @@ import jax_lossscale.interop.flax
 # "auto" is equivalent to one of these, depending on the platform (see `test_lowering.py`).
 SKIPS = ["cond", "select"]
 PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
-GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}  # scaled by 8
+# The gradients are scaled by 8.
+GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}
 BAD_GRADS = {**GRADS, "bias": jnp.asarray([4.0, jnp.nan])}
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
 
@@ -333,7 +334,8 @@ def test_donating_a_state_does_not_delete_the_loss_scale_of_the_transformation()
 
 def test_initial_state_has_no_weakly_typed_leaves():
     """A weakly typed leaf could become strongly typed in the first step, and the second step would be traced again."""
-    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)  # as a user-defined loss scale may have them
+    # A user-defined loss scale may have weakly typed leaves.
+    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)
     state = jls.loss_scaled(optax.sgd(0.1), weak).init(PARAMS)
     assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 6
 
@@ -490,7 +492,7 @@ def test_init_warns_of_float16_parameters_if_gradients_are_checked():
     params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
     with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
         jls.loss_scaled(optax.sgd(0.1)).init(params)
-    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # no warning without a loss scale
+    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # Without a loss scale, there is no warning.
     jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
 
 
