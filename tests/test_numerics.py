@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("test", "file", "piece", "broken"), CASES)
-def test_test_fails_if_its_promise_is_broken(test, file, piece, broken, tmp_path):
+def test_promise_test_fails_if_the_promise_is_broken(test, file, piece, broken, tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     for folder in "jax_lossscale", "tests", "benchmarks":
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
