@@ -8,7 +8,7 @@ import jax
 import optax
 import pytest
 
-MORE_COLLECTIVES = "XLA does not join the all-reduces of the verdict, and may lay gradients out anew to read them"
+MORE_COLLECTIVES = "XLA does not combine the all-reduces of the finiteness check, and may reshard the gradients"
 FLOAT8S = (
     "float8_e3m4",
     "float8_e4m3",

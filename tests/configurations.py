@@ -34,11 +34,11 @@ WRAPPER = ("tests/wrapper/test_told.py",)
 # Each entry contains the environment variable, the tests, and the excluded tests. Excluded tests are given by a part of
 # their name, with the reason.
 CONFIGURATIONS = {
-    "x64": ("JAX_ENABLE_X64=1", CORE, {"without_x64": "says what is so without it"}),
+    "x64": ("JAX_ENABLE_X64=1", CORE, {"without_x64": "the test requires that x64 is disabled"}),
     "strict_promotion": (
         "JAX_NUMPY_DTYPE_PROMOTION=strict",
         CORE,
-        {"bitwise_equal_to_a_simple_implementation": "its program, a process of its own, runs Adam"},
+        {"bitwise_equal_to_a_simple_implementation": "the test runs Adam in a subprocess"},
     ),
     "leak_checks": ("JAX_CHECK_TRACER_LEAKS=1", WRAPPER, {}),
     "disable_jit": ("JAX_DISABLE_JIT=1", WRAPPER, {}),
@@ -52,7 +52,7 @@ def pytest_runtest_makereport(call):
     if call.excinfo is not None and call.excinfo.typename == "TypePromotionError":
         path = next(str(entry.path) for entry in reversed(call.excinfo.traceback) if "/jax/" not in str(entry.path))
         if not path.startswith(str(ROOT / "jax_lossscale")):
-            report.outcome, report.longrepr = "skipped", (path, 0, f"mixes dtypes itself: {path}")
+            report.outcome, report.longrepr = "skipped", (path, 0, f"this file itself mixes dtypes: {path}")
     return report
 
 
@@ -95,7 +95,7 @@ def main():
     names = sys.argv[1:] or list(CONFIGURATIONS)
     unknown = set(names) - set(CONFIGURATIONS)
     if unknown:
-        sys.exit(f"No such configuration: {', '.join(sorted(unknown))}. There are: {', '.join(CONFIGURATIONS)}.")
+        sys.exit(f"Unknown configuration: {', '.join(sorted(unknown))}. Choose from {', '.join(CONFIGURATIONS)}.")
     sys.exit(max(run(name) for name in names))
 
 

@@ -49,12 +49,19 @@ RESULTS = ROOT / ".mutation" / "results.json"
 LINES = ROOT / ".mutation" / "lines.json"
 EXPLAINED = ROOT / "tests" / "mutation_explained.json"
 SAVED = ROOT / "tests" / "mutation.md"
-HEAD = """# What tests notice of a broken core
+HEAD = """# Mutation testing of the core
 
-Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
-tests on each, and writes this page. "In CI" are those that a test noticed first which the README's command leaves out;
-"explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet. A file
-that was not run again has the row of the day on which it was.
+Each mutant is a copy of the package with one changed expression. `python tests/mutation.py --save` creates the mutants,
+runs the tests on each of them, and writes this page. The columns count mutants:
+
+- killed: a test failed.
+- killed in CI: the first test that failed is one that only CI runs, not the README's test command.
+- timed out: the tests did not end.
+- explained: the change has no effect, for the reason in `mutation_explained.json`.
+- survived: no test failed, and there is no reason.
+- not run: the mutant has not been tested yet.
+
+The column "run on" contains the date of the last run of a file.
 """
 CPU_SECONDS = 1800  # A mutant that needs more CPU seconds probably never ends, and its result is "timed out".
 HOURS = 2  # This wall-clock limit also ends a mutant that waits, for example because the machine is busy.
@@ -365,7 +372,7 @@ def measured_lines(jobs):
     found = {"tests": [], "run": {}}
     for child, place in zip(children, places, strict=True):
         if os.waitpid(child, 0)[1]:
-            sys.exit(f"The tests fail without a change:\n{(place.root / 'output').read_text()}")
+            sys.exit(f"The tests fail without a mutation:\n{(place.root / 'output').read_text()}")
         part, before = json.loads((place.root / "lines").read_text()), len(found["tests"])
         found["tests"] += part["tests"]
         for file, run in part["run"].items():
@@ -430,13 +437,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="files or folders below jax_lossscale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--save", action="store_true", help="write the table to tests/mutation.md, too")
-    parser.add_argument("--afresh", action="store_true", help="run again what is known, too")
+    parser.add_argument("--report", action="store_true", help="only print the known results")
+    parser.add_argument("--save", action="store_true", help="also write the table to tests/mutation.md")
+    parser.add_argument("--afresh", action="store_true", help="ignore all known results")
     given = parser.parse_args()
     files = files_of(given.names)
     if not files:
-        parser.error(f"tests are named for {', '.join(CORE)}")
+        parser.error(f"no file of the core has this name; choose from {', '.join(CORE)}")
     results = read(RESULTS)
     explained = read(EXPLAINED)
     known = {key for key, (outcome, *_) in results.items() if outcome != "survived"} | explained.keys()
@@ -475,7 +482,7 @@ def report(files, results, save):
         total += counts
     rows.append(("all", "", *(str(total[outcome]) for outcome in outcomes)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    print(table, *(unexplained or ["Of those that were run, no survivor is without a reason."]), sep="\n")
+    print(table, *(unexplained or ["All mutants that survived have a reason."]), sep="\n")
     if save:
         versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax", "optax"))
         SAVED.write_text(f"{HEAD}\n{date.today()}, {versions}.\n\n{table}")

@@ -41,11 +41,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 EXPLAINED = ROOT / "tests" / "suites_explained.json"
 SAVED = ROOT / "tests" / "suites.md"
-HEAD = """# Test suites of other projects, under autocast
+HEAD = """# Test suites of other projects under autocast
 
-`python tests/suites.py` runs the tests of other projects with every program under `autocast`, too, and with `--save`
-writes this page. The module describes the checks. "Compared" are the programs whose values, or gradients, were compared
-with those of the original program, once with the plan executed in float32 and once in float16.
+`python tests/suites.py` runs the tests of other projects, and executes every program under `autocast` as well. With
+`--save`, it writes this page. Its module docstring describes the checks. The columns "values" and "gradients" count the
+programs whose values or gradients were compared with those of the original program, once with the plan executed in
+float32 and once in float16.
 """
 # For each project, the name of its distribution and the patterns of its test files.
 PROJECTS = {
@@ -81,17 +82,19 @@ def main():
     parser.add_argument("checkout", nargs="?", type=Path)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fraction", type=float, default=1, help="of the programs whose numbers are compared")
-    parser.add_argument("--files", nargs="*", default=[""], help="only files whose path contains one of these")
+    parser.add_argument("--fraction", type=float, default=1, help="the fraction of programs whose values are compared")
+    parser.add_argument(
+        "--files", nargs="*", default=[""], help="run only files whose path contains one of these strings"
+    )
     parser.add_argument("--test", help="run only this test, and print the traceback of each crash")
-    parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of what is known")
-    parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--save", action="store_true", help="write the table to tests/suites.md, too")
+    parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of the known results")
+    parser.add_argument("--report", action="store_true", help="only print the known results")
+    parser.add_argument("--save", action="store_true", help="also write the table to tests/suites.md")
     given = parser.parse_args()
     given.results.mkdir(exist_ok=True)
     if given.test or (not given.report and given.project):
         if not given.checkout:
-            parser.error("CHECKOUT is missing")
+            parser.error("the argument CHECKOUT is missing")
         run(given) if not given.test else show(given)
     if not given.test:
         report(given.results, given.save)
@@ -231,7 +234,7 @@ def report(results, save):
     lines = [("check", "number", "reason"), ("---", "--:", "---")]
     lines += [(kind, str(count), reason) for (kind, reason), count in explained.most_common()]
     table += "\n" + "".join(f"| {' | '.join(row)} |\n" for row in lines)
-    print(table, *grouped(unexplained), f"Without a reason: {len(unexplained)}.", sep="\n")
+    print(table, *grouped(unexplained), f"Differences without a reason: {len(unexplained)}.", sep="\n")
     if save:
         versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax"))
         rest = f"Versions: {versions}. Differences without a reason: {len(unexplained)}."

@@ -347,7 +347,7 @@ class Comparison:
         outcome = next(outcome for outcome in ("differs", "sensitive", "same") if outcome in worst)
         self.outcomes[name], (self.errors[name], sensitivity) = outcome, worst[outcome]
         if outcome != "same":
-            text = f"error {self.errors[name]:.2g}, by a change of the arguments by 2^-11: {sensitivity:.2g}"
+            text = f"error {self.errors[name]:.2g}; changing the arguments by 2^-11 causes {sensitivity:.2g}"
             self.details[name] = text
 
     def as_dict(self):

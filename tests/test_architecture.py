@@ -257,11 +257,13 @@ def test_public_names_and_parameters_are_documented(module):
         if "." in name and "\n" not in docstring.strip():
             continue  # A one-line docstring is sufficient for a method.
         explained = re.findall(r"^  (?:``)?\*{0,2}(\w+)", section(docstring, "Args", "Attributes"), re.MULTILINE)
-        flaws += [f"{name}: {parameter} unexplained" for parameter in parameters(thing) if parameter not in explained]
+        flaws += [
+            f"{name}: {parameter} is not documented" for parameter in parameters(thing) if parameter not in explained
+        ]
         if inspect.isfunction(thing):
             returns = inspect.signature(thing).return_annotation not in (None, "None", inspect.Signature.empty)
             if returns and not section(docstring, "Returns", "Yields"):
-                flaws.append(f"{name}: no Returns")
+                flaws.append(f"{name}: no section Returns")
     assert flaws == []
 
 

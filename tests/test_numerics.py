@@ -40,7 +40,7 @@ def test_every_test_of_a_promise_has_a_change_that_breaks_it():
     }
     for file, piece, _ in (broken for breaks in BREAKS.values() for broken in breaks):
         found = (ROOT / "jax_lossscale" / file).read_text().count(piece)
-        assert found == 1, f"{piece!r} is {found} times in {file}: say in tests/promises.py how it is broken now"
+        assert found == 1, f"{piece!r} occurs {found} times in {file}; update the change in tests/promises.py"
 
 
 CASES = [

@@ -124,7 +124,7 @@ def require(package, version):
     if package != "jax_lossscale":
         installed = importlib.metadata.version("tensorflow_cpu" if package == "tensorflow" else package)
         if not installed.startswith(version):
-            pytest.skip(f"the table speaks of {package} {version}; installed is {installed}")
+            pytest.skip(f"the table describes {package} {version}, but {installed} is installed")
 
 
 def cells(line):

@@ -103,7 +103,7 @@ def written():
 
 def write():
     sections = ["\n".join([f"[{module}]", *described(module)]) for module in public_modules()]
-    header = "# Written by `python tests/test_public_api.py`. Where a line changes, a user's program may break."
+    header = "# Written by `python tests/test_public_api.py`. A changed line can break programs of users."
     FILE.write_text("\n\n".join([header, *sections]) + "\n")
 
 
@@ -113,7 +113,7 @@ def test_public_names_and_signatures_equal_the_file(module):
         now = described(module)
     except ImportError as error:
         pytest.skip(str(error))
-    assert now == written()[module], "if this is meant, run `python tests/test_public_api.py`"
+    assert now == written()[module], "if the change is intended, run `python tests/test_public_api.py`"
 
 
 def test_public_modules_equal_those_in_the_file():

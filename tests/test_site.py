@@ -200,7 +200,7 @@ run()
 def test_search_finds_the_expected_page(site):
     node = shutil.which("node")
     if node is None:
-        pytest.skip("There is no node, which the group `docs` brings.")
+        pytest.skip("node is not installed; it is part of the group `docs`")
     expected = dict(re.split(r"  +", line) for line in SEARCHES.strip().splitlines())
     [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
     command = [node, "-e", ASK, str(worker), str(site / "search" / "search_index.json"), json.dumps([*expected])]

@@ -61,12 +61,18 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="VERSION", help="oldest, a minor version, or a patch")
-    parser.add_argument("--quick", action="store_true", help="the tests that say most in a minute")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter to test with")
-    parser.add_argument("--folder", help="where the environments are kept, to be used again; by default they are not")
-    parser.add_argument("--processes", default="2", help="how many tests run at a time")
-    parser.add_argument("tests", nargs="*", help="files or folders, in place of the core's")
+    parser.add_argument(
+        "--only", action="append", metavar="VERSION", help="oldest, a minor version, or a patch release"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run only the tests that find most incompatibilities within a minute"
+    )
+    parser.add_argument("--python", default=sys.executable, help="the Python interpreter")
+    parser.add_argument(
+        "--folder", help="a folder that keeps the environments for the next run (default: a temporary folder)"
+    )
+    parser.add_argument("--processes", default="2", help="the number of tests that run in parallel")
+    parser.add_argument("tests", nargs="*", help="test files or folders (default: those of the core)")
     return parser.parse_args()
 
 

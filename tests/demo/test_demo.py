@@ -21,7 +21,7 @@ def must_not_train(monkeypatch):
     """Make the test fail if the demo starts to train."""
 
     def fail(**options):
-        raise AssertionError("trained in spite of a bad option")
+        raise AssertionError("the demo started to train despite an invalid option")
 
     monkeypatch.setattr(command, "run", fail)
 

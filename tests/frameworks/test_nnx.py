@@ -146,11 +146,11 @@ def test_optimizer_gradient_equals_that_of_flax_times_the_scale(wrt):
 
 # The entries are the input, arguments of `update`, whether the step is skipped, and whether it is compiled.
 SKIPPED = {
-    "none is": (XS[0], {}, False, True),
-    "the batch": (XS[3], {}, True, True),
-    "the batch, eagerly": (XS[3], {}, True, False),
-    "the user": (XS[0], {"skip_if": jnp.array(True)}, True, True),
-    "a verdict from elsewhere": (XS[0], {"grads_finite": jnp.array(False)}, True, True),
+    "applied step": (XS[0], {}, False, True),
+    "nonfinite batch": (XS[3], {}, True, True),
+    "nonfinite batch, eager": (XS[3], {}, True, False),
+    "skip_if": (XS[0], {"skip_if": jnp.array(True)}, True, True),
+    "grads_finite": (XS[0], {"grads_finite": jnp.array(False)}, True, True),
 }
 
 

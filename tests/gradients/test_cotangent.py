@@ -75,10 +75,10 @@ def test_no_op_loss_scale_returns_the_same_object(function):
 COTANGENTS = {
     "float32": ("float32", 1.1, 2.0**24),
     "not a power of two": ("float32", 3.0, 6.0),
-    "the largest scale that is applied, and an overflow": ("float32", 4.0, 2.0**126),
+    "largest applied scale, with overflow": ("float32", 4.0, 2.0**126),
     "float16": ("float16", 3.0, 2.0**10),
-    "float16, and a scale that it does not hold": ("float16", 2.0**-14, 2.0**20),
-    "float16, zero times such a scale": ("float16", 0.0, 2.0**20),
+    "float16, scale beyond its range": ("float16", 2.0**-14, 2.0**20),
+    "float16, zero times a scale beyond its range": ("float16", 0.0, 2.0**20),
     "bfloat16": ("bfloat16", 1.5, 2.0**100),
     "infinite": ("float32", INF, 2.0**10),
     "NaN": ("float32", NAN, 2.0**10),

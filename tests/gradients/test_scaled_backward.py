@@ -32,12 +32,12 @@ JIT = pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=[
 GRADIENTS = {  # Each entry contains a way to compute gradients, and the arguments of the function.
     "jax.grad": (jax.grad, (PARAMS, X)),
     "value and gradient": (jax.value_and_grad, (PARAMS, X)),
-    "of another argument": (partial(jax.grad, argnums=1), (PARAMS, X)),
-    "of all": (partial(jax.value_and_grad, argnums=(0, 1)), (PARAMS, X)),
-    "of one given by name": (lambda fun: jax.grad(lambda params, x: fun(x=x, params=params)), (PARAMS, X)),
-    "of each example": (lambda fun: jax.vmap(jax.grad(fun), (None, 0)), (PARAMS, X[:, None])),
-    "pulled back": (lambda fun: lambda *args: jax.vjp(fun, *args)[1](jnp.float32(3.0)), (PARAMS, X)),
-    "through remat": (lambda fun: jax.grad(jax.checkpoint(fun)), (PARAMS, X)),
+    "another argument": (partial(jax.grad, argnums=1), (PARAMS, X)),
+    "all arguments": (partial(jax.value_and_grad, argnums=(0, 1)), (PARAMS, X)),
+    "keyword argument": (lambda fun: jax.grad(lambda params, x: fun(x=x, params=params)), (PARAMS, X)),
+    "each example": (lambda fun: jax.vmap(jax.grad(fun), (None, 0)), (PARAMS, X[:, None])),
+    "vjp": (lambda fun: lambda *args: jax.vjp(fun, *args)[1](jnp.float32(3.0)), (PARAMS, X)),
+    "checkpoint": (lambda fun: jax.grad(jax.checkpoint(fun)), (PARAMS, X)),
     "the Hessian, by reverse over reverse": (lambda fun: jax.jacrev(jax.jacrev(fun)), (PARAMS, X)),
     "the Hessian, by forward over reverse": (jax.hessian, (PARAMS, X)),
 }

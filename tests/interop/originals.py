@@ -16,7 +16,7 @@ def needs(package):
     """Return the package, or skip the test if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(package, reason=f"{package} is not installed: the golden records stand for it")
+        return pytest.importorskip(package, reason=f"{package} is not installed; the golden records replace it")
 
 
 def ours(peer):

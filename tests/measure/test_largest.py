@@ -64,9 +64,9 @@ compiled = jax.jit(finite_and_largest)
 of_each_member = jax.jit(jax.vmap(finite_and_largest))
 READINGS = {
     "eager": finite_and_largest,
-    "elsewhere": lambda tree, scale=None: as_pair(largest.anywhere, tree, scale),
-    "on a CPU": lambda tree, scale=None: as_pair(largest.on_cpu, tree, scale),
-    "plainly": lambda tree, scale=None: as_pair(largest.of_each, tree, scale),
+    "other platforms": lambda tree, scale=None: as_pair(largest.anywhere, tree, scale),
+    "CPU": lambda tree, scale=None: as_pair(largest.on_cpu, tree, scale),
+    "separate leaves": lambda tree, scale=None: as_pair(largest.of_each, tree, scale),
 }
 
 

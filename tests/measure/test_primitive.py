@@ -103,9 +103,9 @@ MEMBERS = np.stack([GOOD, BAD, GOOD])
 MAPPED = {  # Each entry contains `in_axes`, the leaves and the expected results.
     "one leaf": ((0,), (MEMBERS,), [True, False, True]),
     "another axis": ((2,), (np.moveaxis(MEMBERS, 0, 2),), [True, False, True]),
-    "a leaf that all share": ((0, None), (MEMBERS, GOOD), [True, False, True]),
-    "a bad leaf that all share": ((0, None), (MEMBERS, BAD), [False, False, False]),
-    "a scalar of each": ((0, 0), (MEMBERS, np.float32([np.inf, 1, 2])), [False, False, True]),
+    "an unbatched leaf": ((0, None), (MEMBERS, GOOD), [True, False, True]),
+    "an unbatched nonfinite leaf": ((0, None), (MEMBERS, BAD), [False, False, False]),
+    "a batched scalar": ((0, 0), (MEMBERS, np.float32([np.inf, 1, 2])), [False, False, True]),
 }
 
 

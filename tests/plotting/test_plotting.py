@@ -125,20 +125,20 @@ def test_only_underflow_and_overflow_are_hatched(ax):
 SITUATIONS = {
     # Each entry contains the pytree, the loss scale, the legend and the title of the legend.
     "a loss scale": ([1.0], jls.DynamicLossScale(8.0), [..., "times $2^{3}$: 0 % become zero"], ""),
-    "too little to give": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
-    "a bit of all": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
-    "half a bar": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
+    "very small percentage": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
+    "NaN and zeros": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
+    "fractional power of two": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
     "subnormal numbers of float32": (
         np.array([1e-40, 1.0], np.float32), 2.0**15,
         ["gradients: 50 % become zero", "times $2^{15}$: 50 % become zero"],
         "not drawn: 50 % subnormal in their own dtype",
     ),
-    "a histogram, which does not say how small the subnormal numbers were": (
+    "histogram of subnormal numbers": (
         exponent_histogram(np.array([2.0**-20, 1.0], np.float16)), 1,
         ["gradients: 0 % become zero"],
         "not drawn: 50 % subnormal in their own dtype",
     ),
-    "leaves of other kinds": ({"step": 3, "none": None, "kernel": jnp.ones(2)}, 1, ["gradients: 0 % become zero"], ""),
+    "other types of leaves": ({"step": 3, "none": None, "kernel": jnp.ones(2)}, 1, ["gradients: 0 % become zero"], ""),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ LAST_STEP = 5
 
 
 def out_of_disk():
-    raise OSError("the disk with the data is gone")
+    raise OSError("the disk with the data is not available")
 
 
 WAYS = {

@@ -163,7 +163,7 @@ def test_decision_is_shared_over_several_mesh_axes(axis_type, check_vma):
     assert (after_state.loss_scale(), after_state.applied_steps, after_state.skipped_steps) == (4.0, 1, 1)
 
 
-has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of jax has no pmap any more")
+has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of JAX has no pmap")
 
 
 @pytest.mark.parametrize("name", [pytest.param("pmap", marks=has_pmap), "vmap"])
@@ -210,7 +210,7 @@ def with_one_element(array, value):
 SPOILED_BATCHES = {
     "a NaN in the batch": ({**BATCH, "x": with_one_element(BATCH["x"], np.nan)}, 2.0**10),
     "an infinity in the batch": ({**BATCH, "y": with_one_element(BATCH["y"], np.inf)}, 2.0**10),
-    "a gradient that float16 does not hold": ({**BATCH, "y": with_one_element(BATCH["y"], 6e4)}, 2.0**9),
+    "a gradient beyond the range of float16": ({**BATCH, "y": with_one_element(BATCH["y"], 6e4)}, 2.0**9),
 }
 
 

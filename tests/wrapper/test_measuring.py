@@ -31,12 +31,12 @@ def scaled(state, spoil=0.0):
 # The columns are the value that is added to a gradient, `value`, `skip_if`, whether the step is applied, the change of
 # the scale, and the stored `largest`.
 STEPS = {
-    "all is well": (0.0, 1.0, False, True, "good", LARGEST),
-    "the user skips": (0.0, 1.0, True, False, "stays", LARGEST),
+    "finite step": (0.0, 1.0, False, True, "good", LARGEST),
+    "skip_if": (0.0, 1.0, True, False, "stays", LARGEST),
     "overflow": (INF, 1.0, False, False, "bad", NAN),
-    "overflow while the user skips": (-INF, 1.0, True, False, "bad", NAN),
-    "the loss is NaN": (0.0, NAN, False, False, "stays", LARGEST),
-    "the loss is NaN, and so are the gradients": (NAN, NAN, False, False, "stays", NAN),
+    "overflow and skip_if": (-INF, 1.0, True, False, "bad", NAN),
+    "NaN loss": (0.0, NAN, False, False, "stays", LARGEST),
+    "NaN loss and NaN gradients": (NAN, NAN, False, False, "stays", NAN),
 }
 
 

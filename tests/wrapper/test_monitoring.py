@@ -40,26 +40,26 @@ def ensemble(*states):
 
 STUCK = {
     "fresh": (lambda: skipping("dynamic", 0), None),
-    "on its way down": (lambda: skipping("dynamic", 12), None),
-    "at the floor, for fewer steps than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
-    "auto, on its way down": (lambda: skipping("auto", 3), None),
+    "still decreasing": (lambda: skipping("dynamic", 12), None),
+    "at the floor, fewer skips than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
+    "auto, still decreasing": (lambda: skipping("auto", 3), None),
     "auto, at its floor": (lambda: skipping("auto", 10), "cannot go lower"),
     "at the floor": (
         lambda: skipping(jls.DynamicLossScale(1.0), 10),
         r"last 10 steps were skipped, and the loss scale cannot go lower \(it is 1",
     ),
-    "at a floor of its own": (
+    "at a user-defined floor": (
         lambda: skipping(jls.DynamicLossScale(2.0**-6, min_loss_scale=2.0**-8), 10),
         "cannot go lower",
     ),
     "at the floor, with hysteresis": (lambda: skipping(jls.DynamicLossScale(1.0, hysteresis=2), 10), "cannot go lower"),
-    "hysteresis not used up": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
-    "the loss is NaN, hysteresis untouched": (
+    "hysteresis left": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
+    "NaN losses with hysteresis": (
         lambda: skipping(jls.DynamicLossScale(hysteresis=2), 20, value=jnp.float32(jnp.nan)),
         None,
     ),
     "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
-    "the loss is NaN for ever": (
+    "1000 NaN losses": (
         lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
         r"more than any overflow explains \(the loss scale is 32768.0\)",
     ),
@@ -67,11 +67,11 @@ STUCK = {
         lambda: ensemble(*(skipping(jls.DynamicLossScale(2.0), n) for n in (10, 0))),
         "cannot go lower",
     ),
-    "one member of an ensemble, for ever": (
+    "one member of an ensemble, 1000 NaN losses": (
         lambda: ensemble(*(skipping("dynamic", n, value=jnp.float32(jnp.nan)) for n in (0, 1000))),
         "more than any overflow explains",
     ),
-    "no loss scale, and the user skips": (
+    "no loss scale, with skip_if": (
         lambda: skipping(None, 20, skip_if=jnp.array(True)),
         r"20 steps were skipped. Under a `NoOpLossScale`.*`skip_if`",
     ),

@@ -18,7 +18,7 @@ from programs import data_parallel
 from programs.data_parallel import DEVICES, STEP_MAKERS
 from programs.starting import started
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="process groups, and gloo")]
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="requires process groups and gloo")]
 
 SECONDS = 120
 
@@ -46,7 +46,7 @@ def in_processes(number, bad_shard, folder):
             break
     said = [(folder / f"{process}.stderr").read_text() for process in range(number)]
     assert not failed(codes), "\n".join(
-        f"Process {process} {'was stopped' if code is None else f'ended with {code}'}. It said:\n{words}"
+        f"Process {process} {'was stopped' if code is None else f'ended with {code}'}. Standard error:\n{words}"
         for process, (code, words) in enumerate(zip(codes, said, strict=True))
     )
 

@@ -50,7 +50,7 @@ def go_on_to_the_end(folder):
     return int(output.splitlines()[0].removeprefix("begins with"))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
 def test_run_resumed_after_a_kill_is_bitwise_equal(tmp_path):
     seed = random.randrange(2**32)
     print("seed", seed)  # pytest shows the seed if the test fails.

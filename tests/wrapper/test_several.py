@@ -104,10 +104,10 @@ STATES = {
 PATHS = {
     "a key": ("critic", 4.0),
     "a key that begins with another": ("critic2", 8.0),
-    "as the error writes it": ("['critic']", 4.0),
-    "the whole path of the error": ("['critic'].loss_scale", 4.0),
-    "deeper": ("pair/1", 16.0),
-    "deeper, as the error writes it": ("['pair'][1]", 16.0),
+    "the notation of the error": ("['critic']", 4.0),
+    "the complete path of the error": ("['critic'].loss_scale", 4.0),
+    "a nested path": ("pair/1", 16.0),
+    "a nested path in the notation of the error": ("['pair'][1]", 16.0),
 }
 
 
@@ -120,7 +120,7 @@ UNCLEAR = {
     "no path": (None, r"holds 4 .*\['critic'\].loss_scale.*\['pair'\]\[1\].loss_scale"),
     "everything": ("", "holds 4 "),
     "several": ("pair", r"holds 2 .*\['pair'\]\[0\].loss_scale, \['pair'\]\[1\].loss_scale"),
-    "half a key": ("crit", r"below the path 'crit'.*\['critic'\].loss_scale"),
+    "a part of a key": ("crit", r"below the path 'crit'.*\['critic'\].loss_scale"),
     "no such key": ("actor", "below the path 'actor'"),
 }
 

@@ -51,15 +51,15 @@ def stepped(tx, grads=GRADS, params=PARAMS, state=None, **extra):
 # The columns are the gradients, `value`, `skip_if`, whether the step is applied, the scale after the step, and the
 # number of good steps after it.
 STEP_TABLE = {
-    "all is well": (GRADS, 1.0, False, True, 8.0, 2),
-    "no value, no condition": (GRADS, None, None, True, 8.0, 2),
-    "the user skips": (GRADS, 1.0, True, False, 8.0, 1),
+    "finite step": (GRADS, 1.0, False, True, 8.0, 2),
+    "without value and skip_if": (GRADS, None, None, True, 8.0, 2),
+    "skip_if": (GRADS, 1.0, True, False, 8.0, 1),
     "overflow": (BAD_GRADS, 1.0, False, False, 4.0, 0),
-    "overflow, nothing else given": (BAD_GRADS, None, None, False, 4.0, 0),
-    "overflow while the user skips": (BAD_GRADS, 1.0, True, False, 4.0, 0),
-    "the loss is NaN": (GRADS, jnp.nan, False, False, 8.0, 1),
-    "the loss is infinite": (GRADS, -jnp.inf, None, False, 8.0, 1),
-    "the loss is NaN, and so are the gradients": (BAD_GRADS, jnp.nan, False, False, 8.0, 1),
+    "overflow without value and skip_if": (BAD_GRADS, None, None, False, 4.0, 0),
+    "overflow and skip_if": (BAD_GRADS, 1.0, True, False, 4.0, 0),
+    "NaN loss": (GRADS, jnp.nan, False, False, 8.0, 1),
+    "infinite loss": (GRADS, -jnp.inf, None, False, 8.0, 1),
+    "NaN loss and NaN gradients": (BAD_GRADS, jnp.nan, False, False, 8.0, 1),
 }
 
 
@@ -101,7 +101,7 @@ def test_all_skip_options_give_the_same_result(skip, loss_scale):
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction set is named in x86 terms")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flag names an x86 instruction set")
 def test_fused_step_is_bitwise_equal_to_a_simple_implementation():
     # With fused multiply-add, XLA may round the same arithmetic differently in two programs. AVX has no fused
     # multiply-add.
@@ -180,7 +180,7 @@ def test_inner_optimizer_receives_unscaled_gradients_when_the_scale_grows():
         pytest.param(lambda inner: inner, id=""),
         pytest.param(
             lambda inner: optax.MultiSteps(inner, 2),
-            marks=needs_optax("0.2.5", "`MultiSteps` itself takes no extra argument that is a string"),
+            marks=needs_optax("0.2.5", "`MultiSteps` does not accept strings as extra arguments"),
             id="MultiSteps",
         ),
     ],
@@ -400,7 +400,7 @@ def test_program_without_a_loss_scale_equals_that_of_the_inner_optimizer():
 HOLDERS = {
     "alone": lambda tx: tx,
     "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
-    "masked, and nothing left out": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
+    "in a mask that includes all leaves": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
     "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
 }
 

@@ -56,13 +56,13 @@ FINITE, OVERFLOWED = np.array([-3.0, 1.0], np.float32), np.array([-np.inf, 1.0],
 # The columns are the unscaled gradients, the argument `grads_finite` of `update`, and the expected arguments of
 # `adjust`.
 TOLD = {
-    "nothing, and they are finite": (FINITE, None, True, 3.0),
-    "nothing, and they are not": (OVERFLOWED, None, False, None),
-    "rightly that they are finite": (FINITE, True, True, 3.0),
-    "rightly that they are not": (OVERFLOWED, False, False, None),
-    "wrongly that they are finite": (OVERFLOWED, True, True, None),
-    "wrongly that they are not": (FINITE, False, False, None),
-    "that zeros are finite": (0 * FINITE, True, True, 0.0),
+    "no flag, finite gradients": (FINITE, None, True, 3.0),
+    "no flag, nonfinite gradients": (OVERFLOWED, None, False, None),
+    "correct flag, finite gradients": (FINITE, True, True, 3.0),
+    "correct flag, nonfinite gradients": (OVERFLOWED, False, False, None),
+    "wrong flag, nonfinite gradients": (OVERFLOWED, True, True, None),
+    "wrong flag, finite gradients": (FINITE, False, False, None),
+    "correct flag, zero gradients": (0 * FINITE, True, True, 0.0),
 }
 
 
