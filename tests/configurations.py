@@ -26,10 +26,10 @@ CORE = (
     "tests/measure/test_finite.py",
     "tests/gradients/test_gradients.py",
     "tests/wrapper/test_transform.py",
-    "tests/wrapper/test_told.py",
+    "tests/wrapper/test_update_arguments.py",
 )
 # The last two settings disable caching or compilation, so the whole core would take hours.
-WRAPPER = ("tests/wrapper/test_told.py",)
+WRAPPER = ("tests/wrapper/test_update_arguments.py",)
 
 # Each entry contains the environment variable, the tests, and the excluded tests. Excluded tests are given by a part of
 # their name, with the reason.
