@@ -28,7 +28,7 @@ CORE = (
     "tests/wrapper/test_transform.py",
     "tests/wrapper/test_update_arguments.py",
 )
-# The last two settings disable caching or compilation, so the whole core would take hours.
+# With leak checks, or without `jax.jit`, compiled programs are not reused, so testing the whole core would take hours.
 WRAPPER = ("tests/wrapper/test_update_arguments.py",)
 
 # Each entry contains the environment variable, the tests, and the excluded tests. Excluded tests are given by a part of

@@ -24,7 +24,7 @@ OF_ALL = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Ignore a file whose tests are all excluded by their markers. This is faster than importing the file."""
+    """Ignore a file whose tests are all excluded by their markers, which is faster than importing the file."""
     if not collection_path.match("test_*.py"):
         return None
     text, asked = collection_path.read_text(), config.option.markexpr

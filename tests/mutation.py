@@ -7,7 +7,7 @@
 
 A mutant is a copy of the package with one changed expression, such as a comparison, an operator, a number, the branches
 of a selection, or a removed check. The tests of its folder (`CORE` in `source_map.py`) that execute the changed line
-run until one fails. Tests that detected other mutants of the same file or folder run first. Then follow test files that
+run until one fails. Tests that detected other mutants of the same file or folder run first, followed by test files that
 are quick or that detected many mutants. If no test fails, or none within `PATIENCE`, the mutant survives. In this case,
 either a test is missing, or the change has no effect, and `tests/mutation_explained.json` contains the reason. At the
 end, the program prints a table and the surviving mutants without a reason.
@@ -64,13 +64,14 @@ runs the tests on each of them, and writes this page. The columns count mutants:
 The column "run on" contains the date of the last run of a file.
 """
 CPU_SECONDS = 1800  # A mutant that needs more CPU seconds probably never ends, and its result is "timed out".
-HOURS = 2  # This wall-clock limit also ends a mutant that waits, for example because the machine is busy.
+HOURS = 2  # A mutant that waits is stopped after this time, for example if the machine is busy.
 PATIENCE = 60  # If tests pass for this number of CPU seconds, no further file is run, and the mutant survives.
-KILLED, KILLED_IN_CI = 1, 2  # Exit status if a test of the README's test command fails, or a test that only CI runs.
-PASSED = (0, 5)  # Exit status of pytest if all tests pass, or if there are no tests.
+# The exit status is 1 if a test of the README's test command fails, and 2 if a test fails that only CI runs.
+KILLED, KILLED_IN_CI = 1, 2
+PASSED = (0, 5)  # pytest exits with 0 if all tests pass, and with 5 if there are no tests.
 IN_CI = "not slow and not peers"
 OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts=")
-FIRST = 12  # This number of tests, which detected other mutants, run first.
+FIRST = 12  # At most 12 tests that detected other mutants run before all other tests.
 # Modules that are imported before the fork, because importing them takes longer than most tests.
 SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")

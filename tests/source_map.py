@@ -9,10 +9,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- begin: written by `python tests/source_map.py` -->\n", "<!-- end -->\n"
 
-# These tests check all public signatures and all error messages.
+# The following tests check all public signatures and all error messages.
 OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 
-# Files and folders of the core. `tests/mutation.py` changes them and runs these tests in this order.
+# The core consists of these files and folders. `tests/mutation.py` changes them and runs these tests in this order.
 CORE = {
     "_tree.py": ["test_tree.py", "wrapper/test_update_arguments.py"],
     "_check.py": ["loss_scales", "wrapper/test_update_arguments.py"],
@@ -83,7 +83,7 @@ CORE = {
     ],
 }
 
-# All other files and folders of the repository. A test folder stands for all tests in it.
+# The values are the tests of all other files and folders. A test folder stands for all tests in it.
 OTHERS = {
     "jax_lossscale/_compat.py": ["test_versions.py"],
     "jax_lossscale/_limits.py": ["test_limits.py", "diagnostics/test_range.py"],

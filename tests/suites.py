@@ -22,7 +22,7 @@ plugin performs three checks:
 A difference counts as *as with jit* if `jax.jit` in place of `autocast` causes it as well.
 
 ``.suites/PROJECT.jsonl`` contains the known results; delete it to start again. `tests/suites_explained.json` explains
-differences. Its keys are regular expressions, and its values are reasons.
+differences. The keys in this file are regular expressions, and the values are reasons.
 """
 
 import argparse

@@ -433,7 +433,7 @@ class Wrapped:
 
     def __init__(self, kind, original, program):
         with contextlib.suppress(Exception):
-            # This copies all attributes, including those of other wrappers.
+            # `update_wrapper` copies all attributes, including those of other wrappers.
             functools.update_wrapper(self, original)
         self._kind, self._original, self._program, self._known = kind, original, program, set()
 
@@ -512,8 +512,8 @@ def replace_functions():
         setattr(jax, name, _at_once(name, getattr(jax, name)))
     for name in LOOPS:
         setattr(lax, name, Wrapped(name, getattr(lax, name), functools.partial(_outside, getattr(lax, name))))
-    # The tests of JAX compare functions with NumPy and gradients with finite differences. These slow checks are
-    # replaced, because the plugin compares with the original program.
+    # The tests of JAX compare functions with NumPy and gradients with finite differences, which is slow. A comparison
+    # with the original program replaces these checks.
     test_case = jax_test_util.JaxTestCase
     test_case._CheckAgainstNumpy = lambda *args, **kwargs: None
     test_case._CompileAndCheck = lambda self, fun, args_maker, **_: _checked_only("compiled", fun, args_maker())

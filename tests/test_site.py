@@ -177,7 +177,7 @@ gradients are not scaled                     troubleshooting/#are-the-gradients-
 trainer computes gradients                   guide/libraries/#do-not-pass-loss_scaled-to-a-trainer-that-computes-gradients-itself
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
-# This script runs the search worker of the site, as a browser does. The result for each query is a list of pages. Each
+# The script runs the search worker of the site, as a browser does. The result for each query is a list of pages. Each
 # page is a list of matching sections, the best one first.
 ASK = """
 const [worker, index, queries] = process.argv.slice(1), answers = [], read = require("fs").readFileSync

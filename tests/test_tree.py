@@ -279,7 +279,7 @@ COMPILED = {
 def test_eager_call_compiles_one_program_once(name, compilations):
     # These shapes occur nowhere else, so a separate operation would cause a compilation.
     tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
-    # This call compiles constants, which JAX compiles once per dtype under x64.
+    # The call compiles constants, which JAX compiles once per dtype under x64.
     COMPILED[name](np.float32(1))
     before = len(compilations)
     for _ in range(2):

@@ -20,7 +20,7 @@ def states(log2_largest, log2_first, is_scaled=True, loss_scale=None):
       loss_scale: the initial loss scale.
     """
     tx = jls.loss_scaled(optax.identity(), jls.AutoLossScale() if loss_scale is None else loss_scale)
-    # A separate gradient overflows first. It is zero otherwise, so it never determines the largest magnitude.
+    # A separate gradient overflows first. Its value is zero otherwise, so it never determines the largest magnitude.
     params = {"largest": jnp.float32(0), "first": jnp.float32(0)}
 
     def step(state, true):

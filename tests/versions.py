@@ -28,14 +28,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = PROJECT["dependencies"]
 OLDEST = dict(re.findall(r"(\w+)>=([\d.]+)", "\n".join(DEPENDENCIES)))
 
-# Packages that the tests of the core need in addition to the dependencies, in any version that works with an old JAX.
+# The tests of the core need these packages in addition to the dependencies, in any version that works with an old JAX.
 QUICK_TOOLS = ["flatbuffers", "hypothesis", "pytest", "pytest-xdist"]
 TOOLS = [*QUICK_TOOLS, "cloudpickle", "equinox", "flax", "orbax-checkpoint"]
 CORE = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py"),
     *("tests/loss_scales", "tests/measure", "tests/gradients", "tests/autocast", "tests/wrapper", "tests/diagnostics"),
 ]
-# The subset of tests that finds most incompatibilities within a minute.
+# The quick subset contains the tests that find most incompatibilities within a minute.
 QUICK = [
     *("tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales", "tests/gradients/test_gradients.py"),
     *("tests/measure/test_primitive.py", "tests/autocast/test_structures.py", "tests/wrapper/test_update_arguments.py"),
@@ -106,8 +106,9 @@ def tested(asked: str, arguments: argparse.Namespace, folder: Path) -> tuple[boo
     versions = dict(zip(names, run([python, "-c", SHOW, *OLDEST]).stdout.split(), strict=True))
     print("    " + ", ".join(f"{name} {versions[name]}" for name in names), flush=True)
     options = ["-q", "-p", "no:cacheprovider", "-n", arguments.processes, "--dist", "loadfile"]
-    options += ["-W", "ignore:jax.core.:DeprecationWarning"]  # Importing equinox with jax 0.8 causes this warning.
-    # This replaces the default of `-m`, so tests marked as `ci` run as well.
+    # Importing equinox with jax 0.8 causes a deprecation warning.
+    options += ["-W", "ignore:jax.core.:DeprecationWarning"]
+    # The option replaces the default of `-m`, so tests marked as `ci` run as well.
     options += ["-m", "not slow"] if arguments.quick else []
     # Compilation is faster without optimizations. Tests marked as `as_for_users` enable them again.
     unoptimized = str(int(arguments.quick))

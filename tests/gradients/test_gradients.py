@@ -350,10 +350,7 @@ def test_float16_loss_warns_once_if_the_scale_can_exceed_float16(jit, dtype, los
 
 @pytest.mark.parametrize("first", [lambda x: 0.0, jnp.sum, lambda x: jnp.sum(x).astype(jnp.float16)], ids=range(3))
 def test_later_loss_of_a_smaller_dtype_warns(first):
-    """The first loss causes no warning.
-
-    It is a Python number, float32, or float16 with a scale that float16 can represent.
-    """
+    """The first loss causes no warning, because its dtype can represent the scale or because it is a Python number."""
     losses = [first, lambda x: jnp.sum(x).astype(jnp.float8_e4m3fn)]
     gradient = jls.scaled_grad(lambda x: losses.pop(0)(x), 2.0**15)
     assert not warnings_of(lambda: gradient(X))

@@ -114,7 +114,7 @@ def arguments_of(inputs):
 def by_update(tx, grads, state, params, **told):
     """Run a step with `update`, and add the updates to the parameters."""
     updates, state = tx.update(grads, state, params, **told)
-    # This is `optax.apply_updates`, except that it accepts updates that are None.
+    # This expression equals `optax.apply_updates`, but also accepts updates that are None.
     return jax.tree.map(lambda p, u: p if u is None else jnp.asarray(p + u).astype(p.dtype), params, updates), state
 
 

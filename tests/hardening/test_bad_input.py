@@ -404,7 +404,7 @@ def test_error_describes_the_object_passed_instead_of_a_state(function, wrong):
     assert (f"The order is `{name}(" in message) == name.startswith("update")
 
 
-# These classes have no arguments.
+# The constructors of these classes have no arguments.
 TAKE_NOTHING = {"NoOpLossScale", "LossScale"}
 
 
@@ -461,7 +461,7 @@ def note_what_is_forbidden(event, _):
         watched.append(event)
 
 
-# An audit hook cannot be removed. This one records events only while `watched` is not empty.
+# An audit hook cannot be removed, so the hook here records events only while `watched` is not empty.
 sys.addaudithook(note_what_is_forbidden)
 
 

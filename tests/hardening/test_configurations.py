@@ -43,7 +43,7 @@ def step(params, state, x, is_spoiled):
 
 
 def beginning():
-    """Return parameters, state, data and one flag per step. They are created here because some settings forbid it."""
+    """Return parameters, state, data and one flag per step, which cannot be created under some settings."""
     params = {"kernel": jnp.full((4, 3), 0.5, jnp.float32), "readout": jnp.ones(3, jnp.float32)}
     x = jnp.linspace(-1, 1, 8, dtype=jnp.float32).reshape(2, 4)
     return params, TX.init(params), x, [jnp.array(number == 3) for number in range(5)]

@@ -36,7 +36,7 @@ class Torch:
         self.optimizer = self.torch.optim.SGD([self.parameter], lr=1.0)
 
     def step(self, finite):
-        self.scaler.scale(self.torch.ones(()))  # The scale is created at its first use.
+        self.scaler.scale(self.torch.ones(()))  # The scale of a `GradScaler` is created at its first use.
         self.parameter.grad = self.torch.full((1,), self.scaler.get_scale() if finite else float("inf"))
         before = self.parameter.item()
         self.scaler.step(self.optimizer)

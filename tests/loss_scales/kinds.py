@@ -18,7 +18,7 @@ F32_MAX = float(np.finfo(np.float32).max)
 @partial(jax.tree_util.register_dataclass, data_fields=["num_overflows"], meta_fields=["initial"])
 @dataclasses.dataclass(frozen=True)
 class HalvingLossScale(jls.LossScale):
-    """A user-defined loss scale with the three required methods. It halves after each overflow and never grows."""
+    """A user-defined loss scale that halves after each overflow and never grows."""
 
     initial: float
     num_overflows: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros([], jnp.int32))

@@ -13,7 +13,7 @@ def scaler_after(*grads, **options):
     scaler = torch.amp.GradScaler("cpu", **options)
     params = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([params], lr=1.0)
-    scaler.scale(params)  # The scale is created at its first use.
+    scaler.scale(params)  # The scale of a `GradScaler` is created at its first use.
     scales = [scaler.get_scale()]
     for grad in grads:
         params.grad = torch.tensor(grad)
@@ -60,7 +60,7 @@ def float16_gradients():
     params = torch.nn.Parameter(torch.ones(()))
     with pytest.raises(RuntimeError, match="dtype"):
         params.grad = torch.ones((), dtype=torch.float16)
-    params.grad_dtype = None  # This setting allows gradients of another dtype.
+    params.grad_dtype = None  # `grad_dtype = None` allows gradients of another dtype.
     params.grad = torch.ones((), dtype=torch.float16)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(params)

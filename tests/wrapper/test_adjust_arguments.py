@@ -1,7 +1,7 @@
 """The arguments that `loss_scaled` passes to `adjust` of a user-defined loss scale.
 
 If the gradients are nonfinite, `largest` is not a number that a loss scale could mistake for the largest gradient
-magnitude. It is also not zero if the caller states that all gradients are finite.
+magnitude. In particular, `largest` is not zero if the caller states that all gradients are finite.
 """
 
 import dataclasses

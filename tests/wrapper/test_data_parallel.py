@@ -54,8 +54,8 @@ def by_another_gradient_function(params, state, x):
     return loss, jax.tree.map(lambda leaf: leaf / jax.lax.axis_size("data"), grads)
 
 
-# If `check_vma` is True, JAX sums the gradients of replicated parameters over all devices. Otherwise, the step must do
-# it.
+# If `check_vma` is True, JAX sums the gradients of replicated parameters over all devices. Otherwise, the step must sum
+# them.
 WAYS = [
     (averaged_by_hand, False, AxisType.Auto),
     (of_own_copies, True, AxisType.Explicit),

@@ -119,8 +119,8 @@ def test_each_device_decides_separately_without_axis_name(method, skip):
             params = optax.apply_updates(params, updates)
         else:
             params, state = tx.update_and_apply(grads[0], state, params)
-        # JAX does not mark the results of a conditional as varying over devices. It would treat the value of one device
-        # as the value of all devices.
+        # JAX does not mark the results of a conditional as varying over devices. Without a mark, the value of one
+        # device would count as the value of all devices.
         assert {axes_varied_over(leaf) for leaf in jax.tree.leaves((params, state))} == {frozenset({"shard"})}
         return params[None], state.skipped_steps[None]
 
