@@ -44,9 +44,9 @@ SAVED = ROOT / "tests" / "suites.md"
 HEAD = """# Test suites of other projects under autocast
 
 `python tests/suites.py` runs the tests of other projects, and executes every program under `autocast` as well. With
-`--save`, it writes this page. Its module docstring describes the checks. The columns "values" and "gradients" count the
-programs whose values or gradients were compared with those of the original program, once with the plan executed in
-float32 and once in float16.
+`--save`, it writes this page. The docstring of `tests/suites.py` describes the checks. The columns "values" and
+"gradients" count the programs whose values or gradients were compared with those of the original program, once with
+the plan executed in float32 and once in float16.
 """
 # For each project, the name of its distribution and the patterns of its test files.
 PROJECTS = {

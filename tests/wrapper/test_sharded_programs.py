@@ -44,7 +44,7 @@ SPLITS = {
     ),
     "nothing is split": ((4, 2), [P()], 0),
 }
-# ^A device reads leaves of the first shape separately, and leaves of the second shape in a block.
+# A device reads leaves of the first shape separately, and leaves of the second shape in a block.
 SHAPES = ((16, 512, 8), (8, 16, 8))
 
 
