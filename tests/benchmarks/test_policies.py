@@ -1,4 +1,4 @@
-"""What `AutoLossScale` does on the traces of `benchmarks.policies`, and that each of its numbers is needed."""
+"""`AutoLossScale` on the traces of `benchmarks.policies`, and the need for each of its constants."""
 
 import numpy as np
 import pytest
@@ -28,31 +28,32 @@ from jax_lossscale._optax.monitoring import seem_unscaled
 
 pytestmark = pytest.mark.ci
 
-# One in 50 or 100 that is 2^16 larger costs more skipped steps than one in 500.
+# Mixtures in which 1 in 50 or 100 gradients is 2^16 times larger are excluded, because they cost more than one skipped
+# step in 500.
 HARD = [trace for trace in mixtures(20_000) + events(4_000) if not trace.kind.startswith(("1 in 50", "1 in 100"))]
 
 
 @pytest.mark.parametrize("trace", HARD, ids=lambda trace: trace.kind)
 def test_auto_skips_few_and_stays_near_the_best_fixed_scale(trace):
-    """Where sizes are mixed, and whatever happens in a run, beside a scale that nobody could have known before."""
+    """The traces contain mixtures of gradient sizes and events. The best fixed scale is only known after a run."""
     ours, fixed = judge(jls.AutoLossScale(), [trace]), judge(contenders()[BEST_FIXED](trace), [trace])
     assert ours.skipped.item() <= len(trace.log2_largest) / 500
     assert ours.unused_bits.item() - fixed.unused_bits.item() <= 3
 
 
-@pytest.mark.slow  # the rule compiled anew with another number, and again
+@pytest.mark.slow  # The rule is compiled twice for each constant.
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.constant}={need.instead:.3g}")
 def test_every_number_of_the_rule_has_a_trace_that_needs_it(need):
     assert need.measured() <= need.limit < need.measured_instead()
-    assert need.measured() <= need.limit  # it is put back
+    assert need.measured() <= need.limit  # The original constant is restored.
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 3999))
-@example(seed=164)  # needs a test of lower scales that can fail below the target
-@example(seed=1857)  # needs a limit of the margin plus the allowance
+@example(seed=164)  # This seed needs a test of lower scales that can fail below the target.
+@example(seed=1857)  # This seed needs a limit of the margin plus the allowance.
 def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
-    """From 2,000 steps on; the best is the highest at which one in 500 real gradients overflows.
+    """Compare the scale after 2,000 steps with the highest scale at which 1 in 500 finite gradients overflows.
 
     Each of the 4,000 seeds was verified. Three of the seeds 0 to 19,999 fail: 4405, 9494 and 18367.
     """
@@ -66,10 +67,13 @@ def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
     assert skipped.sum() <= 20 + 0.6 * len(real)
 
 
-@pytest.mark.slow  # four trainings
+@pytest.mark.slow  # The training runs are slow.
 @pytest.mark.parametrize("name", ["digits, NaN every 30th step", "digits, 9 of 10 batches masked out"])
 def test_no_training_is_lost(name):
-    """Two of the trainings of the benchmark, shortened: where some gradients are NaN, and where most are zero."""
+    """The two training runs are shortened runs of the benchmark.
+
+    In one run, some gradients are NaN, and in the other, most are zero.
+    """
     training = all_trainings()[name]._replace(steps=1000)
     (loss,), (skipped,), *_ = trained(training, "auto", 1)
     (expected,), (bad,), *_ = trained(training, "float32", 1)
@@ -77,7 +81,7 @@ def test_no_training_is_lost(name):
     assert skipped <= bad + 3
 
 
-@pytest.mark.slow  # three trainings
+@pytest.mark.slow  # The training runs are slow.
 def test_a_rare_kind_of_batches_is_learned():
     """One batch in 50 contains rotated digits and needs a scale that is 2^14 times lower than that of the others."""
     training = all_trainings()["digits, 1 batch in 50 rotated and 2^-14"]
@@ -91,12 +95,12 @@ def test_a_rare_kind_of_batches_is_learned():
 @pytest.mark.parametrize("size", [8, 12, 16, 20, 24])
 @pytest.mark.parametrize("one_in", [20, 60, 100, 200])
 def test_most_batches_of_a_rare_kind_are_applied(one_in, size):
-    """In the second half of a run. Without a test of lower scales, some of these kinds are always skipped."""
+    """Only the second half of a run counts. Without tests of lower scales, some of these kinds are always skipped."""
     kinds = [rare_kind(one_in, size, 20_000, seed) for seed in range(100, 106)]
     assert np.mean(skipped_of_kind(jls.AutoLossScale(), kinds)) <= 20
 
 
-# By the name of a trace: the largest number of skipped steps of 1,000, and of unused bits.
+# For each kind of trace, the largest number of skipped steps in 1,000 steps, and of unused bits.
 LIMITS = {
     **{f"2^8, noise {noise}": (10, 16) for noise in (3, 3.5, 4)},
     **{f"grows by 2^{rate} in 1,000 steps": (6, 4.5) for rate in (0.3, 0.6, 1)},
@@ -115,7 +119,7 @@ def test_causes_of_overflows_that_cannot_be_told_apart():
         assert found[1] <= bits, kind
 
 
-# --- Gradients that are not scaled ---
+# --- Detection of unscaled gradients ---
 
 
 def stacked(traces):
@@ -173,7 +177,7 @@ def test_gradients_of_several_sizes_are_not_reported_as_unscaled(name):
 
 @pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1, 1.2, 2])
 def test_exponential_convergence_is_not_reported_as_unscaled(rate):
-    """The logarithm of the gradients falls by ``rate`` per step, so that they shrink while the scale grows."""
+    """Log2 of the gradients falls by ``rate`` per step, so the gradients shrink while the scale grows."""
     largest = np.maximum(np.arange(-20, 8, 0.5) - rate * np.arange(200)[:, None], -120)
     assert not seem_unscaled(states(largest, largest)).any()
 
