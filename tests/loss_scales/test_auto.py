@@ -62,7 +62,7 @@ def skips_and_unused_bits(trace, float16):
     return int(np.sum(~finite)), float(np.mean(unused[finite & np.isfinite(unused)]))
 
 
-def test_a_fresh_state():
+def test_initial_state_of_the_automatic_scale():
     assert Auto().needs_largest
     assert state_of(Auto(8.0)) == dict(zip(STATE, (8, -127, 87, 0), strict=True))
     assert (Auto()(), Auto().lower_bound, Auto().upper_bound) == (2**8, 2**-24, None)
@@ -167,7 +167,7 @@ def checked_step(loss_scale, finite, largest):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("seed", range(4))
-def test_every_step_is_the_rule_in_plain_python(seed, config):
+def test_steps_equal_the_plain_python_reference(seed, config):
     random = np.random.default_rng([seed, len(config)])
     loss_scale = Auto(**config)
     rounded = 0
@@ -200,7 +200,7 @@ def random_state(random):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_step_from_any_state_is_the_rule_in_plain_python(config):
+def test_steps_from_random_states_equal_the_plain_python_reference(config):
     random = np.random.default_rng(len(config))
     for largest in random_trace(random, 1000):
         state = random_state(random)
@@ -215,7 +215,7 @@ def bits(loss_scale):
     return math.log2(scale), round(margin), round(allowance)
 
 
-def test_what_it_does_after_three_overflows():
+def test_margin_and_allowance_after_three_overflows():
     """The overflows occur at the target, directly afterwards, and while the scale climbs back.
 
     The first overflow adds one bit of allowance, the second changes neither margin nor allowance, and the third raises
@@ -236,7 +236,7 @@ def test_what_it_does_after_three_overflows():
     assert bits(at_rest(loss_scale, 20, True, 2.0**-20.5))[0] == 26
 
 
-def test_overflows_at_the_target_use_up_the_allowance_and_then_test_lower_scales_twice():
+def test_overflows_at_the_target_raise_the_allowance_and_then_test_lower_scales():
     """After two failed tests of lower scales, the margin is 1, and the allowance is negative until it decays to 0."""
     largest = 2.0**-20.5
     loss_scale = at_rest(Auto(), 8, True, largest)
@@ -260,7 +260,7 @@ def overflow_below_the_target(margin, allowance):
     return bits(adjust(climbing, False, largest=2.0**-20.5))[1:]
 
 
-def test_an_overflow_below_the_target_can_end_the_tests_of_lower_scales():
+def test_overflow_below_the_target_can_end_the_tests_of_lower_scales():
     """At the scale of the second test, gradients may underflow, which keeps the scale below its target."""
     assert overflow_below_the_target(17.0, 8.0) == (1, -8)
     assert overflow_below_the_target(16.0, 8.0) == (22, 8)
@@ -268,14 +268,14 @@ def test_an_overflow_below_the_target_can_end_the_tests_of_lower_scales():
 
 
 @pytest.mark.parametrize("allowance", [-8.0, -4.0, 0.0, 4.0])
-def test_the_margin_plus_the_allowance_before_an_overflow_below_the_target_is_at_most_30(allowance):
+def test_overflows_below_the_target_limit_margin_plus_allowance_to_30(allowance):
     most = 30 - abs(allowance)
     assert overflow_below_the_target(most - 7, allowance)[0] == most - 1
     assert overflow_below_the_target(most - 3, allowance)[0] == most
     assert overflow_below_the_target(most, allowance)[0] == most
 
 
-def test_a_negative_allowance_leaves_bits_free_and_overflows_reset_the_margin():
+def test_overflows_reset_the_margin_if_the_allowance_is_negative():
     largest = 2.0**-20.5
     given_up = replace(at_rest(Auto(), 8, True, largest), log2_allowance=-5.0)
     at_target = at_rest(given_up, 12, True, largest)
@@ -285,31 +285,31 @@ def test_a_negative_allowance_leaves_bits_free_and_overflows_reset_the_margin():
     assert bits(adjust(at_rest(below, 12, True, largest), False, largest=largest))[1:] == (1, -5)
 
 
-def test_after_a_lone_overflow_it_is_back_in_eight_steps():
+def test_scale_recovers_from_one_overflow_in_eight_steps():
     before = at_rest(Auto(), 8, True, 2.0**-20.5)
     after = adjust(before, False, largest=np.nan)
     assert bits(at_rest(after, 8, True, 2.0**-20.5))[0] == bits(before)[0] - 1
 
 
-def test_a_scale_that_is_no_power_of_two_counts_as_the_next_one():
+def test_scales_between_powers_of_two_count_as_the_next_power():
     for scale, counted in (4.0, 4.0), (np.nextafter(np.float32(4), np.float32(5)), 8.0), (7.0, 8.0):
         before = replace(Auto(), current_loss_scale=jnp.float32(scale))
         assert adjust(before, False, largest=np.nan)() == counted / 2**8
 
 
-def test_a_gradient_of_more_than_8_bits_above_the_peak_shows_that_the_peak_was_wrong():
+def test_gradient_more_than_8_bits_above_the_peak_resets_margin_and_allowance():
     before = replace(Auto(), log2_peak=jnp.float32(-20), log2_margin=jnp.float32(5), log2_allowance=jnp.float32(3))
     assert bits(adjust(before, True, largest=2.0**-12))[1:] == (5, 3)
     assert bits(adjust(before, True, largest=1.001 * 2.0**-12))[1:] == (1, 0)
 
 
-def test_at_the_floor_an_overflow_forgets_all():
+def test_overflow_at_the_floor_resets_the_state():
     lost = at_rest(at_rest(Auto(), 8, True, 2.0**-20.5), 10, False, np.nan)
     assert state_of(lost) == {**state_of(Auto()), "current_loss_scale": 2.0**-24}
 
 
 @pytest.mark.parametrize("zeros", [0, 49])
-def test_below_a_ceiling_a_limit_is_found_too(zeros):
+def test_limit_below_the_ceiling_is_found(zeros):
     """The gradients would allow a scale of 2**29, but the ceiling is 2**15, and scales above 2**8 overflow."""
     largest = np.where(np.arange(20_000) % (zeros + 1) == 0, 2.0**-14.5, 0).astype(np.float32)
     scales, finite, _ = run(Auto(max_loss_scale=2.0**15), largest, largest * 2.0**22)
@@ -338,7 +338,7 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize("inside", [0, 6])
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_arrives_in_16_steps(beginning, inside):
+def test_scale_reaches_its_limit_in_16_steps(beginning, inside):
     exponents = np.repeat(np.arange(3, 67), 3)  # The exponents belong to the highest scale without overflow.
     log2_first = 15 - exponents + np.tile([0.0, 0.4, 0.9], 64)
     largest, first = of_log2(np.tile(log2_first - inside, (40, 1)), inside)
@@ -387,14 +387,14 @@ FOLLOWED = named(
 
 
 @pytest.mark.parametrize(("trace", "most_skips", "most_bits"), FOLLOWED)
-def test_follows(trace, most_skips, most_bits):
+def test_scale_follows_changing_gradients(trace, most_skips, most_bits):
     for float16 in True, False:
         skips, bits = skips_and_unused_bits(trace, float16)
         assert skips <= most_skips
         assert bits <= most_bits
 
 
-def test_gradients_that_are_followed_are_not_reported_as_unscaled():
+def test_scaled_gradients_are_not_reported_as_unscaled():
     with np.errstate(divide="ignore"):
         largest, first = np.log2(np.stack([row.values[0] for row in FOLLOWED], axis=-1))
     assert not seem_unscaled(states(largest, first)).any()
@@ -419,7 +419,7 @@ def judged(log2_largest, log2_inside):
 
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
-def test_nans_that_come_now_and_then_do_not_drive_the_scale_away(share):
+def test_occasional_nans_do_not_lower_the_scale_far(share):
     random = np.random.default_rng(int(share * 1000))
     log2_largest = np.array(SIZES) + random.normal(size=(20_000, len(SIZES))) * 0.5
     nans = np.where(random.random(log2_largest.shape) < share, np.inf, 0.0)
@@ -431,7 +431,7 @@ def test_nans_that_come_now_and_then_do_not_drive_the_scale_away(share):
 
 @pytest.mark.parametrize("one_in", [2, 10, 200])
 @pytest.mark.parametrize("at_random", [False, True], ids=["in_turn", "at_random"])
-def test_gradients_that_are_mostly_zero_are_not_skipped(one_in, at_random):
+def test_mostly_zero_gradients_are_rarely_skipped(one_in, at_random):
     random = np.random.default_rng(one_in)
     shape = (20_000, len(SIZES))
     is_real = random.random(shape) < 1 / one_in if at_random else np.indices(shape)[0] % one_in == one_in - 1
@@ -442,7 +442,7 @@ def test_gradients_that_are_mostly_zero_are_not_skipped(one_in, at_random):
 
 
 @pytest.mark.parametrize("inside", [9, 20])
-def test_a_limit_is_found_where_nearly_all_gradients_are_zero(inside):
+def test_limit_is_found_if_nearly_all_gradients_are_zero(inside):
     random = np.random.default_rng(inside)
     shape = (20_000, 3)
     cycle = 4 * np.sin(2 * np.pi * np.arange(shape[0]) / 1000)[:, None]
@@ -452,7 +452,7 @@ def test_a_limit_is_found_where_nearly_all_gradients_are_zero(inside):
     assert np.all(np.nanmean(unused, axis=0) <= 8)
 
 
-def test_nans_among_zeros_do_not_drive_the_scale_away():
+def test_nans_among_zero_gradients_do_not_lower_the_scale_far():
     random = np.random.default_rng(3)
     shape = (20_000, 4)
     log2_largest = np.where(random.random(shape) < 0.9, -np.inf, np.array(SIZES[:4]))
@@ -463,7 +463,7 @@ def test_nans_among_zeros_do_not_drive_the_scale_away():
 
 
 @pytest.mark.parametrize("inside", [8, 26])
-def test_what_is_far_larger_inside_the_backward_pass_is_found(inside):
+def test_much_larger_values_inside_the_backward_pass_are_found(inside):
     random = np.random.default_rng(inside)
     log2_largest = np.array([-40.0, -35.0, -30.0]) + random.normal(size=(20_000, 3)) * 0.3
     skips, unused = judged(log2_largest, np.full(log2_largest.shape, float(inside)))
@@ -472,7 +472,7 @@ def test_what_is_far_larger_inside_the_backward_pass_is_found(inside):
 
 
 @pytest.mark.parametrize("beginning", [[0, 1, 2], range(30), [2, 4]], ids=str)
-def test_nans_at_the_beginning_do_not_end_the_search_for_long(beginning):
+def test_scale_recovers_from_nans_in_the_first_steps(beginning):
     log2_largest = np.tile([-40.0, *SIZES], (4000, 1))
     nans = np.zeros_like(log2_largest)
     nans[list(beginning)] = np.inf
@@ -508,7 +508,7 @@ def test_scale_stays_a_power_of_two_between_floor_and_ceiling(scale, steps, repe
         highest = max(highest, 2.0**100)
 
 
-def test_every_power_of_two_is_exact():
+def test_adjust_is_exact_at_every_power_of_two():
     powers = np.ldexp(np.float32(1), np.arange(-126, 128))  # `np.exp2` returns an inexact 2**127 in float32.
     loss_scale = replace(Auto(min_loss_scale=2.0**-126), log2_peak=-126.0, log2_margin=1.0)  # The target is 2**126.
 
@@ -524,7 +524,7 @@ def test_every_power_of_two_is_exact():
 
 
 @pytest.mark.parametrize("largest", [None, np.nan, np.inf, -1.0], ids=str)
-def test_without_a_measurement_it_stays_or_backs_off(largest):
+def test_scale_stays_or_decreases_without_a_measured_gradient(largest):
     known = at_rest(Auto(), 8, True, 2.0**-20)
     for loss_scale in Auto(), known:
         stayed = at_rest(loss_scale, 5000, True, largest)
@@ -535,7 +535,7 @@ def test_without_a_measurement_it_stays_or_backs_off(largest):
 # --- Derivatives, headroom and subclasses ---
 
 
-def test_a_step_has_no_derivative_and_so_no_nan():
+def test_derivatives_of_adjust_are_zero():
     @jax.jit
     def scale_after(state, largest):
         return replace(Auto(), **state).adjust(True, largest=largest)()
@@ -545,7 +545,7 @@ def test_a_step_has_no_derivative_and_so_no_nan():
         chex.assert_trees_all_equal(jax.grad(scale_after, (0, 1))(state, largest), (dict.fromkeys(state, 0.0), 0.0))
 
 
-def test_headroom_is_kept_free():
+def test_headroom_lowers_the_scale():
     trace = of_log2(np.full(1000, -6.3))
     scales, _, _ = run(Auto(log2_headroom=3), *trace)
     without, _, _ = run(Auto(), *trace)
