@@ -41,11 +41,11 @@ def test_automatic_scale_skips_few_steps_and_stays_near_the_best_fixed_scale(tra
     assert ours.unused_bits.item() - fixed.unused_bits.item() <= 3
 
 
-@pytest.mark.slow  # The rule is compiled twice for each constant.
+@pytest.mark.slow  # The test compiles the rule twice for each constant.
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.constant}={need.instead:.3g}")
 def test_every_constant_is_needed_by_a_trace(need):
     assert need.measured() <= need.limit < need.measured_instead()
-    assert need.measured() <= need.limit  # The original constant is restored.
+    assert need.measured() <= need.limit  # The original constant is valid again after the test.
 
 
 @settings(max_examples=30, deadline=None)
@@ -100,7 +100,7 @@ def test_most_batches_of_a_rare_kind_are_applied(one_in, size):
     assert np.mean(skipped_of_kind(jls.AutoLossScale(), kinds)) <= 20
 
 
-# For each kind of trace, the largest number of skipped steps in 1,000 steps, and of unused bits.
+# The values are the largest number of skipped steps in 1,000 steps, and the largest number of unused bits.
 LIMITS = {
     **{f"2^8, noise {noise}": (10, 16) for noise in (3, 3.5, 4)},
     **{f"grows by 2^{rate} in 1,000 steps": (6, 4.5) for rate in (0.3, 0.6, 1)},

@@ -1,4 +1,4 @@
-"""Recorded runs of other libraries continue with the same scales after conversion at any step.
+"""Recorded runs of other libraries continue with the same scales after a conversion at step 0 or step 30.
 
 `golden/README.md` describes the source of the records. None of the other libraries is needed.
 """

@@ -339,7 +339,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("inside", [0, 6])
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
 def test_scale_reaches_its_limit_in_16_steps(beginning, inside):
-    exponents = np.repeat(np.arange(3, 67), 3)  # The exponents belong to the highest scale without overflow.
+    exponents = np.repeat(np.arange(3, 67), 3)  # Each exponent is that of the highest scale without overflow.
     log2_first = 15 - exponents + np.tile([0.0, 0.4, 0.9], 64)
     largest, first = of_log2(np.tile(log2_first - inside, (40, 1)), inside)
     scales, finite, _ = jax.vmap(run, in_axes=(None, 1, 1), out_axes=(1, 1, 0))(beginning(), largest, first)
