@@ -26,10 +26,10 @@ CORE = (
     "tests/measure/test_finite.py",
     "tests/gradients/test_gradients.py",
     "tests/wrapper/test_transform.py",
-    "tests/wrapper/test_update_arguments.py",
+    "tests/wrapper/test_step_inputs.py",
 )
 # With leak checks, or without `jax.jit`, compiled programs are not reused, so testing the whole core would take hours.
-WRAPPER = ("tests/wrapper/test_update_arguments.py",)
+WRAPPER = ("tests/wrapper/test_step_inputs.py",)
 
 # Each entry contains the environment variable, the tests, and the excluded tests. Excluded tests are given by a part of
 # their name, with the reason.

@@ -14,8 +14,8 @@ OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 
 # The core consists of these files and folders. `tests/mutation.py` changes them and runs these tests in this order.
 CORE = {
-    "_tree.py": ["test_tree.py", "wrapper/test_update_arguments.py"],
-    "_check.py": ["loss_scales", "wrapper/test_update_arguments.py"],
+    "_tree.py": ["test_tree.py", "wrapper/test_step_inputs.py"],
+    "_check.py": ["loss_scales", "wrapper/test_step_inputs.py"],
     "_measure": [
         "measure",
         "diagnostics/test_nonfinite.py",
@@ -39,10 +39,10 @@ CORE = {
         "frameworks/test_autocast_nnx.py",
     ],
     "_optax": [
-        "wrapper/test_update_arguments.py",
+        "wrapper/test_step_inputs.py",
         "wrapper/test_measuring.py",
         "wrapper/test_transform.py",
-        "wrapper/test_adjust_arguments.py",
+        "wrapper/test_loss_scale_inputs.py",
         "wrapper/test_monitoring.py",
         "wrapper/test_data_parallel.py",
         "diagnostics/test_recording.py",
@@ -96,8 +96,8 @@ OTHERS = {
     "jax_lossscale/__main__.py": ["demo"],
     "jax_lossscale/__init__.py": ["test_architecture.py", "test_public_api.py", "hardening"],
     "README.md": ["test_readme.py"],
-    "benchmarks": ["benchmarks", "test_quoted_numbers.py"],
-    "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_quoted_numbers.py"],
+    "benchmarks": ["benchmarks", "test_stated_numbers.py"],
+    "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_stated_numbers.py"],
     "examples": ["test_examples.py"],
     "notebooks": ["test_notebooks.py"],
     "tests/source_map.py": ["test_source_map.py"],

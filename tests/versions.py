@@ -38,7 +38,7 @@ CORE = [
 # The quick subset contains the tests that find most incompatibilities within a minute.
 QUICK = [
     *("tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales", "tests/gradients/test_gradients.py"),
-    *("tests/measure/test_primitive.py", "tests/autocast/test_structures.py", "tests/wrapper/test_update_arguments.py"),
+    *("tests/measure/test_primitive.py", "tests/autocast/test_structures.py", "tests/wrapper/test_step_inputs.py"),
     "tests/wrapper/test_lowering.py",
 ]
 
