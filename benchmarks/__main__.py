@@ -80,21 +80,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
     """Make ``options.for_accuracy`` and the like of the options that only these have."""
-    asked = set(options.benchmarks)
-    if (options.workload and "accuracy" not in asked) or (options.docs and not asked & {"accuracy", "policies"}):
+    chosen = set(options.benchmarks)
+    if (options.workload and "accuracy" not in chosen) or (options.docs and not chosen & {"accuracy", "policies"}):
         parser.error("--workload and --docs belong to the benchmark accuracy, and --docs to policies as well")
     if options.docs and (options.workload or options.quick):
         parser.error("--docs needs every workload in full: leave out --workload and --quick")
     if options.results and (options.quick or options.workload):
         parser.error("--results needs whole benchmarks: leave out --quick and --workload")
     needed = [("matplotlib", "plot")] if options.docs else []
-    needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in asked else []
+    needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in chosen else []
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
             parser.error(f"this needs {module}, of the extra `{extra}`: pip install -e '.[{extra}]'")
-    options.for_policies = {"docs": options.docs} if "policies" in asked else {}
+    options.for_policies = {"docs": options.docs} if "policies" in chosen else {}
     options.for_accuracy = {}
-    if "accuracy" in asked:
+    if "accuracy" in chosen:
         from benchmarks.workloads import WORKLOADS
 
         for name in options.workload:

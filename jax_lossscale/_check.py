@@ -123,7 +123,7 @@ def nonnegative_number(value: Any, name: str) -> float:
     return number
 
 
-def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
+def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int:
     """Return ``value`` as an int that a counter can hold, up to the largest int32; 2.0 is welcome, 2.5 is not."""
     try:
         number = finite_number(value, name)
@@ -132,7 +132,7 @@ def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
     if not number.is_integer():
         raise ValueError(f"`{name}` must be an integer, got {shown(value)}.")
     if not at_least <= number <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be at least {at_least}, and fit int32, got {value!r}. {cure}".rstrip())
+        raise ValueError(f"`{name}` must be at least {at_least}, and fit int32, got {value!r}. {suggestion}".rstrip())
     return int(number)
 
 

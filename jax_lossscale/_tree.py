@@ -47,14 +47,14 @@ def is_array(leaf: Any) -> bool:
     return getattr(leaf.dtype, "kind", None) not in _KINDS_OF_NUMPY_ALONE
 
 
-def check_tree(tree: Any, name: str, cure: str = "") -> None:
+def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
     """Raise a `ValueError` that names the argument if ``tree`` is a lone leaf, and no array or number.
 
     In a tree any leaf is welcome, since modules have functions and strings. Alone it is an argument in a wrong place.
     """
     is_number = is_array(tree) or isinstance(tree, (bool, int, float, complex))
     if jax.tree_util.all_leaves([tree]) and not is_number:
-        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {cure}".rstrip())
+        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {suggestion}".rstrip())
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
@@ -256,7 +256,7 @@ def _is_selectable(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
+def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Return float32 for narrower floats; complex and wider floats stay."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
@@ -274,7 +274,7 @@ def _at_least_float32(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
     leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     if leaf.dtype in keep:
         return leaf
-    dtype = _wide_dtype(leaf.dtype)
+    dtype = _widened_dtype(leaf.dtype)
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 

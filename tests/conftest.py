@@ -27,10 +27,10 @@ def pytest_ignore_collect(collection_path, config):
     """Ignore a file whose tests are all excluded by their markers, which is faster than importing the file."""
     if not collection_path.match("test_*.py"):
         return None
-    text, asked = collection_path.read_text(), config.option.markexpr
+    text, expression = collection_path.read_text(), config.option.markexpr
     of_all = OF_ALL.search(text)
-    unwanted = [mark for mark in re.findall(r"not (\w+)", asked) if of_all and f"pytest.mark.{mark}" in of_all[1]]
-    return True if unwanted or (asked.startswith("ci and") and "mark.ci" not in text) else None
+    unwanted = [mark for mark in re.findall(r"not (\w+)", expression) if of_all and f"pytest.mark.{mark}" in of_all[1]]
+    return True if unwanted or (expression.startswith("ci and") and "mark.ci" not in text) else None
 
 
 def pytest_collection_finish():

@@ -491,7 +491,7 @@ def report(files, results, save):
 
 def saved_rows():
     """Return the rows of the saved table, by file."""
-    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if line.startswith("| _")]
+    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if ".py |" in line]
     return {file: row for file, *row in lines}
 
 

@@ -77,9 +77,9 @@ def test_all_code_fences_are_rendered(site):
 def test_figures_have_alternative_texts(site):
     for page in site.rglob("*.html"):
         for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
-            told = re.search(r'alt="([^"]*)"', picture)
-            assert told, (page, picture)
-            assert len(told[1]) > 25, (page, picture)
+            alt = re.search(r'alt="([^"]*)"', picture)
+            assert alt, (page, picture)
+            assert len(alt[1]) > 25, (page, picture)
 
 
 def test_links_lead_to_existing_pages_and_anchors(site):
@@ -204,8 +204,8 @@ def test_search_finds_the_expected_page(site):
     expected = dict(re.split(r"  +", line) for line in SEARCHES.strip().splitlines())
     [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
     command = [node, "-e", ASK, str(worker), str(site / "search" / "search_index.json"), json.dumps([*expected])]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert asked.returncode == 0, asked.stderr
-    for (query, place), pages in zip(expected.items(), json.loads(asked.stdout), strict=True):
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    for (query, place), pages in zip(expected.items(), json.loads(completed.stdout), strict=True):
         hits = [parts[0] for parts in pages[:3]]
         assert place in [*hits, *(hit.partition("#")[0] for hit in hits)], (query, hits)

@@ -26,9 +26,9 @@ def test_predictions_for_an_h100():
         (model, loss): (number(time), number(temporaries))
         for model, loss, time, _, temporaries, *_ in rows(RESULTS / "autocast.md", "### Training steps for an H100")
     }
-    told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    assert [model for model, *_ in told] == [model for model, loss in predicted if loss == "autocast"]
-    for model, *cells in told:
+    stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
+    assert [model for model, *_ in stated] == [model for model, loss in predicted if loss == "autocast"]
+    for model, *cells in stated:
         ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "by hand"))
         ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]
         assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
@@ -36,8 +36,8 @@ def test_predictions_for_an_h100():
 
 def test_numbers_at_the_start_of_the_readme():
     start = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
-    told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    time, temporaries = [sorted(float(row[column]) for row in told) for column in (1, 3)]
+    stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
+    time, temporaries = [sorted(float(row[column]) for row in stated) for column in (1, 3)]
     assert f"need {temporaries[0]} to {temporaries[-1]} of float32's temporary memory" in start
     assert f"{time[0]} to {time[-1]} of its time" in start
     ours = rows(ROOT / "README.md", "## What it costs")[0]
@@ -56,23 +56,23 @@ CONTENDERS = {
 
 
 def test_cost_of_an_optimizer_step():
-    told = {row[0]: row[1:] for row in rows(ROOT / "README.md", "## What it costs")}
-    assert told.keys() == CONTENDERS.keys()
+    stated = {row[0]: row[1:] for row in rows(ROOT / "README.md", "## What it costs")}
+    assert stated.keys() == CONTENDERS.keys()
     for place, gradients in enumerate(["float32 gradients", "float16 gradients"]):
         measured = {
             row[0]: (row[3], *row[4].split(" to ")) for row in rows(RESULTS / "optimizer.md", f"leaves, {gradients}")
         }
         for name, contender in CONTENDERS.items():
             median, first, third = measured[contender]
-            assert told[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
+            assert stated[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
 
 
 def test_data_movement_between_devices():
     moved = {(layout, way): number(cells[5]) for layout, way, *cells in rows(RESULTS / "collectives.md", "### Coll")}
-    told = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
+    stated = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
     ways = ("by hand", "autocast", "autocast, recompute=False", "autocast, table cast")
-    assert len(told) == 4
-    for layout, *cells in told:
+    assert len(stated) == 4
+    for layout, *cells in stated:
         assert [f"{moved[layout, way]:.0f}" for way in ways] == cells, layout
 
 
@@ -101,13 +101,13 @@ def least_to_most(values):
 def test_limits_of_the_automatic_scale():
     page = ROOT / "docs" / "choosing.md"
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
-    told = rows(page, "**Rare kinds of batches.**")
-    assert len(told) == 5
-    for one_in, auto, dynamic in told:
+    stated = rows(page, "**Rare kinds of batches.**")
+    assert len(stated) == 5
+    for one_in, auto, dynamic in stated:
         assert [auto, dynamic] == [least_to_most(rare[one_in][:-2]), f"{rare[one_in][-1]:.0f}"], one_in
     mixed = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Large values inside")}
-    told = rows(page, "**Noise, growth and NaNs.**")
-    for (kind, *cells), names in zip(told, MIXED, strict=True):
+    stated = rows(page, "**Noise, growth and NaNs.**")
+    for (kind, *cells), names in zip(stated, MIXED, strict=True):
         assert cells == [least_to_most([mixed[name][column] for name in names]) for column in (0, 2)], kind
     unused = [[mixed[name][column] for names in MIXED[-3:] for name in names] for column in (3, 1)]
     text = '`"dynamic"` leaves {} bits unused, and the automatic scale {}'
@@ -118,9 +118,9 @@ def test_comparison_of_the_automatic_scale_with_version_0_5():
     """The column of version 0.5 is not checked, because its results are not in this version of the file."""
     inside = {row[0]: (row[3], row[4]) for row in rows(RESULTS / "policies.md", "### Synthetic traces of 20,000 steps")}
     random = {row[0]: (row[2], row[6]) for row in rows(RESULTS / "policies.md", "### Random traces of several lengths")}
-    told = rows(ROOT / "docs" / "choosing.md", "**Compared with version 0.5.**")
-    assert len(told) == 8
-    for trace, measured, auto, _, dynamic in told:
+    stated = rows(ROOT / "docs" / "choosing.md", "**Compared with version 0.5.**")
+    assert len(stated) == 8
+    for trace, measured, auto, _, dynamic in stated:
         if trace in inside:
             place = 1 if measured == "unused bits" else 0
             expected = tuple(cell.split(" / ")[place] for cell in inside[trace])

@@ -79,8 +79,8 @@ def test_widen_accepts_abstract_and_concrete_leaves():
     abstract, concrete = _tree.widen([jax.ShapeDtypeStruct((3,), jnp.bfloat16), half])
     assert (abstract.shape, abstract.dtype) == ((3,), jnp.float32)
     assert (concrete.tolist(), concrete.dtype) == ([1, 1], jnp.float32)
-    kept = _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))
-    assert [leaf.dtype for leaf in kept] == ["float32", "float16"]
+    partly_widened = _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))
+    assert [leaf.dtype for leaf in partly_widened] == ["float32", "float16"]
 
 
 def test_leaves_and_nones_contains_none():
@@ -89,14 +89,14 @@ def test_leaves_and_nones_contains_none():
 
 @pytest.mark.parametrize("name", TOUCHED)
 def test_scale_keeps_dtypes_and_unscale_returns_at_least_float32(name):
-    make, wide_dtype = LEAVES[name]
+    make, widened_dtype = LEAVES[name]
     with enable_x64(True):
         leaf = make()
         scaled, unscaled = jls.FixedLossScale(2).scale([leaf])[0], jls.FixedLossScale(2).unscale([leaf])[0]
         widened = _tree.widen([leaf])[0]
         assert _tree.is_inexact(leaf)
         assert scaled.dtype == jnp.asarray(leaf).dtype
-        assert unscaled.dtype == widened.dtype == wide_dtype
+        assert unscaled.dtype == widened.dtype == widened_dtype
         assert scaled.shape == unscaled.shape == widened.shape == jnp.shape(leaf)
         for result, expected in ((scaled, 2.0), (unscaled, 0.5), (widened, 1.0)):
             assert np.all(np.asarray(result).astype(np.complex128) == expected)
@@ -471,9 +471,9 @@ def test_cast_floating_with_where(name, compiled):
 
 
 def test_cast_floating_calls_where_only_for_floating_leaves():
-    asked = []
-    jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: asked.append(jax.tree_util.keystr(path)) or True)
-    assert sorted(asked) == sorted(FLOATING)
+    paths = []
+    jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: paths.append(jax.tree_util.keystr(path)) or True)
+    assert sorted(paths) == sorted(FLOATING)
 
 
 # --- Leaves on different devices, as in pipeline parallelism ---

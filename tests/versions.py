@@ -49,12 +49,12 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(arguments.folder or scratch)
-        for number, asked in enumerate(wanted, start=1):
-            print(f"[{number}/{len(wanted)}] jax {asked}", flush=True)
+        for number, requested in enumerate(wanted, start=1):
+            print(f"[{number}/{len(wanted)}] jax {requested}", flush=True)
             start = time.monotonic()
-            passed, summary = tested(asked, arguments, folder)
+            passed, summary = tested(requested, arguments, folder)
             print(f"    {'' if passed else 'FAILED: '}{summary}, {time.monotonic() - start:.0f} s", flush=True)
-            failed += [] if passed else [asked]
+            failed += [] if passed else [requested]
     print(f"Failed: {', '.join(failed)}." if failed else "All passed.")
     return int(bool(failed))
 
@@ -86,20 +86,20 @@ def minor_versions() -> list[str]:
     return [f"{major}.{minor}" for major, minor in sorted(minors) if (major, minor) >= oldest]
 
 
-def requirements(asked: str) -> list[str]:
-    if asked == "oldest":
+def requirements(requested: str) -> list[str]:
+    if requested == "oldest":
         return [need.replace(">=", "==", 1) for need in DEPENDENCIES]
-    is_patch = asked.count(".") == 2
-    return [f"jax=={asked}" if is_patch else f"jax=={asked}.*"]
+    is_patch = requested.count(".") == 2
+    return [f"jax=={requested}" if is_patch else f"jax=={requested}.*"]
 
 
-def tested(asked: str, arguments: argparse.Namespace, folder: Path) -> tuple[bool, str]:
+def tested(requested: str, arguments: argparse.Namespace, folder: Path) -> tuple[bool, str]:
     """Install a version and run the tests. Return whether they pass, and the last line of the output."""
-    python = folder / asked / "bin" / "python"
+    python = folder / requested / "bin" / "python"
     if not python.exists():
         run([arguments.python, "-m", "venv", python.parent.parent])
     tests, tools = (QUICK, QUICK_TOOLS) if arguments.quick else (CORE, TOOLS)
-    installed = run([python, "-m", "pip", "install", "--quiet", ROOT, *requirements(asked), *tools])
+    installed = run([python, "-m", "pip", "install", "--quiet", ROOT, *requirements(requested), *tools])
     if installed.returncode:
         return False, last_line(installed.stderr)
     names = ["python", *OLDEST]

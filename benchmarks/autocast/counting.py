@@ -12,19 +12,19 @@ from jax.extend.core import Literal
 from benchmarks.gpu.kernels import Kernel
 
 
-def dtypes_of_products(kernels: Iterable[Kernel]) -> Counter[str]:
+def dtypes_of_matmuls(kernels: Iterable[Kernel]) -> Counter[str]:
     """How many kernels compute products in each dtype."""
-    return Counter(dtype for kernel in kernels for dtype in kernel.products)
+    return Counter(dtype for kernel in kernels for dtype in kernel.matmuls)
 
 
-def bytes_kept(loss: Callable[..., Any], params: Any, batch: Any) -> int:
+def bytes_saved(loss: Callable[..., Any], params: Any, batch: Any) -> int:
     """Of what `jax.vjp` keeps for the backward pass; the function's own arguments are there anyway."""
 
-    def kept(params: Any, batch: Any) -> list[Any]:
+    def saved_residuals(params: Any, batch: Any) -> list[Any]:
         _, pullback = jax.vjp(lambda params: loss(params, batch), params)
         return jax.tree.leaves(pullback)
 
-    jaxpr = jax.make_jaxpr(kept)(params, batch).jaxpr
+    jaxpr = jax.make_jaxpr(saved_residuals)(params, batch).jaxpr
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     residuals = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - arguments
     return sum(atom.aval.size * atom.aval.dtype.itemsize for atom in residuals)

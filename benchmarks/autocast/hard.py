@@ -70,33 +70,33 @@ def attention(lead: float, mean: float, queries: int = 64, keys: int = 64, *, is
 
     def function(cast: _Cast, params: Any, batch: Any) -> jax.Array:
         q, k, v = (cast(params[name]) for name in "qkv")
-        logits = _wide(q @ k.T) / q.shape[1] ** 0.5 + lead * jnp.eye(queries, keys)
+        logits = _f32(q @ k.T) / q.shape[1] ** 0.5 + lead * jnp.eye(queries, keys)
         if is_causal:
             logits = jnp.where(jnp.tril(jnp.ones((queries, keys), bool)), logits, -1e9)
-        return (_wide(cast(jax.nn.softmax(logits)) @ v) * batch["weights"]).sum()
+        return (_f32(cast(jax.nn.softmax(logits)) @ v) * batch["weights"]).sum()
 
     model = _model(function, {"q": (queries, 64), "k": (keys, 64), "v": (keys, 64)}, {"weights": (queries, 64)}, 1.0)
     return model._replace(params=lambda: model.params() | {"v": model.params()["v"] + mean})
 
 
 def _relu(cast: _Cast, params: Any, batch: Any) -> jax.Array:
-    x = jax.nn.relu(batch["x"] + _wide(cast(batch["x"]) @ cast(params["w"] / 8)))
-    return (x + _wide(cast(x) @ cast(params["v"] / 8))).sum()
+    x = jax.nn.relu(batch["x"] + _f32(cast(batch["x"]) @ cast(params["w"] / 8)))
+    return (x + _f32(cast(x) @ cast(params["v"] / 8))).sum()
 
 
 def _stream(cast: _Cast, params: Any, batch: Any) -> jax.Array:
     x = 1e4 + batch["x"]
     for _ in range(4):
         centered = x - x.mean(-1, keepdims=True)
-        x = x + 1e-3 * _wide(cast(jnp.tanh(_wide(cast(centered) @ cast(params["w"] / 8)))) @ cast(params["v"] / 8))
+        x = x + 1e-3 * _f32(cast(jnp.tanh(_f32(cast(centered) @ cast(params["w"] / 8)))) @ cast(params["v"] / 8))
     return jnp.sin(x - 1e4).sum()
 
 
 def _bias(cast: _Cast, params: Any, batch: Any) -> jax.Array:
-    return jnp.sin(_wide(cast(batch["x"]) @ cast(params["w"] / 8)) + params["bias"]).sum()
+    return jnp.sin(_f32(cast(batch["x"]) @ cast(params["w"] / 8)) + params["bias"]).sum()
 
 
-def _wide(x: Any) -> Any:
+def _f32(x: Any) -> Any:
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 

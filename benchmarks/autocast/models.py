@@ -201,7 +201,7 @@ class Words(nn.Module):
 
     words: int
     width: int
-    by_product: bool = False
+    by_matmul: bool = False
     dtype: Any = None
 
     @nn.compact
@@ -209,11 +209,11 @@ class Words(nn.Module):
         """Of ``[batch, length]``: by index, logits of the next word; by a product, how likely the word itself is."""
         table = nn.Embed(self.words, self.width, dtype=self.dtype)
         one_hot = jax.nn.one_hot(words, self.words, dtype=self.dtype or jnp.float32)
-        x = one_hot @ table.embedding.astype(one_hot.dtype) if self.by_product else table(words)
+        x = one_hot @ table.embedding.astype(one_hot.dtype) if self.by_matmul else table(words)
         for _ in range(2):
             x = x + nn.Dense(self.width, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
         logits = table.attend(nn.LayerNorm(dtype=self.dtype)(x))
-        return (one_hot * nn.log_softmax(logits.astype(jnp.float32))).sum(-1) if self.by_product else logits
+        return (one_hot * nn.log_softmax(logits.astype(jnp.float32))).sum(-1) if self.by_matmul else logits
 
 
 class ConvolutionNet(nn.Module):
@@ -247,7 +247,7 @@ def networks() -> dict[str, Model]:
         "Mamba, read by an einsum": model_of(MambaStack, words, by_einsum=True),
         "LSTM": model_of(LSTM, (64, 256, 512)),
         "experts": model_of(Experts, words),
-        "one-hot words": model_of(Words, words[:2], words=8192, width=512, by_product=True),
+        "one-hot words": model_of(Words, words[:2], words=8192, width=512, by_matmul=True),
         "50,304 words": model_of(Words, (8, 256), words=50304, width=1024),
         "convolution net": model_of(ConvolutionNet, (64, 56, 56, 64)),
     }
@@ -276,7 +276,7 @@ def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **option
                 params, x, mutable=["batch_stats"], rngs={"dropout": jax.random.key(1)}
             )
             outputs = outputs.astype(jnp.float32)
-            if options.get("by_product"):
+            if options.get("by_matmul"):
                 return -outputs.mean()
             return mean_square(outputs - targets) if len(shape) == 3 else cross_entropy(outputs, targets)
 

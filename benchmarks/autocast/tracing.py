@@ -74,10 +74,10 @@ def _flow(weights: Any, x: jax.Array) -> jax.Array:
     """The negative log-likelihood by affine couplings (Dinh et al. 2017, arXiv 1605.08803)."""
     volume = jnp.zeros(len(x))
     for w in weights:
-        kept, changed = jnp.split(x, 2, axis=-1)
-        shift, log_scale = jnp.split(jax.nn.relu(kept @ w["in"][:16]) @ w["out"], 2, axis=-1)
+        unchanged, changed = jnp.split(x, 2, axis=-1)
+        shift, log_scale = jnp.split(jax.nn.relu(unchanged @ w["in"][:16]) @ w["out"], 2, axis=-1)
         log_scale = jnp.tanh(log_scale)
-        x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, kept], axis=-1)
+        x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, unchanged], axis=-1)
         volume = volume + log_scale.sum(-1)
     return jnp.mean(0.5 * jnp.sum(x**2, axis=-1) - volume)
 

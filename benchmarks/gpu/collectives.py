@@ -107,8 +107,8 @@ def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
         return x if is_explicit else jax.lax.with_sharding_constraint(x, P("data"))
 
     def norm(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
+        x32 = x.astype(jnp.float32)
+        return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
 
     def block(x: jax.Array, weights: Any) -> jax.Array:
         w = jax.tree.map(whole, weights)

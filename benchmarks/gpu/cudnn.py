@@ -72,8 +72,8 @@ def _compiled(case: str, key_heads: int, way: str) -> jax.stages.Compiled:
 
     def block(x: jax.Array, weights: Any) -> jax.Array:
         weights = jax.tree.map(lambda weight: weight.astype(dtype), weights)
-        wide = x.astype(jnp.float32)
-        normal = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
+        x32 = x.astype(jnp.float32)
+        normal = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
         q, k, v = (jnp.einsum("...sd,dhk->...shk", normal, weights[name]) for name in "qkv")
         out_sharding = P("data") if axis_type is AxisType.Explicit else None
         return x + jnp.einsum("...shk,hkd->...sd", call(attend)(q, k, v), weights["out"], out_sharding=out_sharding)

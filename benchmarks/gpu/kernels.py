@@ -36,19 +36,19 @@ class Kernel:
     Attributes:
       name: of the instruction.
       bytes: read and written by one launch.
-      products: operations of products in one launch, by the dtype of their operands.
+      matmuls: floating-point operations of the matmuls in one launch, by the dtype of their operands.
       launches: how many.
     """
 
     name: str
     bytes: float
-    products: Mapping[str, float]
+    matmuls: Mapping[str, float]
     launches: int = 1
 
     @property
     def seconds(self) -> float:
         """Predicted, of all launches."""
-        multiplied = sum(count / PEAK[dtype] for dtype, count in self.products.items())
+        multiplied = sum(count / PEAK[dtype] for dtype, count in self.matmuls.items())
         return self.launches * max(self.bytes / BANDWIDTH, multiplied)
 
 
@@ -72,7 +72,7 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
             yield from max(branches, key=lambda branch: sum(kernel.seconds for kernel in branch))
         elif is_kernel(instruction):
             inside = _inside(computations, computation, instruction)
-            yield Kernel(instruction.name, _bytes_moved(inside), _products(computations, inside))
+            yield Kernel(instruction.name, _bytes_moved(inside), _matmuls(computations, inside))
 
 
 def turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
@@ -160,47 +160,47 @@ def _size(instruction: Instruction) -> int:
     return max(1, sum(array.size for array in instruction.arrays))
 
 
-def _products(computations: Mapping[str, Computation], inside: Computation) -> Counter[str]:
+def _matmuls(computations: Mapping[str, Computation], inside: Computation) -> Counter[str]:
     """Operations of the products in a kernel."""
     found: Counter[str] = Counter()
     for instruction in inside.values():
         if instruction.opcode == "fusion":
-            found += _products(computations, computations[instruction.callees[0]])
+            found += _matmuls(computations, computations[instruction.callees[0]])
         elif instruction.opcode in ("dot", "convolution", "custom-call"):
             operands = [inside[name].arrays[0] for name in instruction.operands[:2]]
             found[_slowest(instruction, operands)] += 2 * _multiplications(instruction, *operands)
     return found
 
 
-def _slowest(product: Instruction, operands: list[Array]) -> str:
+def _slowest(matmul: Instruction, operands: list[Array]) -> str:
     """The dtype that decides how fast a product is."""
     names = ["f8" if operand.dtype.startswith("f8") else operand.dtype for operand in operands]
     if unknown := set(names) - set(PEAK):
-        raise NotImplementedError(f"It is not known how fast products of {', '.join(unknown)} are: {product.name}")
+        raise NotImplementedError(f"It is not known how fast products of {', '.join(unknown)} are: {matmul.name}")
     slowest = min(names, key=lambda name: PEAK[name])
-    return "f32, not TF32" if slowest == "f32" and product.attribute(r"operand_precision=\{(high)") else slowest
+    return "f32, not TF32" if slowest == "f32" and matmul.attribute(r"operand_precision=\{(high)") else slowest
 
 
-def _multiplications(product: Instruction, first: Array, second: Array) -> float:
+def _multiplications(matmul: Instruction, first: Array, second: Array) -> float:
     """In a product, a convolution or attention."""
-    target = product.attribute(r'custom_call_target="([^"]*)"')
-    result = product.arrays[0]
-    if product.opcode == "dot" or target.startswith("__cublas$"):
-        summed = product.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or product.attribute(
+    target = matmul.attribute(r'custom_call_target="([^"]*)"')
+    result = matmul.arrays[0]
+    if matmul.opcode == "dot" or target.startswith("__cublas$"):
+        summed = matmul.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or matmul.attribute(
             r'"lhs_contracting_dimensions":\[([^\]]*)\]'
         )
         return result.size * math.prod(first.dimensions[int(n)] for n in re.findall(r"\d+", summed))
-    if product.opcode == "convolution" or target.startswith("__cudnn$conv"):
+    if matmul.opcode == "convolution" or target.startswith("__cudnn$conv"):
         # For each number of what the forward convolution gives, one of each number of a filter.
         if target == "__cudnn$convBackwardFilter":
             given, filters = second, result
         else:
             given, filters = (first if target == "__cudnn$convBackwardInput" else result), second
-        labels = product.attribute(r"dim_labels=\w+_(\w+)->")
+        labels = matmul.attribute(r"dim_labels=\w+_(\w+)->")
         return given.size * filters.size / filters.dimensions[labels.index("o")]
     if target.startswith("__cudnn$fmha"):
-        weights = product.attribute(r'"intermediate_tensor_shape":\{[^{]*"dimensions":\[([^\]]*)\]')
+        weights = matmul.attribute(r'"intermediate_tensor_shape":\{[^{]*"dimensions":\[([^\]]*)\]')
         shape = [int(n) for n in re.findall(r"\d+", weights)]
-        products = 5 if "Backward" in target else 2
-        return products * math.prod(shape) * first.size / math.prod(shape[:3])
-    raise NotImplementedError(f"It is not known what {target or product.opcode!r} multiplies: {product.name}")
+        matmuls = 5 if "Backward" in target else 2
+        return matmuls * math.prod(shape) * first.size / math.prod(shape[:3])
+    raise NotImplementedError(f"It is not known what {target or matmul.opcode!r} multiplies: {matmul.name}")

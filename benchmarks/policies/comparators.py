@@ -114,7 +114,7 @@ class LogMaxLossScale(_Comparator):
         sum_100 = 0.99 * self.sum_100 + 0.01 * x
         sum_1000 = 0.999 * self.sum_1000 + 0.001 * x
         sum_of_squares = 0.999 * self.sum_1000_of_squares + 0.001 * x * x
-        weight_100, weight_1000 = (1 - jnp.float32(kept) ** num_steps for kept in (0.99, 0.999))
+        weight_100, weight_1000 = (1 - jnp.float32(decay) ** num_steps for decay in (0.99, 0.999))
         variance = sum_of_squares / weight_1000 - (sum_1000 / weight_1000) ** 2
         log2_cutoff = sum_100 / weight_100 + 3.09 * jnp.sqrt(jnp.maximum(variance, 0))
         return replace(

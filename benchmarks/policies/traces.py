@@ -53,9 +53,9 @@ class _Maker(NamedTuple):
 
     def slow_noise(self, deviation: float) -> np.ndarray:
         """Noise that keeps 0.95 of itself from step to step."""
-        kept, steps = 0.95, self.noise(deviation * np.sqrt(1 - 0.95**2))
+        decay, steps = 0.95, self.noise(deviation * np.sqrt(1 - 0.95**2))
         for step in range(1, self.steps):
-            steps[step] += kept * steps[step - 1]
+            steps[step] += decay * steps[step - 1]
         return steps
 
     def jump(self, size: float) -> np.ndarray:

@@ -19,7 +19,7 @@ _SIZE = 8  # of a digit, in pixels
 _PIXELS = _SIZE**2
 _TO_TRAIN_ON = 1400  # digits; the convnet is evaluated on the rest
 _NOISE = 0.5  # added to the digits that the convnet sees
-_KEPT = 0.9  # of the statistics of batch norm, at each step
+_DECAY = 0.9  # of the statistics of batch norm, at each step
 _PENALTY = 10.0
 _LATENTS = 16
 _TIMES = 8  # frequencies that tell the denoiser how noisy an image is
@@ -150,10 +150,10 @@ def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Worklo
 
 def _batch_norm(layer: Any, running: Any, x: jax.Array, train: bool) -> tuple[jax.Array, Any]:
     """Normalize over images and pixels, in float32; with the statistics of this batch, or with the running ones."""
-    wide = x.astype(jnp.float32)
-    now = {"mean": wide.mean((0, 1, 2)), "variance": wide.var((0, 1, 2))} if train else running
-    normalized = (wide - along_last(now["mean"], x)) * jax.lax.rsqrt(along_last(now["variance"], x) + 1e-5)
-    running = jax.tree.map(lambda old, new: _KEPT * old + (1 - _KEPT) * jax.lax.stop_gradient(new), running, now)
+    x32 = x.astype(jnp.float32)
+    now = {"mean": x32.mean((0, 1, 2)), "variance": x32.var((0, 1, 2))} if train else running
+    normalized = (x32 - along_last(now["mean"], x)) * jax.lax.rsqrt(along_last(now["variance"], x) + 1e-5)
+    running = jax.tree.map(lambda old, new: _DECAY * old + (1 - _DECAY) * jax.lax.stop_gradient(new), running, now)
     return normalized.astype(x.dtype) * along_last(layer["scale"], x) + along_last(layer["bias"], x), running
 
 

@@ -45,8 +45,8 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.
 
 def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
     """Divided by the root of its mean square, which is computed in float32."""
-    wide = x.astype(jnp.float32)
-    normalized = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+    x32 = x.astype(jnp.float32)
+    normalized = x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + 1e-6)
     return normalized.astype(x.dtype) * along_last(scale, x)
 
 

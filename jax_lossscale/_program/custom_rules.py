@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_lossscale._program.jaxpr import as_dtype, bind_here
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
 _Result = TypeVar("_Result")
 # The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
@@ -271,7 +271,7 @@ def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
         results.append(call())
         return jaxpr_as_fun(closed)(*shards)
 
-    with eqn.ctx.manager:
+    with in_context(eqn):
         jax.make_jaxpr(lambda *inputs: shard_map(evaluate, eqn, inputs))(*_types(eqn))
     return results[0]
 

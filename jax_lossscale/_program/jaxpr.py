@@ -163,7 +163,7 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
-    """Give what is computed the layer, line and mesh of the equation, called from ``within``."""
+    """Bind equations with the layer, the line and the mesh of an equation, which is called from ``within``."""
     stack = current_name_stack()
     for holder in (*within, eqn):
         stack = stack + holder.source_info.name_stack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -18,6 +19,8 @@ from jax.extend.source_info_util import summarize
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
+# Scopes whose names begin with this prefix are not part of a location.
+HIDDEN_SCOPE = "jls: "
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # which handles effects, in numpyro
 # Each directory ends in a separator. Otherwise that of `jax` would be a prefix of that of `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
@@ -56,7 +59,7 @@ class Location(NamedTuple):
 def location_of(eqn: Any, within: Location | None = None) -> Location:
     """Return the location of an equation; ``within`` is the location of the equation that contains it, if any."""
     outer = within or Location("", "", "", "", (), False)
-    stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
+    stack = "/".join(filter(None, [outer.stack, _shown_names(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     own = [frame for frame in frames if _is_of_user(frame.file_name)]
     column = summarize(eqn.source_info)
@@ -84,6 +87,10 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
     """Return whether one of the equations is in a scope with exactly this name."""
     return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
+
+
+def _shown_names(stack: Any) -> str:
+    return str(dataclasses.replace(stack, stack=tuple(e for e in stack.stack if not e.name.startswith(HIDDEN_SCOPE))))
 
 
 def _layer(stack: str) -> str:

@@ -13,13 +13,8 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# The ids of the equations that contain an equation, the outermost first, followed by its own.
-Path: TypeAlias = tuple[int, ...]
-
-
-def path_of(within: Sequence[Any], eqn: Any) -> Path:
-    """Return the path of an equation."""
-    return tuple(map(id, (*within, eqn)))
+# The equations that contain an equation, the outermost first, followed by the equation.
+Path: TypeAlias = tuple[Any, ...]
 
 
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
@@ -70,7 +65,7 @@ class _Taken(Propagation[_Leaf | None]):
             return [self._first(operands[n] for n in of_result) for of_result in moved]
         leaf = self._first(operands)
         if leaf is not None:
-            self.found[path_of(self.within, eqn)] = leaf.path
+            self.found[*self.within, eqn] = leaf.path
         return [None] * len(eqn.outvars)
 
     def _first(self, leaves: Iterable[_Leaf | None]) -> _Leaf | None:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
@@ -168,28 +169,31 @@ def autocast_report(
     under_autocast = call._replace(fun=half)
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
     program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
+    original = Traced(call.fun, call.args, call.kwargs)
+    with adding_reasons():
+        forward = Traced(half, call.args, call.kwargs)
     entries = operations(program)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
-        bytes_before = _bytes_kept(call)
+        bytes_before = _bytes_saved(call)
     except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
         bytes_before = None
     return AutocastReport(
         operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
-        bytes_after=_bytes_kept(under_autocast),
+        bytes_after=_bytes_saved(under_autocast),
         casts=casts(program.used.jaxpr),
         opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
         arguments=tuple(argument_faults(call).nan),
-        not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, program.float32_matmuls)),
+        not_in_half=tuple(not_in_half(original.jaxpr.jaxpr, [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr])),
     )
 
 
-def _bytes_kept(call: LossCall) -> int:
+def _bytes_saved(call: LossCall) -> int:
     """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
 
-    def kept(*args: Any, **kwargs: Any) -> list[Any]:
+    def residuals(*args: Any, **kwargs: Any) -> list[Any]:
         def of_moved(moved: dict[int, Any]) -> Any:
             return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
 
@@ -197,7 +201,7 @@ def _bytes_kept(call: LossCall) -> int:
         value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
         return jax.tree.leaves(value_and_pullback[1])
 
-    jaxpr = Traced(kept, call.args, call.kwargs).jaxpr.jaxpr
+    jaxpr = Traced(residuals, call.args, call.kwargs).jaxpr.jaxpr
     there = {*jaxpr.invars, *jaxpr.constvars}
     names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
     return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)

@@ -57,7 +57,7 @@ _LOSS = (
     "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
 )
 # What to do about the causes that are not in the gradients.
-_CURES = {
+_SUGGESTIONS = {
     "loss": _LOSS,
     "skip_if": "That is a condition of your own; the scale stays.",
     _LOSS_OR_CONDITION: f"If it was the loss: {_LOSS}",
@@ -71,7 +71,7 @@ _LOG_BATCHES = (
     "If these are always batches of the same kind, the model does not learn from this kind. Log which batches are "
     'skipped, as shown in the guide, "Skipped steps: which batches are skipped?".'
 )
-_HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
+_RECORD_BAD_STEPS = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
@@ -124,11 +124,11 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
             "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    told = "\n".join(_told(state, params))
-    return "\n".join(dict.fromkeys(told.splitlines()))
+    text = "\n".join(_sentences(state, params))
+    return "\n".join(dict.fromkeys(text.splitlines()))
 
 
-def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
+def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
     """Say what there is to tell of a state."""
     loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
     scale, kind = float(loss_scale()), type(loss_scale).__name__
@@ -227,7 +227,7 @@ def _parts(inner_state: Any) -> list[Any]:
 def _suggestions(cause: str, state: LossScaledState) -> Iterator[str]:
     """Say what to do about a step that was skipped."""
     if cause not in _OF_GRADIENTS:
-        yield _CURES[cause]
+        yield _SUGGESTIONS[cause]
         return
     loss_scale = state.loss_scale
     if cause == "gradients":
@@ -241,7 +241,7 @@ def _suggestions(cause: str, state: LossScaledState) -> Iterator[str]:
         yield "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
     elif cause == "gradients":
         yield "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
-        yield _CURES[_LOSS_OR_CONDITION]
+        yield _SUGGESTIONS[_LOSS_OR_CONDITION]
     elif cause == "nan":
         yield f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins."
     elif isinstance(loss_scale, FixedLossScale):
@@ -280,12 +280,12 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[s
             f"{zero:.1g} are zero there."
         )
         if record is None:
-            yield _HAVE_IT_KEPT
+            yield _RECORD_BAD_STEPS
     may_be_of_one_kind = cause in ("", *_OF_GRADIENTS) and not was_the_batch and _may_be_of_one_kind(state)
     if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_SHARE_OF_SKIPS * steps:
         yield f"{skipped / steps:.0%} of all steps were skipped."
         if not was_the_batch:
-            yield from _cures_of_many(cause, loss_scale)
+            yield from _suggestions_for_many(cause, loss_scale)
     elif may_be_of_one_kind:
         yield f"{skipped / steps:.1%} of all steps were skipped."
     if may_be_of_one_kind:
@@ -300,18 +300,18 @@ def _may_be_of_one_kind(state: LossScaledState) -> bool:
     return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps
 
 
-def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
+def _suggestions_for_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
     """Say what to do about many skipped steps, of which the last that is known had this cause."""
     if cause and cause not in _OF_GRADIENTS:
-        yield _CURES[cause]
+        yield _SUGGESTIONS[cause]
     elif not loss_scale.skip_nonfinite:
-        yield _CURES[_LOSS_OR_CONDITION]
+        yield _SUGGESTIONS[_LOSS_OR_CONDITION]
     elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance < 0:
         yield "They come at scales at which other steps are finite, so the scale is not the cause."
         yield f"Look in those batches {_BATCH}"
     else:
         if not cause:
-            yield _HAVE_IT_KEPT
+            yield _RECORD_BAD_STEPS
         if hasattr(loss_scale, "increment_period"):
             yield "If these are overflows, a longer `increment_period` makes them rarer."
 

@@ -95,10 +95,10 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     for group in [[leaf] for leaf in leaves] if per_leaf else [leaves]:
         size = sum(np.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in group)
         if size > _LARGEST_COUNT:
-            cure = "Count parts of the leaf." if per_leaf else "Use `per_leaf=True` and add up on the host."
+            suggestion = "Count parts of the leaf." if per_leaf else "Use `per_leaf=True` and add up on the host."
             raise ValueError(
                 f"`exponent_histogram(tree=...)` holds {size} numbers, more than a uint32 counts, {_LARGEST_COUNT}. "
-                f"{cure}"
+                f"{suggestion}"
             )
     if per_leaf:
         return jax.tree.map(lambda leaf: _histogram_of([leaf]) if _tree.is_inexact(leaf) else None, tree)

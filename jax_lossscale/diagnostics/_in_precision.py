@@ -117,7 +117,7 @@ class Evaluator(Walk[Any]):
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
         self.opaque_operations: dict[str, None] = {}
-        self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
+        self._translated: dict[Jaxpr, ClosedJaxpr] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
         """Return the outputs for these inputs, each in half precision or already in ``dtype``."""
@@ -157,12 +157,13 @@ class Evaluator(Walk[Any]):
         """Return the jaxpr in which every half-precision type has become ``dtype``."""
         if not half_dtypes(closed.jaxpr):
             return closed
-        key = (id(closed.jaxpr), *map(id, closed.consts))
-        if key not in self._translated:
+        translated = self._translated.get(closed.jaxpr)
+        if translated is None:
             types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
             translated = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            self._translated[key] = (closed, translated)  # the first is kept, lest its ids be taken by others
-        return self._translated[key][1]
+            if not closed.consts:  # The same jaxpr may have other constants elsewhere.
+                self._translated[closed.jaxpr] = translated
+        return translated
 
     def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]

@@ -144,21 +144,21 @@ class _Origins(Propagation[_Origin]):
         return min(values, key=lambda origin: origin.rank, default=_Origin(4))
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[_Origin]) -> Sequence[_Origin]:
-        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
-        takes_narrow = any(is_half(atom.aval) for atom in eqn.invars)
+        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_at_least_float32(atom.aval)]
+        takes_half = any(is_half(atom.aval) for atom in eqn.invars)
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
-        if given and (takes_narrow or (location.column and location.column in [each.column for each in origins])):
+        if given and (takes_half or (location.column and location.column in [each.column for each in origins])):
             met = f"{self.dtype.name} met float32 {given[0]} at {_named(location)}"
             origin = _Origin(0, f"its input is float32 since {met}")
         if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.float32_operands.append((location, origin))
-        if takes_narrow and not origins:
+        if takes_half and not origins:
             origin = _Origin(1, f"its input becomes float32 at {_named(location)}", column=location.column)
-        return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]
+        return [origin if _is_at_least_float32(variable.aval) else _Origin(4) for variable in eqn.outvars]
 
 
-def _is_wide_float(aval: Any) -> bool:
+def _is_at_least_float32(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_half(aval)
 
 

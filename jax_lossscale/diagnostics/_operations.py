@@ -11,9 +11,8 @@ from jax.extend.core import Jaxpr
 
 from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.matmuls import TracedMatmuls, jaxprs_in, nested_equations, operation_name
-from jax_lossscale._autocast.plan import Float32Matmul
+from jax_lossscale._autocast.reasons import reason_of
 from jax_lossscale._program.jaxpr import is_reference
-from jax_lossscale._program.location import location_within
 from jax_lossscale._program.primitives import DATA_MOVEMENT, IN_HALF, KNOWN, OPAQUE, name_in_reports
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
 
@@ -100,18 +99,21 @@ def opaque_operations(program: Jaxpr) -> list[str]:
     return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
 
 
-def not_in_half(program: Jaxpr, float32_matmuls: Sequence[Float32Matmul]) -> list[str]:
+def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
     """List the lines at which the fallback of an `in_half` function is computed, with the reasons.
 
     Args:
-      program: the program without `autocast`.
-      float32_matmuls: the matmuls and `in_half` functions that `autocast` does not compute in half precision.
+      original: the program without `autocast`.
+      rewritten: the programs under `autocast`, with reasons. An equation of `in_half` disappears if it is
+        differentiated, so these are the program of the function and that of its gradient. Only the latter contains the
+        backward passes of custom rules.
     """
     sources_by_reason: dict[str, dict[str, None]] = {}
-    for path, reason in float32_matmuls:
-        if path[-1].primitive.name == IN_HALF:
-            sources_by_reason.setdefault(reason, {})[location_within(path[-1], path[:-1]).source] = None
-    for nested in nested_equations(program):
+    for program in rewritten:
+        for nested in nested_equations(program):
+            if nested.eqn.primitive.name == IN_HALF and (reason := reason_of(nested.eqn)):
+                sources_by_reason.setdefault(reason, {})[nested.location.source] = None
+    for nested in nested_equations(original):
         if is_fallback((*nested.within, nested.eqn)):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[nested.location.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]

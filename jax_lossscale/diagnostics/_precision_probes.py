@@ -26,7 +26,7 @@ from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
-from jax_lossscale._program.parameters import parameters_of_operations, path_of
+from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
@@ -44,7 +44,7 @@ class MatmulSite(NamedTuple):
     location: Location  # of which rules know the layer, the source, the functions and the parameter
 
 
-MatmulsBySite: TypeAlias = dict[MatmulSite, dict[int, Any]]  # the equations at each site, by their ids
+MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # the equations at each site
 
 
 class Measured(NamedTuple):
@@ -71,10 +71,10 @@ def with_probes(
         traced = Traced(fun, args, kwargs)
         parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
-        def product(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
+        def probed_matmul(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
             location = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
-            site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get(path_of(within, eqn), "")))
-            found.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
+            site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get((*within, eqn), "")))
+            found.setdefault(site, set()).add(eqn)
             number = list(found).index(site)
             operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]
             # Else a GPU would round operands that are meant to be exact.
@@ -83,7 +83,7 @@ def with_probes(
 
         planner = Planner(dtype, PrecisionPolicy(recompute=False))
         plan = planner.plan(traced.jaxpr)
-        return traced.result(Rewriting(planner, measured=product).declared(plan, traced.jaxpr, traced.inputs))
+        return traced.result(Rewriting(planner, measured=probed_matmul).declared(plan, traced.jaxpr, traced.inputs))
 
     return probed
 

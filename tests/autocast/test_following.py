@@ -74,7 +74,7 @@ def test_all_that_use_a_pool_see_what_goes_into_the_matmul():
 # A softmax that goes into a product is differentiated by its rounded result; anything that only looks like one is not.
 
 
-def product_of(weights):
+def matmul_with(weights):
     return lambda w, x: weights(x @ w) @ w.T @ w[:, :4]
 
 
@@ -101,7 +101,7 @@ SOFTMAXES = {
 
 @pytest.mark.parametrize(("weights", "number"), SOFTMAXES.values(), ids=SOFTMAXES)
 def test_which_are_softmaxes(weights, number):
-    function = product_of(weights)
+    function = matmul_with(weights)
     eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
     found = [eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call"]
     assert len(found) == number

@@ -30,8 +30,8 @@ def kernel(w, x):
 
 def kernel_backward(saved, cotangent):
     w, x = saved
-    of_product = 3 * cotangent * jnp.cos(x @ w)
-    return x.T @ of_product, of_product @ w.T
+    of_matmul = 3 * cotangent * jnp.cos(x @ w)
+    return x.T @ of_matmul, of_matmul @ w.T
 
 
 kernel.defvjp(lambda w, x: (kernel(w, x), (w, x)), kernel_backward)
@@ -191,7 +191,7 @@ def test_the_derivative_of_the_function_keeps_nothing_in_float32():
 
 # Where the other function is computed, under `autocast`.
 
-WIDE_BY_A_RULE = {
+FLOAT32_BY_A_RULE = {
     "operation": {"operation": "in_half"},
     "layer": {"layer": "attention"},
     "line": {"source": "test_in_half.py:*"},
@@ -205,7 +205,7 @@ def test_inside_keep_float32_it_is_the_other_function(below):
     assert_alike(jax.value_and_grad(jls.autocast(loss_of(saved)))(W, X), expected)
 
 
-@pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
+@pytest.mark.parametrize("rule", FLOAT32_BY_A_RULE.values(), ids=FLOAT32_BY_A_RULE)
 @pytest.mark.parametrize("precision", ["float32", "float32_result"])
 def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precision):
     def loss(w, x):
@@ -410,17 +410,17 @@ def test_the_devices_of_a_shard_map_exchange_inside():
 
 @pytest.mark.parametrize("is_cast", [True, False])
 def test_effects_take_place_once(is_cast, capfd):
-    def told(function):
-        def told(w, x):
+    def with_callback(function):
+        def with_callback(w, x):
             jax.debug.print("{} is told", function.__name__, ordered=True)
             return function(w, x)
 
-        return told
+        return with_callback
 
-    half = jls.in_half(told(kernel), told(reference))
+    half = jls.in_half(with_callback(kernel), with_callback(reference))
     jax.jit(jls.autocast(half) if is_cast else half)(W, X).block_until_ready()
     jax.effects_barrier()
-    assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
+    assert jax.make_jaxpr(jls.in_half(with_callback(kernel)))(W, X).effects
     assert capfd.readouterr().out == f"{'kernel' if is_cast else 'reference'} is told\n"
 
 
@@ -511,8 +511,8 @@ def test_the_report_counts_the_matmuls_of_the_function():
     report = autocast_report(loss_of(half), X, W)
     assert (report.summary.matmuls, report.summary.half_matmuls) == (2, 2)
     assert all("test_in_half.py:" in each.source for each in report.matmuls)
-    beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
-    assert report.not_in_half == beside_a_wide_one.not_in_half == ()
+    beside_float32 = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
+    assert report.not_in_half == beside_float32.not_in_half == ()
 
 
 HERE = "test_in_half.py:"

@@ -22,7 +22,7 @@ def saved(fun, *args):
     return sorted(aval.str_short() for variable, aval in found.items() if variable not in jaxpr.invars)
 
 
-def bytes_kept(fun, *args):
+def bytes_saved(fun, *args):
     """The bytes that `jax.vjp` keeps, beside the arguments themselves."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
@@ -109,9 +109,9 @@ def test_what_is_saved_between_two_matmuls(between, most):
 
     # The weights and the input are kept as they go into the products; so is what goes into the second.
     operands = 2 * 16 * 16 * 2 + 4 * 16 * 2 + 4 * 16 * 2
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= operands + most
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= operands + most
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= bytes_kept(without, W, W.T, X)
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= bytes_saved(without, W, W.T, X)
 
 
 @jax.custom_jvp
@@ -137,8 +137,8 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
         return jnp.sum(x)
 
     weights = [W] * 4
-    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16  # the weights, the product, what goes into it
-    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
+    saved_per_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16  # the weights, the product, what goes into it
+    assert bytes_saved(jls.autocast(loss), weights, X) <= 4 * saved_per_block + 4 * 4 * 16  # and what ends the last
     expected = jax.grad(loss)(weights, X)
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
@@ -234,7 +234,7 @@ def test_less_is_saved_of_a_scan_by_halves():
         return jnp.sum(scanned(x @ w) @ v)
 
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_kept(without, W, W.T, X)
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_saved(without, W, W.T, X)
 
 
 def padded(y):
@@ -299,7 +299,7 @@ def test_a_dearer_byte_is_saved_less_often():
         return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
 
     found = [
-        bytes_kept(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
+        bytes_saved(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
         for recompute in (False, 0.01, True, 100.0)
     ]
     assert found == sorted(found, reverse=True)
@@ -397,7 +397,7 @@ def test_what_is_moved_and_needed_later_is_saved_once(move):
         return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ v)) * moved)
 
     # The weights, the input and both results, all in half precision, and the operand of the second matmul.
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
 
 
 MOVED = {

@@ -54,7 +54,7 @@ LINES = {
 NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")
 
 
-def told_in(text):
+def statements_of(text):
     """What a text tells below scale and steps, in its order."""
     scale, steps, *lines = text.splitlines()
     assert fnmatchcase(scale, "The loss scale is * (*).") or fnmatchcase(scale, "There is no loss scale, and * (*).")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ci
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
 def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch):
     fun, *args = getattr(workloads, name)()
-    runs, asked = [], []
+    runs, calls = [], []
     jit = jax.jit
 
     def counted(function, **options):
@@ -35,14 +35,14 @@ def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch)
     def counted_report(*args, **options):
         with monkeypatch.context() as within:
             within.setattr(jax, "jit", jit)
-            return asked.append(args) or ranges_at(*args, **options)
+            return calls.append(args) or ranges_at(*args, **options)
 
     monkeypatch.setattr(jax, "jit", counted)
     ranges_at = _compare_gradients.ranges_at
     monkeypatch.setattr(_compare_gradients, "ranges_at", counted_report)
     compare_gradients(fun, *args, loss_scales=[2.0**4])
     assert (len(runs), len(set(runs))) == (3, 2)  # float32 twice, the second time with parameters that are nudged
-    assert len(asked) == reports  # which computes each operation twice
+    assert len(calls) == reports  # which computes each operation twice
 
 
 def deep(params, x):
@@ -53,7 +53,7 @@ def deep(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def wide(params, x):
+def large(params, x):
     """There are more parameters than anything else."""
     return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
@@ -63,7 +63,7 @@ def wide(params, x):
     ("fun", "params", "x"),
     [
         (deep, [jnp.full((32, 32), 0.1)] * 8, jnp.ones((4096, 32))),
-        (wide, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
+        (large, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
     ],
 )
 def test_the_range_report_holds_at_most_four_times_what_a_gradient_does(fun, params, x, monkeypatch):

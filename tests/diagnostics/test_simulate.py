@@ -83,13 +83,13 @@ def oracle(loss_scale, largest, max_cotangent, dtype):
         with np.errstate(over="ignore"):
             arrives, overflows = (np.dtype(dtype).type(np.float32(number) * scale) for number in (one, other))
         finite = bool(np.isfinite(np.float32(arrives)) and np.isfinite(np.float32(overflows)))
-        told = (
+        kwargs = (
             {"largest": jnp.float32(np.float32(arrives) / scale if finite else np.nan)}
             if loss_scale.needs_largest
             else {}
         )
         steps.append((scale, finite))
-        loss_scale = loss_scale.adjust(jnp.array(finite), **told)
+        loss_scale = loss_scale.adjust(jnp.array(finite), **kwargs)
     return steps, loss_scale
 
 

@@ -17,7 +17,7 @@ def distance_of_all(tree, other):
     return norms[0] / norms[1]
 
 
-def assert_narrow(fun, *args):
+def assert_half_precision(fun, *args):
     """Check that a function contains matmuls and that all of them are in float16."""
     found = matmul_dtypes(fun, *args)
     assert set(found) == {"float16"}, found
@@ -28,9 +28,9 @@ def assert_like_float32(fun, *args, tolerance=1e-2):
 
     All matmuls must be in float16. Dtypes of the auxiliary results must be unchanged.
     """
-    narrow = jls.autocast(fun)
-    assert_narrow(jax.grad(narrow, has_aux=True), *args)
-    (value, others), grads = jax.jit(jax.value_and_grad(narrow, has_aux=True))(*args)
+    in_half = jls.autocast(fun)
+    assert_half_precision(jax.grad(in_half, has_aux=True), *args)
+    (value, others), grads = jax.jit(jax.value_and_grad(in_half, has_aux=True))(*args)
     (expected, expected_others), expected_grads = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
     np.testing.assert_allclose(value, expected, rtol=tolerance)
     assert 0 < distance_of_all(expected_grads, grads) < tolerance

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flax")
 
 from flax import nnx
-from float32_programs import assert_narrow, distance_of_all
+from float32_programs import assert_half_precision, distance_of_all
 
 import jax_lossscale as jls
 
@@ -59,9 +59,9 @@ def test_gradients_and_changed_variables_agree_with_float32(inside, transform):
         gradient = transform(lambda model, fun=fun: nnx.value_and_grad(fun)(model, X, Y))
         gradient(model)
         results.append(gradient(model))
-    (value, grads), (narrow_value, narrow_grads) = results
-    assert distance_of_all(narrow_value, value) < 2e-3
-    assert distance_of_all(nnx.to_pure_dict(narrow_grads), nnx.to_pure_dict(grads)) < 5e-3
+    (value, grads), (half_value, half_grads) = results
+    assert distance_of_all(half_value, value) < 2e-3
+    assert distance_of_all(nnx.to_pure_dict(half_grads), nnx.to_pure_dict(grads)) < 5e-3
     expected, found = map(changeable, models)
     assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
@@ -75,7 +75,7 @@ def test_every_matmul_of_an_nnx_model_is_half_precision():
     def gradient(params, rest):
         return nnx.grad(jls.autocast(loss_fn))(nnx.merge(definition, params, rest), X, Y)
 
-    assert_narrow(gradient, params, rest)
+    assert_half_precision(gradient, params, rest)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def distance(tree, other):
     return np.linalg.norm(leaves - others) / np.linalg.norm(others)
 
 
-def trained(loss_fn, params, *batch, is_narrow=True, steps=20):
+def trained(loss_fn, params, *batch, is_half=True, steps=20):
     """Train with `autocast`. The first gradients must be close to those of float32, and the loss must fall."""
     tx = jls.loss_scaled(optax.adam(1e-2))
 
@@ -73,8 +73,8 @@ def trained(loss_fn, params, *batch, is_narrow=True, steps=20):
     assert state.skipped_steps == 0
     assert jls.metrics(state)["applied_steps"] == steps
     assert "applied" in jls.diagnostics.explain(state, params)
-    products = str(jls.diagnostics.autocast_report(loss_fn, params, *batch).summary)
-    assert not is_narrow or " 0 of " not in products.splitlines()[0]
+    counts = str(jls.diagnostics.autocast_report(loss_fn, params, *batch).summary)
+    assert not is_half or " 0 of " not in counts.splitlines()[0]
 
 
 def test_brax_update_with_scaled_backward():
@@ -190,7 +190,7 @@ def test_qwix_training():
     def loss_fn(params, x, y):
         return jnp.mean((network.apply(params, x) - y) ** 2)
 
-    trained(loss_fn, params, X, Y, is_narrow=False)  # The matmuls are in int8.
+    trained(loss_fn, params, X, Y, is_half=False)  # The matmuls are in int8.
 
 
 def test_evosax_evolution_in_float16():

@@ -102,15 +102,15 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("told", [{}, {"value": 1.0, "skip_if": False, "grads_finite": True}, *SKIPPED.values()])
-def test_additional_fields_are_restored_if_the_step_is_skipped(told):
+@pytest.mark.parametrize("kwargs", [{}, {"value": 1.0, "skip_if": False, "grads_finite": True}, *SKIPPED.values()])
+def test_additional_fields_are_restored_if_the_step_is_skipped(kwargs):
     tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
     state = simple(count=jnp.int32(3), average={"x": jnp.zeros(2)}).replace(tx=tx)
     state = state.replace(opt_state=tx.init(state.params))
     after = jax.jit(
-        lambda state: state.apply_gradients(grads=GRADS, count=state.count + 1, average=state.params, **told)
+        lambda state: state.apply_gradients(grads=GRADS, count=state.count + 1, average=state.params, **kwargs)
     )(state)
-    applied = told not in SKIPPED.values()
+    applied = kwargs not in SKIPPED.values()
     np.testing.assert_array_equal(after.params["x"], 0.5 if applied else 1.0)
     np.testing.assert_array_equal(after.average["x"], 1.0 if applied else 0.0)
     assert (after.count, after.step) == (4 if applied else 3, 1)

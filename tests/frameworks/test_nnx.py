@@ -99,13 +99,13 @@ def test_both_nnx_optimizers_agree_with_optax(compiled):
 
 
 @pytest.mark.parametrize(
-    "told", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
+    "options", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
 )
-def test_optimizer_update_accepts_value_skip_if_and_grads_finite(told):
+def test_optimizer_update_accepts_value_skip_if_and_grads_finite(options):
     model = Line()
     opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
     grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
-    opt.update(model, grads, **told)
+    opt.update(model, grads, **options)
     assert (opt.opt_state.skipped_steps[...], opt.step[...]) == (1, 1)
     np.testing.assert_array_equal(model.slope[...], 1.0)
 

@@ -111,9 +111,9 @@ def arguments_of(inputs):
     return grads, {name: inputs[name] for name in ("value", "skip_if")}
 
 
-def by_update(tx, grads, state, params, **told):
+def by_update(tx, grads, state, params, **kwargs):
     """Run a step with `update`, and add the updates to the parameters."""
-    updates, state = tx.update(grads, state, params, **told)
+    updates, state = tx.update(grads, state, params, **kwargs)
     # This expression equals `optax.apply_updates`, but also accepts updates that are None.
     return jax.tree.map(lambda p, u: p if u is None else jnp.asarray(p + u).astype(p.dtype), params, updates), state
 

@@ -119,8 +119,8 @@ def make_step(name):
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]).all()
         if name in LOOKED_AT_BY_THE_USER:
             skip_if |= ~is_finite | ~jnp.isfinite(value)
-        told = {"value": value, "skip_if": skip_if}
-        new_params, new_state = tx.update_and_apply(grads, state, params, **told)
+        kwargs = {"value": value, "skip_if": skip_if}
+        new_params, new_state = tx.update_and_apply(grads, state, params, **kwargs)
 
         def same(a, b):
             return jnp.stack([jnp.all(x == y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)]).all()

@@ -57,8 +57,8 @@ def program(inner):
 
     def step(carry, inputs):
         params, state = carry
-        grads, told = arguments_of(inputs)
-        after = [way(grads, state, params, **told) for way in (fused, plain)]
+        grads, kwargs = arguments_of(inputs)
+        after = [way(grads, state, params, **kwargs) for way in (fused, plain)]
         return after[0], after
 
     return jax.jit(lambda params, state, inputs: jax.lax.scan(step, (params, state), inputs)[1])
@@ -152,8 +152,8 @@ def test_skipped_step_leaves_a_chain_of_transformations_unchanged(sequence, seed
 def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
     params, state = beginning("auto", MOMENTUM, exponent)
     for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
-        grads, told = arguments_of(inputs)
-        params, state = EAGER.update_and_apply(grads, state, params, **told)
+        grads, kwargs = arguments_of(inputs)
+        params, state = EAGER.update_and_apply(grads, state, params, **kwargs)
         chex.assert_trees_all_close((params, state), ways[0], rtol=1e-6)
         assert_same_bits(params, ways[0][0])
 
@@ -200,11 +200,11 @@ def test_unscale_inverts_scale_exactly(seed, exponent):
         before, between, after = (np.asarray(x[name]) for x in (tree, scaled, unscaled))
         assert between.dtype == before.dtype
         assert after.dtype == (before.dtype if name == "complex64" else np.float32)
-        wide = np.complex128 if name == "complex64" else np.float64
+        wider = np.complex128 if name == "complex64" else np.float64
         with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(between, (before.astype(wide) * 2.0**exponent).astype(before.dtype))
+            np.testing.assert_array_equal(between, (before.astype(wider) * 2.0**exponent).astype(before.dtype))
         finite = np.isfinite(between)
-        np.testing.assert_array_equal(after.astype(wide)[finite], before.astype(wide)[finite])
+        np.testing.assert_array_equal(after.astype(wider)[finite], before.astype(wider)[finite])
         assert not np.isfinite(after[~finite]).any()
     for name in ("integers", "flags", "empty"):
         chex.assert_trees_all_equal(unscaled[name], tree[name])

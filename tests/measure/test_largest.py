@@ -32,14 +32,14 @@ def oracle(tree, scale=1.0):
     largest_so_far = 0.0
     for leaf in jax.tree.leaves(tree):
         for part in leaf.real, leaf.imag if np.iscomplexobj(leaf) else leaf:
-            wide = np.asarray(part).astype(np.float64)
+            exact = np.asarray(part).astype(np.float64)
             limit = np.finfo(np.float64 if part.dtype == np.float64 else np.float32).max
             with np.errstate(over="ignore"):
                 # `unscale` clips the scale to this range.
-                wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)
-            if not (wide <= limit).all():  # The comparison is False if the array contains a NaN.
+                exact = np.abs(exact) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)
+            if not (exact <= limit).all():  # The comparison is False if the array contains a NaN.
                 return False, None
-            largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
+            largest_so_far = max(largest_so_far, np.max(exact, initial=0.0))
     return True, number(np.float32(min(largest_so_far, LARGEST_FLOAT32)))
 
 

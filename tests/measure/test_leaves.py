@@ -13,12 +13,12 @@ class Leaf:
     """An array that counts how often its `size` is read."""
 
     def __init__(self, size, dtype="float32"):
-        self.array, self.asked = jnp.full(size, size, dtype), 0
+        self.array, self.num_reads = jnp.full(size, size, dtype), 0
         self.shape, self.dtype = self.array.shape, self.array.dtype
 
     @property
     def size(self):
-        self.asked += 1
+        self.num_reads += 1
         return self.array.size
 
     def ravel(self):
@@ -31,7 +31,7 @@ def test_size_of_each_small_leaf_is_read_once(number):
     leaves = [Leaf(3) for _ in range(number)]
     (block,) = blocks(leaves)
     assert block.size == 3 * number
-    assert {leaf.asked for leaf in leaves} == {1}
+    assert {leaf.num_reads for leaf in leaves} == {1}
 
 
 def test_each_leaf_is_either_in_one_block_or_large():

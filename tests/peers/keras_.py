@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from peers import asked
+from peers import cases
 
 
 class Trained:
@@ -43,16 +43,16 @@ def scales(*scaled_grads, **options):
 
 
 def growth():
-    good_steps = [1.0] * 4 * asked.PERIOD
-    return asked.growth(scales(*good_steps, initial_scale=1.0, dynamic_growth_steps=asked.PERIOD))
+    good_steps = [1.0] * 4 * cases.PERIOD
+    return cases.growth(scales(*good_steps, initial_scale=1.0, dynamic_growth_steps=cases.PERIOD))
 
 
 def floor():
-    return asked.number(scales(*[jnp.inf] * 30, initial_scale=2.0**-125)[-1])
+    return cases.number(scales(*[jnp.inf] * 30, initial_scale=2.0**-125)[-1])
 
 
 def ceiling():
-    return asked.number(scales(*[1.0] * 3, initial_scale=2.0**126, dynamic_growth_steps=1)[-1])
+    return cases.number(scales(*[1.0] * 3, initial_scale=2.0**126, dynamic_growth_steps=1)[-1])
 
 
 def value():
@@ -68,9 +68,9 @@ def unscaling():
     def step(params, state, grads):
         return trained.optimizer.stateless_apply(state, [grads], params)[0][0]
 
-    trained = Trained(start=[1.0] * 4, initial_scale=asked.HIGHEST_POWER)
-    given = trained.params, trained.state, jnp.full(4, asked.HIGHEST_POWER)
-    return asked.unscaled(1 - step(*given), 1 - jax.jit(step)(*given))
+    trained = Trained(start=[1.0] * 4, initial_scale=cases.HIGHEST_POWER)
+    given = trained.params, trained.state, jnp.full(4, cases.HIGHEST_POWER)
+    return cases.unscaled(1 - step(*given), 1 - jax.jit(step)(*given))
 
 
 def float16_gradients():
@@ -106,7 +106,7 @@ def compilations():
     def step(state):
         return trained.optimizer.stateless_apply(state, [jnp.float32(1.0)], trained.params)[1]
 
-    return asked.compilations(jax.jit, step, trained.state)
+    return cases.compilations(jax.jit, step, trained.state)
 
 
 def own_reasons():
@@ -125,13 +125,13 @@ def which_layer():
         grads = [jnp.float32(jnp.nan if n == bad else 1.0) for n in range(2)]
         state = [variable.value for variable in optimizer.variables]
         states.append(optimizer.stateless_apply(state, grads, [variable.value for variable in variables]))
-    return asked.which_layer(states)
+    return cases.which_layer(states)
 
 
 def hysteresis():
     parameters = inspect.signature(keras.optimizers.LossScaleOptimizer).parameters
     assert not [name for name in parameters if "hysteresis" in name or "tolerance" in name]
-    return asked.hysteresis(scales(*[jnp.inf] * 3))
+    return cases.hysteresis(scales(*[jnp.inf] * 3))
 
 
 def schedule():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from peers import asked
+from peers import cases
 
 PARAMS = jnp.float32(1.0)
 
@@ -24,17 +24,17 @@ def after(tx, *scaled_grads, params=PARAMS, **options):
 
 
 def growth():
-    loss_scale = jls.DynamicLossScale(1.0, asked.PERIOD)
+    loss_scale = jls.DynamicLossScale(1.0, cases.PERIOD)
     scales = []
-    for _ in range(4 * asked.PERIOD):
+    for _ in range(4 * cases.PERIOD):
         loss_scale = loss_scale.adjust(True)
         scales.append(loss_scale())
-    return asked.growth([1.0, *scales])
+    return cases.growth([1.0, *scales])
 
 
 def lowest(**options):
     state = after(jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(4.0, **options)), *[jnp.float32(jnp.inf)] * 5)[1]
-    return asked.number(state.loss_scale())
+    return cases.number(state.loss_scale())
 
 
 def floor():
@@ -46,11 +46,11 @@ def highest(**options):
     loss_scale = jls.DynamicLossScale(2.0**126, 1, **options)
     for _ in range(3):
         loss_scale = loss_scale.adjust(True)
-    return asked.number(loss_scale())
+    return cases.number(loss_scale())
 
 
 def ceiling():
-    assert highest(max_loss_scale=2.0**126) == asked.number(2.0**126)
+    assert highest(max_loss_scale=2.0**126) == cases.number(2.0**126)
     return f"{highest()}, or `max_loss_scale`"
 
 
@@ -68,9 +68,9 @@ def value():
 
 
 def unscaling():
-    loss_scale = jls.FixedLossScale(asked.HIGHEST_POWER)
+    loss_scale = jls.FixedLossScale(cases.HIGHEST_POWER)
     scaled = loss_scale.scale(jnp.ones(4))  # `scale` multiplies by at most 2^126.
-    return asked.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
+    return cases.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
 
 
 def float16_gradients():
@@ -103,7 +103,7 @@ def one_device():
 
 def compilations():
     tx = jls.loss_scaled(optax.sgd(1.0))
-    return asked.compilations(jax.jit, lambda state: tx.update(jnp.float32(1.0), state)[1], tx.init(PARAMS))
+    return cases.compilations(jax.jit, lambda state: tx.update(jnp.float32(1.0), state)[1], tx.init(PARAMS))
 
 
 def own_reasons():
@@ -115,14 +115,14 @@ def own_reasons():
 
 def which_layer():
     tx = jls.loss_scaled(optax.sgd(1.0), record_bad_steps=True)
-    told = []
+    explanations = []
     for bad in "a", "b":
         params, state = after(
             tx, dict.fromkeys("ab", jnp.float32(1.0)) | {bad: jnp.float32(jnp.nan)}, params=dict.fromkeys("ab", PARAMS)
         )
-        told.append(jls.diagnostics.explain(state, params))
-        assert f"a NaN in the gradients, first in ['{bad}']" in told[-1]
-    assert asked.which_layer(told) == "told"
+        explanations.append(jls.diagnostics.explain(state, params))
+        assert f"a NaN in the gradients, first in ['{bad}']" in explanations[-1]
+    assert cases.which_layer(explanations) == "told"
     return "`record_bad_steps`, `explain`"
 
 

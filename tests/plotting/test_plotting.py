@@ -96,14 +96,14 @@ def test_legend_states_the_effect_of_a_cast_to_float16(ax, log2_scale):
     plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
     values = numbers()[1000:]
 
-    def told(scale):
+    def tick_labels(scale):
         with np.errstate(over="ignore"):
             cast = (values * np.float32(scale)).astype(np.float16)
         lost, over = 100 * np.mean(cast == 0), 100 * np.mean(np.isinf(cast))
         return lost, f"{lost:.3g} % become zero" + (f", {over:.3g} % overflow" if over else "")
 
-    before, words = told(1)
-    after, scaled_words = told(2.0**log2_scale)
+    before, words = tick_labels(1)
+    after, scaled_words = tick_labels(2.0**log2_scale)
     rescued = f" ({before - after:.3g} % rescued)" if after < before else ""
     expected = [f"gradients: {words}", f"times $2^{{{log2_scale}}}$: {scaled_words}{rescued}"]
     assert legend(ax) == expected[: 1 if log2_scale == 0 else 2]

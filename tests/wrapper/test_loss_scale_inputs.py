@@ -42,20 +42,20 @@ class Listening(jls.LossScale):
 START = Listening(jnp.array(True), jnp.float32(0))
 
 
-def assert_told(told, finite, largest):
+def assert_reported(reported, finite, largest):
     """Check the stored arguments. If ``largest`` is None, check that it was not measured."""
-    assert bool(told.finite) == finite
+    assert bool(reported.finite) == finite
     if largest is None:
-        assert not 0 < told.largest < np.inf
-        assert not (finite and told.largest == 0)
+        assert not 0 < reported.largest < np.inf
+        assert not (finite and reported.largest == 0)
     else:
-        assert told.largest == largest
+        assert reported.largest == largest
 
 
 FINITE, OVERFLOWED = np.array([-3.0, 1.0], np.float32), np.array([-np.inf, 1.0], np.float32)
 # The columns are the unscaled gradients, the argument `grads_finite` of `update`, and the expected arguments of
 # `adjust`.
-TOLD = {
+REPORTED = {
     "no flag, finite gradients": (FINITE, None, True, 3.0),
     "no flag, nonfinite gradients": (OVERFLOWED, None, False, None),
     "correct flag, finite gradients": (FINITE, True, True, 3.0),
@@ -66,11 +66,11 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize(("grads", "said", "finite", "largest"), TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize(("grads", "said", "finite", "largest"), REPORTED.values(), ids=REPORTED)
 def test_adjust_receives_grads_finite_and_the_largest_gradient(grads, said, finite, largest):
     tx = jls.loss_scaled(optax.sgd(0.1), START)
     _, state = tx.update(grads * SCALE, tx.init(FINITE), FINITE, grads_finite=said)
-    assert_told(state.loss_scale, finite, largest)
+    assert_reported(state.loss_scale, finite, largest)
 
 
 @pytest.mark.parametrize("grads", [FINITE, OVERFLOWED, OVERFLOWED[::-1]], ids=["none", "the first", "the last"])
@@ -78,9 +78,9 @@ def test_largest_is_not_passed_to_adjust_if_one_device_overflows(grads):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = jls.loss_scaled(optax.sgd(0.1), START, axis_name="data")
 
-    def told(grads):
+    def reported(grads):
         return tx.update(grads, tx.init(grads), grads)[1].loss_scale
 
-    told = jax.jit(jax.shard_map(told, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    reported = jax.jit(jax.shard_map(reported, mesh=mesh, in_specs=P("data"), out_specs=P()))
     is_finite = bool(np.isfinite(grads).all())
-    assert_told(told(grads * SCALE), is_finite, 3.0 if is_finite else None)
+    assert_reported(reported(grads * SCALE), is_finite, 3.0 if is_finite else None)

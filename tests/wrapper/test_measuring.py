@@ -43,10 +43,10 @@ STEPS = {
 @pytest.mark.parametrize(("spoil", "value", "skip_if", "applied", "moves", "largest"), STEPS.values(), ids=STEPS)
 def test_skipped_steps_and_scale_changes_of_the_automatic_scale(spoil, value, skip_if, applied, moves, largest):
     step = jax.jit(TX.update_and_apply)
-    told = {"value": jnp.float32(1.0), "skip_if": jnp.array(False)}
-    params, before = step(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS, **told)
-    told = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
-    after, state = step(scaled(before, spoil), before, params, **told)
+    kwargs = {"value": jnp.float32(1.0), "skip_if": jnp.array(False)}
+    params, before = step(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS, **kwargs)
+    kwargs = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
+    after, state = step(scaled(before, spoil), before, params, **kwargs)
     expected = {
         "good": before.loss_scale.adjust(True, largest=LARGEST),
         "bad": before.loss_scale.adjust(False, largest=LARGEST),

@@ -144,8 +144,8 @@ def types(tree):
 
 def assert_a_step_changes_no_type(tx, params):
     state = tx.init(params)
-    is_wide = jax.tree.leaves(params)[0].dtype == jnp.float64
-    grads = params if is_wide else jls.cast_floating(params, jnp.float16)
+    is_float64 = jax.tree.leaves(params)[0].dtype == jnp.float64
+    grads = params if is_float64 else jls.cast_floating(params, jnp.float16)
     extra = {"value": jnp.float32(1.0), "nobody_expects": jnp.float32(1.0)}
     _, by_update = jax.eval_shape(functools.partial(tx.update, **extra), grads, state, params)
     new_params, fused = jax.eval_shape(functools.partial(tx.update_and_apply, **extra), grads, state, params)

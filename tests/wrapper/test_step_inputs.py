@@ -71,8 +71,8 @@ def test_gradients_are_not_read_if_grads_finite_is_given():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     state = tx.init(PARAMS)
 
-    def questions(**told):
-        jaxpr = jax.make_jaxpr(lambda grads: tx.update_and_apply(grads, state, PARAMS, **told))(GRADS)
+    def questions(**kwargs):
+        jaxpr = jax.make_jaxpr(lambda grads: tx.update_and_apply(grads, state, PARAMS, **kwargs))(GRADS)
         return str(jaxpr).count("largest_magnitude")
 
     assert questions() > 0
@@ -138,9 +138,9 @@ def test_steps_are_the_same_under_strict_promotion(dtype, loss_scale):
     for promotion in "standard", "strict":
         with jax.numpy_dtype_promotion(promotion):
             tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam does not support strict promotion.
-            told = {"value": jnp.float16(1), "skip_if": False}
-            first = jax.jit(tx.update_and_apply)(grads, tx.init(params), params, **told)
-            results.append((first, tx.update(grads, first[1], first[0], **told)))
+            kwargs = {"value": jnp.float16(1), "skip_if": False}
+            first = jax.jit(tx.update_and_apply)(grads, tx.init(params), params, **kwargs)
+            results.append((first, tx.update(grads, first[1], first[0], **kwargs)))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 

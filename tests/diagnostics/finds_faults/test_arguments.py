@@ -28,7 +28,7 @@ def warned(*args, **kwargs):
     return str(warnings[0].message)
 
 
-ASKED = {
+TEXTS = {
     "compare_gradients": lambda *args, **kwargs: compare_gradients(jls.autocast(loss_fn), *args, **kwargs).verdict,
     "range_report": lambda *args, **kwargs: repr(range_report(jls.autocast(loss_fn), *args, **kwargs)),
     "autocast_report": lambda *args, **kwargs: repr(autocast_report(loss_fn, *args, **kwargs)),
@@ -46,10 +46,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize(("args", "kwargs", "said"), FAULTS.values(), ids=FAULTS)
-def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, said):
-    text = ASKED[asked](*args, **kwargs)
+def test_what_is_no_number_in_the_arguments_is_said_first(kind, args, kwargs, said):
+    text = TEXTS[kind](*args, **kwargs)
     assert said in text
     assert "stay in range" not in text
 
@@ -57,8 +57,8 @@ def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, s
 @pytest.mark.slow
 def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
     infinite = (PARAMS, X.at[5, 5].set(INF))
-    assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
-    assert "`batch` holds 1 infinity" in ASKED["range_report"](*infinite)
+    assert "`batch` holds 1 infinity, at [5, 5]." in TEXTS["compare_gradients"](*infinite)
+    assert "`batch` holds 1 infinity" in TEXTS["range_report"](*infinite)
     assert "`batch` holds 1 infinity" in warned(*infinite)
 
     def masked(params, batch, mask):
@@ -74,9 +74,9 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
-    assert told in verdict
-    assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
+    sentence = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
+    assert sentence in verdict
+    assert verdict.startswith(sentence) == (size > 65504)  # first where it cannot train as it is
     assert "look at the learning rate" in verdict
     assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
 

@@ -50,7 +50,7 @@ FOUND = {
 }
 
 
-def products(jaxpr):
+def matmuls_of(jaxpr):
     """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
     found = []
     for eqn in jaxpr.eqns:
@@ -58,7 +58,7 @@ def products(jaxpr):
             found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
         for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += products(inner) if hasattr(inner, "eqns") else []
+            found += matmuls_of(inner) if hasattr(inner, "eqns") else []
     return found
 
 
@@ -89,17 +89,17 @@ QUICK = ("small_epsilon", "small_unit")
 )
 def test_each_fault_is_found_and_cured(name, capsys):
     loss, args = FAULTS[name]
-    num_wide, num_wide_result, reason = FOUND[name]
+    num_float32, num_float32_result, reason = FOUND[name]
     policy = find_precision(loss, *args, progress=True)
     assert error(loss, args, policy) < 0.01
-    found = products(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
-    assert found.count(("dot_general", "float32")) == num_wide
-    assert found.count(("float32_result_matmul", "float16")) == num_wide_result
+    found = matmuls_of(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
+    assert found.count(("dot_general", "float32")) == num_float32
+    assert found.count(("float32_result_matmul", "float16")) == num_float32_result
     first = policy.rules[0].reason if policy.rules else ""
     assert ERROR.sub("", reason) in ERROR.sub("", first)
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
-    assert bool(policy.rules) == bool(num_wide or num_wide_result)
+    assert bool(policy.rules) == bool(num_float32 or num_float32_result)
     if policy.rules:  # without it, it is wrong
         assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
     assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
@@ -115,7 +115,7 @@ def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
     policy = find_precision(loss, *args, dtype=dtype)
     assert policy.rules == ()
     assert error(loss, args, policy, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
-    assert {dtype for _, dtype in products(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
+    assert {dtype for _, dtype in matmuls_of(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
         jnp.dtype(dtype).name
     }
     assert capsys.readouterr().err == ""
@@ -136,9 +136,9 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
         "(its result reaches 4.5e+05)\n"
         f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
-    kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
-    assert (kept, kept.loss_scale) == (policy, policy.loss_scale)
-    assert hash(kept) == hash(policy)
+    restored = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
+    assert (restored, restored.loss_scale) == (policy, policy.loss_scale)
+    assert hash(restored) == hash(policy)
 
 
 def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
@@ -288,10 +288,10 @@ def test_errors_are_told_as_they_are():
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
-    told = float(ERROR.search(policy.rules[0].reason)[1]) / 100
+    reported = float(ERROR.search(policy.rules[0].reason)[1]) / 100
     assert "in half precision, the gradient of ['bias'] is off by" in policy.rules[0].reason
-    assert told == pytest.approx(min(bias.relative_error), rel=0.1)
-    assert policy.errors[0] == pytest.approx(told, rel=0.1)
+    assert reported == pytest.approx(min(bias.relative_error), rel=0.1)
+    assert policy.errors[0] == pytest.approx(reported, rel=0.1)
 
 
 def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
@@ -347,7 +347,7 @@ def test_what_no_policy_cures_is_said(monkeypatch):
     monkeypatch.setattr(Search, "verified", wrong)
     with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
-    matmuls = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
+    matmuls = matmuls_of(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
     assert {dtype for _, dtype in matmuls} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2

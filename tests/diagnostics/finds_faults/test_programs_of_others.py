@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
 HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # these are sound in half precision
-ASKED = {
+REPORTS = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
     "autocast_report": lambda fun, *args: repr(autocast_report(fun, *args)),
@@ -38,11 +38,11 @@ SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_pr
 
 @pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 @pytest.mark.parametrize(
-    ("name", "asked"),
-    [pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for asked in ASKED],
+    ("name", "kind"),
+    [pytest.param(name, kind, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for kind in REPORTS],
 )
-def test_every_question_has_an_answer(name, asked):
-    answer = ASKED[asked](*PROGRAMS[name]())
+def test_every_question_has_an_answer(name, kind):
+    answer = REPORTS[kind](*PROGRAMS[name]())
     assert "cast_floating" not in answer  # they are under `autocast` already
     if name in HALF:
         sound = {
@@ -50,7 +50,7 @@ def test_every_question_has_an_answer(name, asked):
             "range_report": "stay in range",
             "find_precision": "No exceptions from the rule of `autocast`.",
         }
-        assert sound.get(asked, "") in answer
+        assert sound.get(kind, "") in answer
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
     square.defvjp(lambda x: (square(x), x), backward)
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
     for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
-        in_float32 = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
+        in_float32 = [operation for operation in autocast_report(each, *args).matmuls if operation.dtype == "float32"]
         assert in_float32
-        assert all(product.reason.startswith("marked") for product in in_float32)
+        assert all(operation.reason.startswith("marked") for operation in in_float32)
 
 
 def test_a_cast_that_autocast_makes_has_the_place_of_its_product_and_a_cure_that_fits():
@@ -152,8 +152,8 @@ def test_one_bad_layer_of_eight_is_named_by_its_parameter():
     assert sum(each.count for each in report.matmuls) == 23
     assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
     assert str(policy).startswith("Error against float32: wrong altogether -> ")
-    kept = jls.PrecisionPolicy.from_config(policy.get_config())
-    assert (kept, kept.errors) == (policy, policy.errors)
+    restored = jls.PrecisionPolicy.from_config(policy.get_config())
+    assert (restored, restored.errors) == (policy, policy.errors)
 
 
 def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():

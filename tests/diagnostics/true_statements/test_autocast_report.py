@@ -112,8 +112,8 @@ def test_bytes_kept_are_what_vjp_keeps_beside_arguments():
     # Before: exp(y), tanh's result and 1 minus it, in float32; after: y, and x cast, in float16.
     assert report.bytes_before == 3 * 4 * 32
     assert report.bytes_after == 2 * 2 * 32
-    kept = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
-    assert kept.bytes_after > report.bytes_after
+    residuals = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
+    assert residuals.bytes_after > report.bytes_after
     nothing = autocast_report(lambda w, x: jnp.sum(x @ w) + jnp.sum(x), W, X, dtype=jnp.float32)
     assert (nothing.bytes_before, nothing.bytes_after) == (0, 0)
 
@@ -140,8 +140,8 @@ def by_rule(w, x):
     def function(w, x):
         return x @ w
 
-    def backward(kept, cotangent):
-        w, x = kept
+    def backward(residuals, cotangent):
+        w, x = residuals
         with jls.keep_float32():
             of_w = x.T @ cotangent
         return of_w, cotangent @ w.T
@@ -256,7 +256,7 @@ def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
 
     rule = jls.PrecisionRule("float32", layer="head")
     report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
-    assert {(product.layer, product.reason) for product in report.matmuls} == {
+    assert {(operation.layer, operation.reason) for operation in report.matmuls} == {
         ("keep_float32", "inside `keep_float32`"),
         ("head", f"a rule of the policy: {rule!r}"),
     }
@@ -274,7 +274,7 @@ def test_a_jitted_function_on_two_lines_has_the_reason_of_each():
     rules = [jls.PrecisionRule("float32", function=name, reason=f"why {name}") for name in ("first", "second")]
     report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
     lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
-    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.matmuls} == {
+    assert {(int(operation.source.rpartition(":")[2]), operation.reason) for operation in report.matmuls} == {
         (line, f"a rule of the policy: {rule!r}") for line, rule in zip(lines, rules, strict=True)
     }
 
@@ -286,5 +286,5 @@ def test_a_jitted_function_in_the_layer_of_a_class_keeps_its_reason():
 
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="Block")])
     report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
-    reasons = {product.dtype: product.reason for product in report.matmuls}
+    reasons = {operation.dtype: operation.reason for operation in report.matmuls}
     assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from samples import GOOD, INF, NAN, PARAMS, recorded
-from sentences import told_in
+from sentences import statements_of
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
@@ -72,10 +72,10 @@ EXPLAINED = {
 }
 
 
-@pytest.mark.parametrize(("loss_scale", "record", "steps", "told"), EXPLAINED.values(), ids=EXPLAINED)
-def test_what_is_told(loss_scale, record, steps, told):
+@pytest.mark.parametrize(("loss_scale", "record", "steps", "expected"), EXPLAINED.values(), ids=EXPLAINED)
+def test_what_is_told(loss_scale, record, steps, expected):
     state = recorded(jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=record), PARAMS, steps)
-    assert told_in(explain(state, PARAMS)) == told
+    assert statements_of(explain(state, PARAMS)) == expected
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=last_bad is not None)
     state = recorded(tx, PARAMS, ([last_bad] if last_bad else []) + [GOOD] * 20)
     state = state._replace(applied_steps=jnp.int32(steps - skipped), skipped_steps=jnp.int32(skipped))
-    assert ("log the batches" in told_in(explain(state))) == recommends
+    assert ("log the batches" in statements_of(explain(state))) == recommends
     if recommends:
         assert f"{skipped / steps:.1%} of all steps were skipped." in explain(state)
 
@@ -173,7 +173,7 @@ CAUSES = {
 }
 NAN_AT, INF_AT = (f"there was {what} in the gradients, first in ['kernel']" for what in ("a NaN", "an infinity"))
 UNKNOWN = "there was a NaN or an infinity in its gradients"
-TOLD = {
+EXPECTED = {
     # what is told, and why the step was bad
     "a NaN": ("skipped | perhaps an overflow", NAN_AT),
     "a NaN, at the floor": ("skipped | no lower | a NaN stays", NAN_AT),
@@ -219,8 +219,8 @@ def cells(table):
 def after(tx, kernel=1.0, value=1.0, skip_if=False):
     """Parameters and state after one step."""
     grads = {"bias": jnp.float32(1.0), "kernel": jnp.float32(kernel)}
-    told = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
-    return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **told)
+    expected = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
+    return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **expected)
 
 
 @pytest.mark.parametrize(("table", "record"), [(RECORDED, True), (UNRECORDED, False)], ids=["recorded", "unrecorded"])
@@ -231,9 +231,9 @@ def test_every_cause_is_told(kind, table, record):
     assert causes.keys() == CAUSES.keys()
     for cause, cell in causes.items():
         params, state = after(tx, **CAUSES[cause])
-        told, why = TOLD[cell]
+        expected, why = EXPECTED[cell]
         text = explain(state, params)
-        assert told_in(text) == told, cause
+        assert statements_of(text) == expected, cause
         of_step = f"The last step was skipped: {why}.", f"In the last step {why}, and the step was applied."
         assert why is None or text.splitlines()[2] in of_step, cause
 
@@ -248,7 +248,7 @@ def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_i
 def test_after_a_wrong_grads_finite_gradients_are_not_said_to_be_zero():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
-    assert told_in(explain(state)) == "not measured"
+    assert statements_of(explain(state)) == "not measured"
     assert "`grads_finite=True`, that was wrong" in explain(state)
 
 
@@ -270,7 +270,7 @@ def test_parameters_that_are_not_finite_explain_everything():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)})
-    assert told_in(text) == "skipped | parameters, skipping"
+    assert statements_of(text) == "skipped | parameters, skipping"
     assert "are not finite, first in ['kernel'], and so no loss can be." in text
     assert "first in the only leaf" in explain(tx.init(PARAMS), jnp.array([NAN]))
 
@@ -278,13 +278,13 @@ def test_parameters_that_are_not_finite_explain_everything():
 def test_a_parameter_that_is_too_large_is_named_where_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
-    assert told_in(text).endswith(" | large")
+    assert statements_of(text).endswith(" | large")
     assert "\nA parameter is as large as 3e+02, in ['kernel']." in text
 
 
 def test_a_step_that_was_applied_without_harm():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0), kernel=NAN)
-    assert told_in(explain(state, PARAMS)) == "applied, finite"
+    assert statements_of(explain(state, PARAMS)) == "applied, finite"
 
 
 def test_a_record_of_an_earlier_step_is_not_taken_for_the_last_one():

@@ -31,7 +31,7 @@ def cast(params, x):
     return jnp.mean((x @ params["c_attn"]["kernel"]) ** 2)  # product
 
 
-def met_in_a_product(params, x):
+def met_in_a_matmul(params, x):
     return jnp.mean((x.astype(jnp.float16) @ params["c_attn"]["kernel"]) ** 2)  # product
 
 
@@ -62,7 +62,7 @@ def in_a_jitted_branch(params, x):
         ),
         (cast, "{product}; its input becomes float32 at {cast}"),
         (
-            met_in_a_product,
+            met_in_a_matmul,
             "{product}; its input is float32 since float16 met float32 `params['c_attn']['kernel']` at {product}",
         ),
         (never_cast, "{product}; its input is float32 from the beginning (`x`)"),

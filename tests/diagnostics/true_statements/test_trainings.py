@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import workloads
-from sentences import told_in
+from sentences import statements_of
 from workloads import draw
 
 import jax_lossscale as jls
@@ -122,11 +122,11 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "loss_scale", "steps", "every", "options", "told"), TRAININGS.values(), ids=TRAININGS
+    ("loss_fn", "loss_scale", "steps", "every", "options", "expected"), TRAININGS.values(), ids=TRAININGS
 )
-def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, told):
+def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, expected):
     params, state = trained(loss_fn, loss_scale, steps, every, **options)
-    assert told_in(explain(state, params)) == told
+    assert statements_of(explain(state, params)) == expected
 
 
 # --- Gradients that are not scaled: mistakes of the user, each as one step of training ---
@@ -181,9 +181,9 @@ def test_gradients_that_are_not_scaled_are_reported_from_step_20_on(mistake):
     states = trained_with(mistake)
     for state in states[0], states[18]:
         jls.raise_if_stuck(state)
-        assert "not scaled" not in told_in(explain(state))
+        assert "not scaled" not in statements_of(explain(state))
     for state in states[19], states[20], states[49], states[99]:
-        assert told_in(explain(state)).endswith("largest | not scaled")
+        assert statements_of(explain(state)).endswith("largest | not scaled")
         with pytest.raises(RuntimeError, match="the gradients are not scaled") as caught:
             jls.raise_if_stuck([state])
         for text in explain(state), str(caught.value):
@@ -195,27 +195,27 @@ def test_gradients_that_are_scaled_are_not_reported():
     for factor in 2.0**-20, 2.0**-7, 1.0, 2.0**10:
         for state in trained_with(scaled_correctly, factor=factor):
             jls.raise_if_stuck(state)
-            assert "scaled" not in told_in(explain(state))
+            assert "scaled" not in statements_of(explain(state))
 
 
 def test_clipped_gradients_are_reported_after_an_overflow_too():
     *_, state = trained_with(clipped_outside, steps=400)
     assert state.skipped_steps > 0
-    assert told_in(explain(state)).endswith("largest | not scaled")
+    assert statements_of(explain(state)).endswith("largest | not scaled")
 
 
 def test_clipped_gradients_that_overflow_early_are_a_question():
     """The scale grows too little for a report."""
     state = trained_with(clipped_outside, factor=1.0)[-1]
     jls.raise_if_stuck(state)
-    assert told_in(explain(state)) == "largest | room | question"
+    assert statements_of(explain(state)) == "largest | room | question"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10])
 def test_loss_scales_that_do_not_measure_end_with_a_question(mistake, loss_scale):
     state = trained_with(mistake, loss_scale)[-1]
-    assert told_in(explain(state)) == "question"
+    assert statements_of(explain(state)) == "question"
 
 
 def test_a_batch_of_runs_with_one_that_is_not_scaled():

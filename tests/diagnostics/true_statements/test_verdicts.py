@@ -115,7 +115,7 @@ def square_error(weights, x):
     return jnp.mean((x @ weights - 1) ** 2)
 
 
-@pytest.mark.parametrize("loss", [jls.keep_float32, None], ids=["kept", "without products"])
+@pytest.mark.parametrize("loss", [jls.keep_float32, None], ids=["residuals", "without products"])
 def test_what_autocast_leaves_in_float32_is_right_and_gains_nothing(loss):
     def fun(weights, x):
         if loss is None:
@@ -196,7 +196,7 @@ def quantized(x, w):
     return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
 
 
-quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda residuals, g: (g @ residuals[1].T, residuals[0].T @ g))
 
 
 def test_behind_integers_the_backward_pass_is_narrow_and_what_nothing_is_made_of_is_not_counted():
@@ -204,8 +204,8 @@ def test_behind_integers_the_backward_pass_is_narrow_and_what_nothing_is_made_of
         return jnp.mean(jnp.sin(quantized(x, weights)))
 
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
-    (product,) = autocast_report(loss, *args).matmuls
-    assert (product.is_backward, product.dtype, product.count, product.reason) == (True, "float16", 1, "")
+    (operation,) = autocast_report(loss, *args).matmuls
+    assert (operation.is_backward, operation.dtype, operation.count, operation.reason) == (True, "float16", 1, "")
     assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
 
 
