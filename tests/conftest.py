@@ -19,7 +19,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The line at the top of a file with the markers of all its tests.
+# The variable `pytestmark` at the top of a file applies to all tests of the file.
 OF_ALL = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 

@@ -53,7 +53,7 @@ LAYERS = {
 POLICY_BASE = {"base", "bounded", "powers"}
 NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
-# The modules of the diagnostics in order: each may import only modules before it.
+# Each module of the diagnostics may import only the modules before it in this list.
 DIAGNOSTICS = (
     "_report _bits _exponents _nonfinite _in_precision _operations _matmuls _lost_constants _loss_call "
     "_traced_gradients _sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "

@@ -8,7 +8,7 @@ import jax_lossscale as jls
 from benchmarks import accuracy
 from benchmarks.workloads import WORKLOADS, training
 
-pytestmark = [pytest.mark.ci, pytest.mark.slow]  # This file compiles and runs ten training runs.
+pytestmark = [pytest.mark.ci, pytest.mark.slow]  # This file compiles and executes ten training runs.
 
 pytest.importorskip("sklearn")
 

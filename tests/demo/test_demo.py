@@ -49,7 +49,7 @@ def test_float16_underflows_and_scaled_float16_follows_float32_in_20_steps(writt
     assert max(zeros[name] for name in ARMS if name != "float16") < 1e-3
 
 
-@pytest.mark.slow  # The complete demo takes long.
+@pytest.mark.slow  # The complete demo is slow.
 def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_path, capsys):
     assert main(["--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
     arms = json.loads((tmp_path / "results.json").read_text())["arms"]

@@ -162,7 +162,7 @@ def test_loss_scale_in_the_state_can_be_replaced_and_restored():
     _, state = TX.update_and_apply(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS)
     changed = optax.tree_utils.tree_set(state, loss_scale=jls.DynamicLossScale(8.0))
     _, changed = TX.update_and_apply(scaled(changed), changed, PARAMS)
-    assert np.isnan(jls.metrics(changed)["largest"])  # `DynamicLossScale` does not measure it.
+    assert np.isnan(jls.metrics(changed)["largest"])  # `DynamicLossScale` does not measure the largest gradient.
     back = optax.tree_utils.tree_set(changed, loss_scale=jls.AutoLossScale(8.0))
     _, back = TX.update_and_apply(scaled(back), back, PARAMS)
     assert jls.metrics(back)["largest"] == LARGEST
