@@ -1,4 +1,4 @@
-"""Float32 programs of equinox under `autocast`: modules with functions and settings among their leaves."""
+"""Float32 equinox models under `autocast`, including models with functions and settings among their leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ X = jax.random.normal(KEYS[1], (8, 4))
     ],
     ids=["filter_jit", "loop", "ensemble"],
 )
-def test_one_word(loss_fn, model):
+def test_autocast_gives_half_precision_matmuls_and_accurate_gradients(loss_fn, model):
     arrays, rest = eqx.partition((model, X), eqx.is_array)
 
     def gradient(fun):
@@ -68,7 +68,7 @@ def test_one_word(loss_fn, model):
 @pytest.mark.parametrize(
     "function", [MLP, MLP.__call__, jax.tree_util.Partial(MLP)], ids=["module", "method", "partial"]
 )
-def test_a_module_is_a_function(function):
+def test_autocast_accepts_modules_methods_and_partials(function):
     in_half = jls.autocast(function)
     assert_half_precision(in_half, X[0])
     assert distance_of_all(jax.jit(in_half)(X[0]), function(X[0])) < 2e-3

@@ -1,7 +1,7 @@
-"""What is refused: a `ValueError` at once, whose whole message is here. It names the argument, the value and the cure.
+"""Invalid arguments raise a `ValueError` immediately. The message names the argument, its value and a fix.
 
-A new public name has no row here, and fails until it has one. Then: what comes from outside, a configuration or a saved
-state, builds loss scales and does nothing else.
+This file contains the full text of each message. A new public function without a message here fails the test. Other
+tests check that a configuration or a saved state can only build loss scales and has no other effect.
 """
 
 import functools
@@ -42,7 +42,7 @@ def square(x):
     return jnp.sum(x**2)
 
 
-# A call, and below it the message.
+# Each call is followed by its message.
 REFUSED = """
 jls.AutoLossScale("3")
     `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
@@ -323,7 +323,7 @@ ACCEPTED = (
 
 
 def rows():
-    """Pairs of a call and the lines of its message."""
+    """Yield each call together with the lines of its message."""
     message = []
     for line in REFUSED.strip().splitlines():
         if line.startswith(" "):
@@ -338,6 +338,7 @@ STANDS_FOR = {"ACCEPTED": ACCEPTED, "STATE_EXPECTED": STATE_EXPECTED, "SQUARE": 
 
 
 def spelled_out(message):
+    """Return the message in one line, with its placeholders replaced."""
     return functools.reduce(lambda text, word: text.replace(word, STANDS_FOR[word]), STANDS_FOR, " ".join(message))
 
 
@@ -347,21 +348,21 @@ NAMES = dict(vars(jls), **globals()) | {name: sys.modules[f"jax_lossscale.intero
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_bad_argument_is_refused_in_these_words(call):
+def test_invalid_argument_raises_this_message(call):
     with pytest.raises(ValueError) as caught:
         eval(call, NAMES)
     assert str(caught.value) == CALLS[call]
 
 
 @pytest.mark.parametrize("length", [199, 200, 201, 1000])
-def test_an_error_shows_200_characters_of_a_value(length):
+def test_error_shows_at_most_200_characters_of_a_value(length):
     value = "a" * (length - len("''"))
     shown = repr(value) if length <= 200 else f"{repr(value)[:200]}..."
     with pytest.raises(ValueError, match=re.escape(f"must be a number, got {shown}.") + "$"):
         jls.FixedLossScale(value)
 
 
-# Each function that takes an optimizer state, and objects that users pass instead of one.
+# --- Objects that users pass instead of an optimizer state ---
 
 TAKE_A_STATE = {
     "metrics(opt_state=...)": jls.metrics,
@@ -394,10 +395,10 @@ NOT_A_STATE = {
 
 @pytest.mark.parametrize("function", TAKE_A_STATE)
 @pytest.mark.parametrize("wrong", NOT_A_STATE)
-def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function, wrong):
+def test_error_describes_the_object_passed_instead_of_a_state(function, wrong):
     argument, got = NOT_A_STATE[wrong]
     if wrong == "a loss scale" and ("loss_scale" in function or "scale=" in function):
-        TAKE_A_STATE[function](argument)  # which is accepted
+        TAKE_A_STATE[function](argument)  # A loss scale is accepted here.
         return
     with pytest.raises(ValueError) as caught:
         TAKE_A_STATE[function](argument)
@@ -407,7 +408,7 @@ def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function
     assert (f"The order is `{name}(" in message) == name.startswith("update")
 
 
-# They take no arguments.
+# The constructors of these classes have no arguments.
 TAKE_NOTHING = {"NoOpLossScale", "LossScale"}
 
 
@@ -421,12 +422,12 @@ def public_functions():
                 yield name
 
 
-def test_every_public_function_refuses_something():
+def test_every_public_function_has_an_error_message_here():
     refusing = {message.removeprefix("`").partition("(")[0].partition("`")[0] for message in CALLS.values()}
     assert set(public_functions()) - TAKE_NOTHING - refusing == set()
 
 
-# Configuration from outside: it builds loss scales, and does nothing else.
+# --- Configurations from untrusted sources may only build loss scales ---
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from([8, 2.0**15, 3]),
@@ -445,7 +446,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-# What Python tells an audit hook of, and what no configuration may bring about.
+# Audit events of Python that no configuration may cause.
 FORBIDDEN = {
     "compile",
     "exec",
@@ -464,11 +465,12 @@ def note_what_is_forbidden(event, _):
         watched.append(event)
 
 
-sys.addaudithook(note_what_is_forbidden)  # for good, but it looks only while a list has begun
+# An audit hook cannot be removed, so the hook here records events only while `watched` is not empty.
+sys.addaudithook(note_what_is_forbidden)
 
 
 def refused_or_a_loss_scale(build, given):
-    """Of our own kinds, with a sound scale; nothing but a `ValueError` comes out, and nothing else is done."""
+    """Check that ``build`` returns a valid built-in loss scale or raises a ValueError, without side effects."""
     watched[:] = ["begun"]
     try:
         built = build(given)
@@ -484,20 +486,20 @@ def refused_or_a_loss_scale(build, given):
         assert type(jls.get(json.loads(json.dumps(jls.serialize(built))))) is type(built)
 
 
-def test_the_watch_would_see_an_evaluation():
+def test_audit_hook_detects_eval():
     with pytest.raises(AssertionError, match="compile"):
         refused_or_a_loss_scale(lambda given: eval(given), "jls.get(8)")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(identifier=configs | json_values)
-def test_get_builds_loss_scales_and_nothing_else(identifier):
+def test_get_only_builds_loss_scales(identifier):
     refused_or_a_loss_scale(jls.get, identifier)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(kind=st.sampled_from(OWN_KINDS), config=st.dictionaries(names, json_values, max_size=4) | json_values)
-def test_from_config_builds_its_kind_and_nothing_else(kind, config):
+def test_from_config_only_builds_loss_scales(kind, config):
     refused_or_a_loss_scale(kind.from_config, config)
 
 
@@ -521,7 +523,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data):
+def test_conversions_from_other_libraries_only_build_loss_scales(reader, data):
     read, argument, right = READERS[reader]
     changed = {name: data.draw(NUMBERS | st.just(value)) for name, value in right.items()}
     refused_or_a_loss_scale(lambda given: read(**{argument: given}), changed)
@@ -529,15 +531,15 @@ def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data)
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_flax_restores_a_loss_scale_or_refuses(data):
-    """`from_bytes`, of bytes that were changed on the way: whatever is restored has the structure of the target."""
+def test_flax_restores_corrupted_bytes_as_a_valid_loss_scale_or_raises(data):
+    """The saved bytes are changed at random. A restored loss scale must have the configuration of the target."""
     target = jls.DynamicLossScale(8)
     saved = bytearray(flax.serialization.to_bytes(target))
     for position in data.draw(st.lists(st.integers(0, len(saved) - 1), min_size=1, max_size=3)):
         saved[position] = data.draw(st.integers(0, 255))
     try:
         restored = flax.serialization.from_bytes(target, bytes(saved))
-    except Exception:  # flax's own reader has many
+    except Exception:  # flax raises many types of exceptions for invalid bytes.
         return
     assert type(restored) is jls.DynamicLossScale
     assert restored.get_config() == target.get_config()

@@ -1,4 +1,4 @@
-"""``flax.training.dynamic_scale.DynamicScale``."""
+"""Behavior of ``flax.training.dynamic_scale.DynamicScale``."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ PARAMS = jnp.float32(1.0)
 
 
 def adjusted(dynamic_scale, *factors):
-    """The scale before the first step, and after each: a gradient is one of ``factors``."""
+    """Return the scale before the first step and after each step. The gradient of a step is one of ``factors``."""
     scales = [float(dynamic_scale.scale)]
     for factor in factors:
         dynamic_scale = dynamic_scale.value_and_grad(lambda p, factor=factor: factor * p)(PARAMS).dynamic_scale

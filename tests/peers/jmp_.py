@@ -1,4 +1,4 @@
-"""jmp, as its docstrings and its README say to use it."""
+"""Behavior of jmp, used as its docstrings and its README recommend."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SCALE = jnp.float32(2.0**15)
 
 
 def adjusted(loss_scale, *verdicts, adjust=lambda loss_scale, verdict: loss_scale.adjust(verdict)):
-    """The scale before the first step, and after each."""
+    """Return the scale before the first step and after each step."""
     scales = [float(loss_scale.loss_scale)]
     for verdict in verdicts:
         loss_scale = adjust(loss_scale, jnp.array(verdict))

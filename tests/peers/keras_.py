@@ -1,4 +1,4 @@
-"""``keras.optimizers.LossScaleOptimizer``, with jax below."""
+"""Behavior of ``keras.optimizers.LossScaleOptimizer`` with the JAX backend."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from peers import cases
 
 
 class Trained:
-    """A variable, an optimizer, and the values of both from step to step."""
+    """A variable, an optimizer, and their values after the last step."""
 
     def __init__(self, inner=None, start=1.0, dtype="float32", **options):
         self.variable = keras.Variable(start, dtype=dtype)
@@ -37,7 +37,7 @@ class Trained:
 
 
 def scales(*scaled_grads, **options):
-    """Before the first step, and after each."""
+    """Return the scale before the first step and after each step."""
     trained = Trained(**options)
     return [float(trained.scale), *(float(trained.step(jnp.float32(grad))) for grad in scaled_grads)]
 
@@ -59,7 +59,7 @@ def value():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**120), loss="mse")
     history = model.fit(np.full((1, 1), 1e10), np.ones((1, 1)), verbose=0)
-    assert model.get_weights()[0] == 0  # the step was skipped
+    assert model.get_weights()[0] == 0  # The step was skipped.
     assert history.history["loss"] == [1.0]
     return "the true loss"
 

@@ -1,4 +1,4 @@
-"""jax_lossscale."""
+"""Behavior of jax_lossscale."""
 
 import dataclasses
 import warnings
@@ -16,7 +16,7 @@ PARAMS = jnp.float32(1.0)
 
 
 def after(tx, *scaled_grads, params=PARAMS, **options):
-    """Parameters and state after steps with these gradients."""
+    """Return parameters and state after steps with the given scaled gradients."""
     state = tx.init(params)
     for scaled_grad in scaled_grads:
         params, state = tx.update_and_apply(scaled_grad, state, params, **options)
@@ -60,7 +60,7 @@ def value():
 
     for dtype in jnp.float32, jnp.float16:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that float16 cannot carry the scale
+            warnings.simplefilter("ignore")  # Ignore the warning that float16 cannot represent the scale.
             loss, grads = jls.value_and_scaled_grad(loss_fn, 2.0**16)(PARAMS, dtype)
         assert not jls.all_finite(grads)
         assert loss == 100
@@ -69,7 +69,7 @@ def value():
 
 def unscaling():
     loss_scale = jls.FixedLossScale(cases.HIGHEST_POWER)
-    scaled = loss_scale.scale(jnp.ones(4))  # by 2^126, the largest scale that is applied
+    scaled = loss_scale.scale(jnp.ones(4))  # `scale` multiplies by at most 2^126.
     return cases.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
 
 

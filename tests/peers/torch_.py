@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``."""
+"""Behavior of ``torch.amp.GradScaler``."""
 
 import inspect
 
@@ -9,11 +9,11 @@ from peers import cases
 
 
 def scaler_after(*grads, **options):
-    """A scaler after optimizer steps with these gradients, and its scales: before the first step, and after each."""
+    """Return a scaler after optimizer steps with these gradients, and the scales before and after each step."""
     scaler = torch.amp.GradScaler("cpu", **options)
     params = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([params], lr=1.0)
-    scaler.scale(params)  # its scale exists from its first use on
+    scaler.scale(params)  # The scale of a `GradScaler` is created at its first use.
     scales = [scaler.get_scale()]
     for grad in grads:
         params.grad = torch.tensor(grad)
@@ -60,7 +60,7 @@ def float16_gradients():
     params = torch.nn.Parameter(torch.ones(()))
     with pytest.raises(RuntimeError, match="dtype"):
         params.grad = torch.ones((), dtype=torch.float16)
-    params.grad_dtype = None  # which allows it
+    params.grad_dtype = None  # `grad_dtype = None` allows gradients of another dtype.
     params.grad = torch.ones((), dtype=torch.float16)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(params)

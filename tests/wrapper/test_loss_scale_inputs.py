@@ -1,7 +1,7 @@
-"""What `loss_scaled` tells a kind of loss scale of a user's own: whether the gradients are finite, and the largest.
+"""The arguments that `loss_scaled` passes to `adjust` of a user-defined loss scale.
 
-Of gradients that are not finite none is the largest: whatever stands for "not measured", it is no number that a rule
-could take for the largest gradient, nor for zeros where the caller says that all are finite.
+If the gradients are nonfinite, `largest` is not a number that a loss scale could mistake for the largest gradient
+magnitude. In particular, `largest` is not zero if the caller states that all gradients are finite.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ SCALE = 8.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Listening(jls.LossScale):
-    """Keeps what it is told."""
+    """A loss scale that stores the arguments of `adjust`."""
 
     finite: jax.Array
     largest: jax.Array
@@ -43,7 +43,7 @@ START = Listening(jnp.array(True), jnp.float32(0))
 
 
 def assert_reported(reported, finite, largest):
-    """``None`` for the largest: that it was not measured."""
+    """Check the stored arguments. If ``largest`` is None, check that it was not measured."""
     assert bool(reported.finite) == finite
     if largest is None:
         assert not 0 < reported.largest < np.inf
@@ -53,26 +53,28 @@ def assert_reported(reported, finite, largest):
 
 
 FINITE, OVERFLOWED = np.array([-3.0, 1.0], np.float32), np.array([-np.inf, 1.0], np.float32)
-REPORTED = {  # the true gradients, what the caller says of them: what the kind is told
-    "nothing, and they are finite": (FINITE, None, True, 3.0),
-    "nothing, and they are not": (OVERFLOWED, None, False, None),
-    "rightly that they are finite": (FINITE, True, True, 3.0),
-    "rightly that they are not": (OVERFLOWED, False, False, None),
-    "wrongly that they are finite": (OVERFLOWED, True, True, None),
-    "wrongly that they are not": (FINITE, False, False, None),
-    "that zeros are finite": (0 * FINITE, True, True, 0.0),
+# The columns are the unscaled gradients, the argument `grads_finite` of `update`, and the expected arguments of
+# `adjust`.
+REPORTED = {
+    "no flag, finite gradients": (FINITE, None, True, 3.0),
+    "no flag, nonfinite gradients": (OVERFLOWED, None, False, None),
+    "correct flag, finite gradients": (FINITE, True, True, 3.0),
+    "correct flag, nonfinite gradients": (OVERFLOWED, False, False, None),
+    "wrong flag, nonfinite gradients": (OVERFLOWED, True, True, None),
+    "wrong flag, finite gradients": (FINITE, False, False, None),
+    "correct flag, zero gradients": (0 * FINITE, True, True, 0.0),
 }
 
 
 @pytest.mark.parametrize(("grads", "said", "finite", "largest"), REPORTED.values(), ids=REPORTED)
-def test_what_the_caller_says_of_the_gradients_is_passed_on_and_the_largest_with_it(grads, said, finite, largest):
+def test_adjust_receives_grads_finite_and_the_largest_gradient(grads, said, finite, largest):
     tx = jls.loss_scaled(optax.sgd(0.1), START)
     _, state = tx.update(grads * SCALE, tx.init(FINITE), FINITE, grads_finite=said)
     assert_reported(state.loss_scale, finite, largest)
 
 
 @pytest.mark.parametrize("grads", [FINITE, OVERFLOWED, OVERFLOWED[::-1]], ids=["none", "the first", "the last"])
-def test_if_one_device_overflows_the_largest_of_another_is_not_told(grads):
+def test_largest_is_not_passed_to_adjust_if_one_device_overflows(grads):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     tx = jls.loss_scaled(optax.sgd(0.1), START, axis_name="data")
 
