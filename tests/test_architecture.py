@@ -40,12 +40,14 @@ LAYERS = {
     "_program": {"_check", "_tree"},
     "_autocast": {"_check", "_program", "_warn"},
     "_scaled_backward": {"_check", "_gradients", "_loss_scale", "_program"},
+    "_mixed_precision": CORE | {"_autocast", "_gradients", "_optax", "_scaled_backward", "optax"},
     "diagnostics": MIDDLE,
     "interop": MIDDLE,
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
-    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},  # the package's own __init__
+    "": (MIDDLE - {"optax"})
+    | {"_mixed_precision", "_scaled_backward", "diagnostics", "plotting"},  # the package's own __init__
 }
 # What every policy, each in a file of its own, may import of its siblings.
 POLICY_BASE = {"base", "bounded", "powers"}

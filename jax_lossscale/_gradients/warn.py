@@ -34,22 +34,33 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     return True
 
 
-def warn_if_frozen(loss_scale: LossScale) -> bool:
-    """Warn if a scale that moves becomes a constant of the program that is being traced. Return whether it warned.
-
-    The state moves on from step to step, so the gradients would be unscaled with another scale than their own.
-    """
+def is_frozen(loss_scale: LossScale) -> bool:
+    """Return whether a loss scale that changes during training is a constant of the program that is being traced."""
     moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
     # The fields themselves: NumPy scalars, which a fresh one holds, are traced where its leaves are taken.
     fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
     if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
         return False
-    if not isinstance(jnp.logical_not(False), jax.core.Tracer):  # nothing is traced, or for derivatives only
+    # The result is a tracer only if a program is traced. Transformations for derivatives do not trace constants.
+    return isinstance(jnp.logical_not(False), jax.core.Tracer)
+
+
+def warn_if_frozen(loss_scale: LossScale) -> bool:
+    """Warn if a loss scale that changes during training is a constant of the program that is being traced.
+
+    The compiled program would always use this scale, but the gradients would be unscaled by the scale in the optimizer
+    state, which changes.
+
+    Returns:
+      Whether a warning was issued.
+    """
+    if not is_frozen(loss_scale):
         return False
     warn_user(
-        f"The loss scale (`{type(loss_scale).__name__}`) is no argument of the program that is being traced, but a "
-        "constant of it: it stays as it is now, while that of the optimizer state moves on. Make the gradient function "
-        "inside the step, `jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`, and pass `opt_state` to the "
-        "step as an argument."
+        f"The loss scale (`{type(loss_scale).__name__}`) is not an argument of the function that is being traced. It "
+        "becomes a constant of the compiled program and does not change, although the scale in the optimizer state "
+        "changes. If you write the training step, pass `opt_state` to it as an argument and call "
+        "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)` inside the step. If a library computes the "
+        "gradients, use `jls.MixedPrecision`."
     )
     return True

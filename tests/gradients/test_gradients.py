@@ -396,9 +396,12 @@ def test_made_before_the_loop_it_is_warned_of_once():
         return gradient(params), state
 
     gradient(3.0)  # which is no program
-    with pytest.warns(UserWarning, match="stays as it is now") as caught:
+    with pytest.warns(UserWarning, match="becomes a constant of the compiled program") as caught:
         [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice
-    assert len([warning for warning in caught if "stays as it is now" in str(warning.message)]) == 1
+    assert (
+        len([warning for warning in caught if "becomes a constant of the compiled program" in str(warning.message)])
+        == 1
+    )
 
 
 SOUND = {
